@@ -1,0 +1,1 @@
+"""The data plane: ragged columns, frozen stage types, rows by reference."""

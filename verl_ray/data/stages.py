@@ -1,0 +1,111 @@
+"""The stages a row passes through, one frozen type each; a comment per column says what it holds.
+
+Invariant: rows of different stages that belong together stand in the same order. Token t of a row holds what is known
+about token t itself: `log_probs[t]` is the log-probability of token t given those before it, `values[t]` the value
+before token t is taken. Deliberately not here: any computation.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.data.batch import Array, Batch, Int64, Ragged, ragged, row, token
+
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+class Finish(enum.IntEnum):
+    """Why a response ended."""
+
+    STOP = 0  # by itself: an end-of-sequence token or a stop string
+    LENGTH = 1  # cut at rollout.max_response_tokens
+    ABORTED = 2  # cut by an abort
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Prompts(Batch):
+    """Prompts drawn from a data set, one row each."""
+
+    group_id: Int64 = row(np.int64)  # running number of the prompt in the run
+    tokens: Array = token(np.int32)  # token ids after the chat template
+    data_source: Ragged = ragged(np.uint8)  # UTF-8: which reward function grades it
+    answer: Ragged = ragged(np.uint8)  # UTF-8: what the reward function compares with
+    extra: Ragged = ragged(np.uint8)  # UTF-8 JSON object: whatever else the data set holds
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rows(Batch):
+    """Whole token sequences, whoever wrote their tokens: what a model can be asked about."""
+
+    tokens: Array = token(np.int32)
+    response_mask: Bool = token(np.bool_)  # True on tokens that the policy chose; never on a row's first token
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Rollouts(Rows):
+    """Prompt and response as one row of tokens, with what the sampler knew."""
+
+    row_id: Int64 = row(np.int64)  # unique in the run
+    trajectory_id: Int64 = row(np.int64)  # rows of one trajectory share it
+    group_id: Int64 = row(np.int64)  # rows of one prompt share it: the unit of group baselines
+    prompt_length: npt.NDArray[np.int32] = row(np.int32)  # tokens before the first response token
+    response_length: npt.NDArray[np.int32] = row(np.int32)  # tokens where response_mask is True
+    finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish
+    rollout_log_probs: Float32 = token(np.float32)  # as sampled, after temperature; 0 outside the mask
+    version_spans: Ragged = ragged(np.int64, 2)  # (first token of the span, policy version), ascending
+    data_source: Ragged = ragged(np.uint8)
+    answer: Ragged = ragged(np.uint8)
+    extra: Ragged = ragged(np.uint8)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Scores(Batch):
+    """What the reward role says of each row. No token columns: every row has length 0."""
+
+    score: Float32 = row(np.float32)  # NaN where health is not OK
+    health: npt.NDArray[np.int8] = row(np.int8)  # a rewards.Health
+    detail: Ragged = ragged(np.uint8)  # UTF-8: why it failed; empty where it did not
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class LogProbs(Batch):
+    """Log-probabilities of a policy, for the tokens of the rows it was asked about."""
+
+    log_probs: Float32 = token(np.float32)  # 0 outside the response mask
+    entropy: Float32 | None = token(np.float32, optional=True)  # of the distribution token t was drawn from
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Values(Batch):
+    """The critic's estimate before each token."""
+
+    values: Float32 = token(np.float32)  # 0 outside the response mask
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Credit(Batch):
+    """How much better than expected each token was, and the sums that a step needs of it."""
+
+    advantages: Float32 = token(np.float32)  # 0 outside the response mask
+    returns: Float32 | None = token(np.float32, optional=True)  # targets of the critic; absent without one
+    reward: Float32 = row(np.float32)  # of the whole response, after shaping
+    kl_penalty: Float32 = row(np.float32)  # sum over the response of the divergence charged, before its coefficient
+    advantage_sum: npt.NDArray[np.float64] = row(np.float64)
+    advantage_square_sum: npt.NDArray[np.float64] = row(np.float64)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class TrainingBatch(Rows):
+    """What a loss may look at: the tokens under the response mask. Columns that an algorithm does not use are absent."""
+
+    loss_weight: Float32 = row(np.float32)  # of each of the row's token losses: aggregation as one number per row
+    old_log_probs: Float32 | None = token(np.float32, optional=True)
+    ref_log_probs: Float32 | None = token(np.float32, optional=True)
+    advantages: Float32 | None = token(np.float32, optional=True)
+    old_values: Float32 | None = token(np.float32, optional=True)
+    returns: Float32 | None = token(np.float32, optional=True)

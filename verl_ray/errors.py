@@ -1,0 +1,120 @@
+"""The whole exception tree.
+
+Invariant: every class survives pickling between processes, and every message says what was found, what was
+expected and which config key to change. Not a place for control flow: expected outcomes (a failed reward, a
+skipped optimizer step) are values, not exceptions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+class VerlRayError(Exception):
+    """Root of every error that this project raises on purpose."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a configuration: the key, its value, the rule it breaks, and what would be right."""
+
+    key: str
+    value: object
+    rule: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"{self.key} = {self.value!r}: {self.rule}. {self.fix}"
+
+
+class ConfigError(VerlRayError):
+    """A configuration that cannot run. Carries all problems found, not the first one."""
+
+    exit_code = 2
+
+    def __init__(self, problems: list[Problem]) -> None:
+        super().__init__(problems)
+        self.problems = problems
+
+    def __str__(self) -> str:
+        lines = [f"{len(self.problems)} problem(s) in the configuration:"]
+        lines += [f"  - {problem}" for problem in self.problems]
+        return "\n".join(lines)
+
+
+class DataError(VerlRayError):
+    """Rows, files or columns that are not what they should be."""
+
+
+class ModelError(VerlRayError):
+    """A model directory that cannot be loaded, or whose contents do not fit the role."""
+
+
+class EngineError(VerlRayError):
+    """Misuse of, or a failure inside, a training engine."""
+
+
+class NonFiniteError(EngineError):
+    """A loss or gradient that is not finite; names the tensor, the rank and the micro-batch."""
+
+
+class RolloutError(VerlRayError):
+    """Misuse of, or a failure inside, a rollout engine."""
+
+
+class WeightSyncError(VerlRayError):
+    """A policy version that did not reach a rollout engine exactly as the trainer holds it."""
+
+
+class CheckpointError(VerlRayError):
+    """A checkpoint that cannot be written, or is missing, torn or foreign."""
+
+
+class ClusterError(VerlRayError):
+    """The Ray cluster cannot give what the run needs."""
+
+
+class WorkerError(VerlRayError):
+    """A call on a worker failed. Names role, rank and node; carries the worker's traceback and last output."""
+
+    def __init__(self, what: str, *, role: str, rank: int, node: str, detail: str = "", output: str = "") -> None:
+        super().__init__(what, role, rank, node, detail, output)
+        self.what, self.role, self.rank, self.node = what, role, rank, node
+        self.detail, self.output = detail, output
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_worker_error, (type(self), self.what, self.role, self.rank, self.node, self.detail, self.output)
+
+    def __str__(self) -> str:
+        text = f"{self.role} rank {self.rank} on {self.node}: {self.what}"
+        if self.detail:
+            text += f"\n{self.detail.rstrip()}"
+        if self.output:
+            text += f"\nlast output of {self.role} rank {self.rank}:\n{self.output.rstrip()}"
+        return text
+
+
+def _rebuild_worker_error(
+    cls: type[WorkerError], what: str, role: str, rank: int, node: str, detail: str, output: str
+) -> WorkerError:
+    return cls(what, role=role, rank=rank, node=node, detail=detail, output=output)
+
+
+class WorkerDied(WorkerError):
+    """The process of a worker ended; `detail` holds the cause as far as it is known."""
+
+
+class DeadlineExceeded(WorkerError):
+    """A call did not answer in time; `detail` holds the stacks of the processes that were waited for."""
+
+
+class StaleIncarnation(WorkerError):
+    """An answer, or a call, that belongs to an earlier incarnation of its worker group."""
+
+
+class Interrupted(VerlRayError):
+    """The run was asked to stop (Ctrl-C, SIGTERM, `ray job stop`)."""
+
+    exit_code = 130

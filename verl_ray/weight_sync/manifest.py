@@ -1,0 +1,43 @@
+"""What a model's weights are, under their Hugging Face names, whichever way an engine holds them.
+
+Invariant: a manifest is the same on every rank and for every layout of the same model; the slices that the ranks of
+one engine own cover each parameter exactly once. Deliberately not here: tensors, and how they travel.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter: its Hugging Face name, global shape, and dtype as it is sent (a torch dtype's name)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    tied_to: str | None = None  # the parameter that holds the same storage; such a one is never sent itself
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A box of a parameter, in global indices: `start` [dims] and `shape` [dims]."""
+
+    name: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    parameters: tuple[Parameter, ...]
+
+    @property
+    def sent(self) -> tuple[Parameter, ...]:
+        """The parameters that travel: all but the tied ones."""
+        return tuple(p for p in self.parameters if p.tied_to is None)
