@@ -1,0 +1,70 @@
+"""The `a+b=` task: sums that a small model can half do, so that a run has something to learn within minutes.
+
+Invariant: no held-out sum appears among the training sums, in either order of its operands. Deliberately not here:
+the tokenizer (`tokenizers.py`), the model (`verl_ray/models/tiny.py`) and the warm start.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from verl_ray.data.batch import Int64
+from verl_ray.data.files import DataFiles, Fields, write_records
+from verl_ray.errors import DataError
+
+ALPHABET = "0123456789+="
+"""Every character of a problem and its answer: what `character_tokenizer` needs."""
+
+DATA_SOURCE = "arithmetic"
+
+
+@dataclass(frozen=True)
+class ArithmeticFiles:
+    """Where the two sets are; each record serves reinforcement learning (answer) and supervision (response) alike."""
+
+    train: DataFiles
+    validation: DataFiles
+
+
+def draw_sums(max_operand: int, num_train: int, num_validation: int, seed: int) -> tuple[Int64, Int64]:
+    """Operands [num_train, 2] and [num_validation, 2], each in [0, max_operand], all pairs distinct.
+
+    Raises:
+        DataError: there are not that many pairs once the held-out ones are taken out.
+    """
+    side = max_operand + 1
+    # A held-out pair takes its mirror image b+a out of the training pairs; so many more are drawn to make up for it.
+    wanted = min(side * side, num_train + 2 * num_validation)
+    drawn = np.random.default_rng([seed, side]).choice(side * side, size=wanted, replace=False)
+    pairs = np.stack([drawn // side, drawn % side], axis=1).astype(np.int64)
+    validation, rest = pairs[:num_validation], pairs[num_validation:]
+    mirrored = validation[:, 1] * side + validation[:, 0]
+    train = rest[~np.isin(drawn[num_validation:], mirrored)][:num_train]
+    if len(validation) < num_validation or len(train) < num_train:
+        raise DataError(
+            f"prepare.max_operand = {max_operand} gives {side * side} sums: found {len(validation)} held-out and "
+            f"{len(train)} for training, expected prepare.num_validation = {num_validation} and prepare.num_train = "
+            f"{num_train}; raise prepare.max_operand or lower the numbers"
+        )
+    return train, validation
+
+
+def write_arithmetic(
+    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int
+) -> ArithmeticFiles:
+    """Write `train` and `validation` under `directory` as jsonl, Parquet and datasets folders."""
+    train, validation = draw_sums(max_operand, num_train, num_validation, seed)
+    return ArithmeticFiles(
+        train=write_records(_records(train), directory, "train"),
+        validation=write_records(_records(validation), directory, "validation"),
+    )
+
+
+def _records(pairs: Int64) -> list[Fields]:
+    return [
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b), "data_source": DATA_SOURCE}
+        for a, b in pairs.tolist()
+    ]
