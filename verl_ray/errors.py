@@ -64,12 +64,20 @@ class RolloutError(VerlRayError):
     """Misuse of, or a failure inside, a rollout engine."""
 
 
+class RewardError(VerlRayError):
+    """Misuse of, or a failure inside, the reward role; a score that failed is a value, not this."""
+
+
 class WeightSyncError(VerlRayError):
     """A policy version that did not reach a rollout engine exactly as the trainer holds it."""
 
 
 class CheckpointError(VerlRayError):
     """A checkpoint that cannot be written, or is missing, torn or foreign."""
+
+
+class TrackingError(VerlRayError):
+    """The record of the run (metrics, samples, the W&B run) that cannot be written or read."""
 
 
 class ClusterError(VerlRayError):

@@ -1,0 +1,58 @@
+"""The line that a person watches."""
+
+import io
+
+from verl_ray.tracking.console import ConsoleTracker
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+STEP = {
+    "critic/rewards/mean": 0.53125,
+    "actor/kl_loss": 0.0012,
+    "actor/loss": 3.0,
+    "perf/total_num_tokens": 2000,
+    "timing_s/step": 0.5,
+}
+
+
+def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
+    seconds = iter([100.0, 110.0, 114.0, 120.0])
+    stream = io.StringIO()
+    tracker = ConsoleTracker(total_steps=20, stream=stream, clock=lambda: next(seconds))
+    tracker.log(0, {"val-core/sums/acc/mean@1": 0.4})
+    tracker.log(1, STEP)
+    tracker.log(2, {**STEP, "val-core/sums/acc/mean@1": 0.45})
+    tracker.log(20, STEP)
+    tracker.close(failed=False)
+    assert stream.getvalue().splitlines() == [
+        "step  0/20  held-out sums/acc/mean@1 0.4",
+        # 10 s between the first two lines, 19 steps to go
+        "step  1/20  reward 0.5312  kl 0.0012  4,000 tokens/s  0.50 s  3m10s left",
+        # (10 + 4) / 2 = 7 s a step, 18 to go
+        "step  2/20  reward 0.5312  kl 0.0012  held-out sums/acc/mean@1 0.45  4,000 tokens/s  0.50 s  2m06s left",
+        "step 20/20  reward 0.5312  kl 0.0012  4,000 tokens/s  0.50 s",
+    ]
+
+
+def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
+    stream = io.StringIO()
+    ConsoleTracker(total_steps=7201, stream=stream).log(1, {"actor/loss": 2.5, "timing_s/step": 1.0})
+    assert stream.getvalue() == "step    1/7201  loss 2.5  1.00 s  2h00m left\n"
+
+
+def test_a_terminal_shows_a_live_line_and_keeps_evaluations() -> None:
+    terminal = Terminal()
+    tracker = ConsoleTracker(total_steps=2, stream=terminal)
+    tracker.log(1, STEP)
+    tracker.log(2, {"val-core/[red]sums/acc/mean@1": 0.45})
+    tracker.close(failed=False)
+    tracker.close(failed=False)
+    shown = terminal.getvalue()
+    assert "waiting for the first step" in shown
+    assert "step 2/2  held-out [red]sums/acc/mean@1 0.45" in shown
+    assert shown.rstrip().endswith("\x1b[2K")  # the live line is erased at the end
+    assert "\x1b[?25h" in shown  # and the cursor is back

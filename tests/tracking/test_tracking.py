@@ -1,0 +1,70 @@
+"""From the configuration to open trackers."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from verl_ray.config.schema import RunConfig, TrackingConfig, WandbConfig
+from verl_ray.errors import TrackingError
+from verl_ray.tracking import open_trackers
+from verl_ray.tracking.jsonl import read_metrics
+
+WANDB = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
+
+
+def run_config(run_dir: Path) -> RunConfig:
+    return RunConfig(
+        name="run",
+        dir=str(run_dir),
+        seed=0,
+        total_steps=4,
+        evaluate_every=0,
+        checkpoint_every=0,
+        keep_checkpoints=1,
+        resume="none",
+        threads_per_rank=1,
+        call_deadline_s=1.0,
+        start_deadline_s=1.0,
+    )
+
+
+def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = TrackingConfig(console=True, tensorboard=True, wandb=WANDB)
+    trackers = open_trackers(config, run_config(tmp_path), {"run": {"seed": 0}})
+    for step in range(4):
+        trackers.log(step, {"critic/rewards/mean": 0.5})
+    state = trackers.state()
+    trackers.close(failed=True)
+    assert set(trackers.outputs()) == {"metrics", "samples", "W&B", "TensorBoard"}
+    assert capsys.readouterr().out.count("reward 0.5") == 4
+
+    quiet = TrackingConfig(console=False, tensorboard=True, wandb=WANDB)
+    continued = open_trackers(quiet, run_config(tmp_path), {}, committed_step=1, state=state)
+    continued.log(2, {"critic/rewards/mean": 0.75})
+    continued.close(failed=False)
+    assert continued.state() == state
+    assert [line["critic/rewards/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.75]
+    assert capsys.readouterr().out == ""
+
+
+def test_what_is_off_writes_nothing(tmp_path: Path) -> None:
+    off = WANDB.model_copy(update={"mode": "disabled"})
+    open_trackers(TrackingConfig(console=False, tensorboard=False, wandb=off), run_config(tmp_path), {}).close(False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples"]
+
+
+def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl"):
+        open_trackers(TrackingConfig(console=True, tensorboard=False, wandb=WANDB), run_config(tmp_path), {})
+
+
+def test_importing_the_trackers_loads_no_heavy_library() -> None:
+    program = (
+        "import sys, verl_ray.tracking, verl_ray.tracking.curve, verl_ray.tracking.report\n"
+        "print({'wandb', 'torch', 'matplotlib', 'tensorboard', 'ray'} & set(sys.modules))"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert ended.stdout == "set()\n"

@@ -1,0 +1,140 @@
+"""Real offline W&B runs, read back with W&B's own reader."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from verl_ray.config.schema import WandbConfig
+from verl_ray.errors import ConfigError
+from verl_ray.tracking.base import Sample, Trackers
+from verl_ray.tracking.wandb_run import WandbTracker
+
+OFFLINE = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=("a", "b"))
+ONLINE = OFFLINE.model_copy(update={"mode": "online"})
+TREE = {"run": {"seed": 3}, "algorithm": {"name": "ppo"}}
+SAMPLE = Sample(prompt="1+1=", response="3", answer="2", data_source="sums", score=0.0, truncated=True)
+
+
+def records(session: Path) -> list[dict[str, dict[str, object]]]:
+    """Every record of one session, as `wandb leet inspect` prints them."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    return [json.loads(line) for line in printed.splitlines()]
+
+
+def sessions(run_dir: Path) -> list[Path]:
+    return sorted((run_dir / "wandb").glob("offline-run-*"))
+
+
+def history(session: Path) -> list[dict[str, object]]:
+    items = [record["history"]["item"] for record in records(session) if record["type"] == "history"]
+    return [{key: value for key, value in item.items() if not key.startswith("_")} for item in items]
+
+
+def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(tmp_path: Path) -> None:
+    run_dir = tmp_path / "outputs" / "run"  # not there yet
+    first = WandbTracker(OFFLINE, run_dir, "first try", TREE, {})
+    trackers = Trackers([first])
+    trackers.samples(0, [SAMPLE])
+    trackers.log(0, {"val-core/sums/acc/mean@1": 0.25})
+    trackers.log(1, {"critic/rewards/mean": 0.5, "actor/kl_loss": float("nan")})
+    state = trackers.state()
+    trackers.close(failed=True)
+
+    (session,) = sessions(run_dir)
+    lines = history(session)
+    assert len(lines) == 2
+    table = lines[0].pop("val/generations")
+    assert lines == [
+        {"training/global_step": 0, "val-core/sums/acc/mean@1": 0.25},
+        {"training/global_step": 1, "critic/rewards/mean": 0.5, "actor/kl_loss": "NaN"},
+    ]
+    assert json.loads((session / "files" / table["path"]).read_text()) == {
+        "columns": ["training/global_step", "prompt", "response", "answer", "data_source", "score", "truncated"],
+        "data": [[0, "1+1=", "3", "2", "sums", 0.0, True]],
+    }
+    everything = records(session)
+    (start,) = [record["run"] for record in everything if record["type"] == "run"]
+    assert start["run_id"] == state["wandb_run_id"]
+    assert (start["display_name"], start["project"], start["tags"]) == ("first try", "tests", ["a", "b"])
+    assert {key: start["config"]["update"][key] for key in TREE} == TREE
+    metrics = [record["metric"] for record in everything if record["type"] == "metric"]
+    assert any(metric.get("glob_name") == "*" and metric["step_metric"] == "training/global_step" for metric in metrics)
+    assert [record["exit"]["exit_code"] for record in everything if record["type"] == "exit"] == [1]
+
+    time.sleep(1.1)  # W&B names the folder of a session by the second.
+    second = WandbTracker(OFFLINE, run_dir, "first try", TREE, state)
+    Trackers([second]).log(1, {"critic/rewards/mean": 0.75})
+    second.close(failed=False)
+    second.close(failed=False)
+    _, resumed = sessions(run_dir)
+    (start,) = [record["run"] for record in records(resumed) if record["type"] == "run"]
+    assert start["run_id"] == state["wandb_run_id"] and start["resume"] is True
+    assert history(resumed) == [{"training/global_step": 1, "critic/rewards/mean": 0.75}]
+    assert second.outputs() == {"W&B": f"wandb sync {resumed}"}
+
+
+PROGRAM = """
+import os, signal, sys, time
+from pathlib import Path
+from verl_ray.config.schema import WandbConfig
+from verl_ray.tracking.wandb_run import WandbTracker
+config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
+tracker = WandbTracker(config, Path(sys.argv[1]), "killed", {}, {})
+tracker.log(0, {"x": 1.5, "training/global_step": 0})
+time.sleep(2.5)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_was_logged_two_seconds_ago_outlives_a_kill_and_nothing_was_printed(tmp_path: Path) -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(tmp_path)], check=False, capture_output=True, text=True)
+    assert ended.returncode == -signal.SIGKILL
+    assert ended.stdout == ended.stderr == ""
+    (session,) = sessions(tmp_path)
+    assert history(session) == [{"training/global_step": 0, "x": 1.5}]
+
+
+def test_online_without_credentials_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
+    with pytest.raises(ConfigError, match=r"tracking.wandb.mode = 'online'.*WANDB_API_KEY"):
+        WandbTracker(ONLINE, tmp_path, "run", {}, {})
+
+
+ONLINE_PROGRAM = """
+import sys
+from pathlib import Path
+from verl_ray.config.schema import WandbConfig
+from verl_ray.errors import TrackingError
+from verl_ray.tracking import wandb_run
+wandb_run.INIT_TIMEOUT_S = 2.0
+config = WandbConfig(mode="online", project="tests", entity=None, group=None, tags=())
+try:
+    wandb_run.WandbTracker(config, Path(sys.argv[1]), "run", {}, {})
+except TrackingError as error:
+    print(error)
+"""
+
+
+def test_online_without_a_server_is_an_error_within_the_time_limit(tmp_path: Path) -> None:
+    environment = {
+        **os.environ,
+        "HOME": str(tmp_path),
+        "WANDB_API_KEY": "0" * 40,
+        "WANDB_HTTP_TIMEOUT": "2",
+        "WANDB_BASE_URL": "http://127.0.0.1:9",  # the discard port, where nothing listens
+    }
+    command = [sys.executable, "-c", ONLINE_PROGRAM, str(tmp_path)]
+    begin = time.monotonic()
+    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60, env=environment)
+    assert "tracking.wandb.mode=offline" in ended.stdout
+    assert time.monotonic() - begin < 30

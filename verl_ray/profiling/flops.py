@@ -1,0 +1,96 @@
+"""How much arithmetic a decoder-only transformer needs, and which part of a device's peak that is.
+
+Invariant: counts what the model's mathematics needs (a multiply-add is 2), whatever the implementation adds by
+recomputation, padding or masked-out work. Pure arithmetic on the model's configuration; it measures nothing. Norms,
+activations and rotary embeddings are left out: well under 1 % at any size that is trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ray.errors import ModelError
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The sizes of a dense Llama- or Qwen-like decoder with gated feed-forward layers."""
+
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_size: int
+    intermediate_size: int
+    vocab_size: int
+
+    @staticmethod
+    def from_config(config: Mapping[str, object]) -> ModelShape:
+        """From the keys of a Hugging Face `config.json`.
+
+        Raises:
+            ModelError: a size is missing, or the model is a mixture of experts.
+        """
+        if any("expert" in key for key in config):
+            raise ModelError("FLOPs are counted for dense decoders; this config.json describes a mixture of experts")
+        hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        return ModelShape(
+            num_layers=_size(config, "num_hidden_layers"),
+            hidden_size=hidden,
+            num_heads=heads,
+            num_kv_heads=_size(config, "num_key_value_heads", heads),
+            head_size=_size(config, "head_dim", hidden // heads),
+            intermediate_size=_size(config, "intermediate_size"),
+            vocab_size=_size(config, "vocab_size"),
+        )
+
+    @property
+    def matmul_parameters(self) -> int:
+        """Parameters that multiply every token: attention, feed-forward and output head; embeddings are looked up."""
+        attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
+        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        return self.num_layers * (attention + feed_forward) + self.vocab_size * self.hidden_size
+
+
+def forward_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
+    """FLOPs of one forward pass over whole sequences of these lengths [rows], in tokens.
+
+    2 per parameter and token (Kaplan et al. 2020, arXiv:2001.08361, section 2.1), plus attention scores and the
+    weighted sum of values: 2 x 2 x heads x head size per layer and pair of tokens. Deviation from the model FLOPs of
+    PaLM (arXiv:2204.02311, appendix B): a token attends to itself and those before it, n(n+1)/2 pairs instead of n^2.
+    Generating a sequence token by token with a key-value cache needs the same.
+    """
+    tokens = lengths.astype(np.float64)
+    pairs = float((tokens * (tokens + 1) / 2).sum())
+    per_pair = 4 * shape.num_layers * shape.num_heads * shape.head_size
+    return 2 * shape.matmul_parameters * float(tokens.sum()) + per_pair * pairs
+
+
+def training_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
+    """FLOPs of one forward and backward pass: the backward pass needs twice the forward pass (the same 6N)."""
+    return 3 * forward_flops(shape, lengths)
+
+
+def mfu(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
+    """Model FLOPs utilisation as a fraction (arXiv:2204.02311, appendix B): needed arithmetic over possible arithmetic.
+
+    Args:
+        flops: of all devices together.
+        seconds: they took.
+        peak_flops_per_s: of one device, for dense matrix products in the type that was used.
+        num_devices: that took part.
+    """
+    return flops / (seconds * peak_flops_per_s * num_devices)
+
+
+def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = otherwise
+    if not isinstance(value, int):
+        raise ModelError(f"config.json: {key} is {value!r}; a size is expected there")
+    return value

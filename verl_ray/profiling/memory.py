@@ -1,0 +1,134 @@
+"""How much memory processes hold, on the host and on a device.
+
+Invariant: bytes everywhere, except in names that end in `_gib`; the memory of several processes is the sum of their
+proportional set sizes (PSS), in which a page shared by n of them counts 1/n in each. Not a predictor of memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+
+import psutil
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    """Of this process."""
+
+    rss_bytes: int
+    pss_bytes: int
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Of this process on its current device, as torch's allocator counts it; peaks since they were last reset."""
+
+    allocated_bytes: int
+    reserved_bytes: int
+    peak_allocated_bytes: int
+    peak_reserved_bytes: int
+
+
+def process_memory() -> ProcessMemory:
+    """Resident and proportional set size of this process, right now."""
+    memory = psutil.Process().memory_full_info()
+    return ProcessMemory(rss_bytes=memory.rss, pss_bytes=memory.pss)
+
+
+def host_used_gib() -> float:
+    """Memory of the whole machine that is in use, for `perf/cpu_memory_used_gb`."""
+    return float(psutil.virtual_memory().used / GIB)
+
+
+def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
+    """Memory on the current CUDA device; None where there is none.
+
+    Args:
+        reset_peak: let the peaks start anew after this reading.
+    """
+    # Imported here because a driver asks for host memory without ever loading torch.
+    import torch
+
+    if not torch.cuda.is_available():
+        return None
+    memory = DeviceMemory(
+        allocated_bytes=torch.cuda.memory_allocated(),
+        reserved_bytes=torch.cuda.memory_reserved(),
+        peak_allocated_bytes=torch.cuda.max_memory_allocated(),
+        peak_reserved_bytes=torch.cuda.max_memory_reserved(),
+    )
+    if reset_peak:
+        torch.cuda.reset_peak_memory_stats()
+    return memory
+
+
+def malloc_trim() -> bool:
+    """Give freed heap memory back to the operating system. True = some was given; always False without glibc."""
+    if not sys.platform.startswith("linux"):
+        return False
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    return trim is not None and trim(0) == 1
+
+
+def tree_pss_bytes(root_pid: int) -> int:
+    """Summed PSS of a process and all its descendants; those that end meanwhile count 0.
+
+    A cluster that was started by somebody else is not among the descendants.
+    """
+    try:
+        root = psutil.Process(root_pid)
+        processes = [root, *root.children(recursive=True)]
+    except psutil.NoSuchProcess:
+        return 0
+    return sum(_pss_bytes(process) for process in processes)
+
+
+def _pss_bytes(process: psutil.Process) -> int:
+    try:
+        return int(process.memory_full_info().pss)
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return 0
+
+
+class TreeMemorySampler:
+    """Watches the memory of a process tree from a thread while its block runs: `with TreeMemorySampler() as memory:`.
+
+    One sample costs about a millisecond per process and gigabyte, so a short interval disturbs what it measures.
+
+    Args:
+        root_pid: root of the tree; None = this process.
+        interval_s: pause between samples. One sample is taken at the start and one at the end in any case.
+    """
+
+    def __init__(self, root_pid: int | None = None, interval_s: float = 0.5) -> None:
+        self.peak_bytes = 0
+        self._root_pid = os.getpid() if root_pid is None else root_pid
+        self._interval_s = interval_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="memory sampler", daemon=True)
+
+    def __enter__(self) -> TreeMemorySampler:
+        self._sample()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stop.set()
+        self._thread.join()
+        self._sample()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(self._interval_s):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, tree_pss_bytes(self._root_pid))

@@ -1,0 +1,121 @@
+"""Weights & Biases: the run's metrics and generation tables under `<run dir>/wandb/`, offline or online.
+
+Invariant: a resumed run continues the run id of the checkpoint, and `training/global_step` is the axis of every
+chart. W&B's own step counter is left alone: it never goes back, so after a resume it would drop the steps that run
+again. Not a copy of the console, the code or the machine's statistics.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from verl_ray.config.schema import WandbConfig
+from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.tracking.base import GLOBAL_STEP, SAMPLES, Sample, Tracker
+
+if TYPE_CHECKING:
+    import wandb
+
+RUN_ID = "wandb_run_id"
+
+# How much of the record a kill may cost. W&B's default of 15 s loses whole short runs.
+FLUSH_INTERVAL_S = 1.0
+
+# How long the end of a run waits for uploads. What is left is on disk, and `wandb sync` sends it.
+FINISH_TIMEOUT_S = 60.0
+INIT_TIMEOUT_S = 60.0
+
+
+class WandbTracker(Tracker):
+    """One W&B run.
+
+    Args:
+        config: mode `offline` (no account, no network) or `online`.
+        run_dir: holds the `wandb/` folder.
+        name: the run's name.
+        tree: the resolved configuration.
+        state: of the run to continue; empty = a new run.
+
+    Raises:
+        ConfigError: online without credentials.
+        TrackingError: W&B cannot start, for example because its server does not answer.
+    """
+
+    def __init__(
+        self, config: WandbConfig, run_dir: Path, name: str, tree: Mapping[str, object], state: Mapping[str, str]
+    ) -> None:
+        # Imported here because it takes half a second, which a run without W&B should not pay.
+        import wandb
+
+        online = config.mode == "online"
+        run_dir.mkdir(parents=True, exist_ok=True)  # W&B writes to /tmp instead when the folder is missing.
+        settings = wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=INIT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+            x_disable_stats=True,
+            x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
+        )
+        mode: Literal["online", "offline"] = "online" if online else "offline"
+        try:
+            if online and not wandb.login(prompt=False):
+                raise ConfigError([_no_credentials(config.mode)])
+            self._run: wandb.Run = wandb.init(
+                project=config.project,
+                entity=config.entity,
+                group=config.group,
+                tags=config.tags,
+                name=name,
+                id=state.get(RUN_ID) or secrets.token_hex(4),
+                resume="allow",
+                mode=mode,
+                force=online,
+                dir=str(run_dir),
+                config=dict(tree),
+                settings=settings,
+            )
+        except (wandb.Error, OSError) as error:
+            raise TrackingError(f"W&B did not start: {error}. tracking.wandb.mode=offline needs no server.") from error
+        self._run.define_metric(GLOBAL_STEP)
+        self._run.define_metric("*", step_metric=GLOBAL_STEP)
+        self._closed = False
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """A table `val/generations`, part of the same record as the metrics that follow."""
+        import wandb
+
+        table = wandb.Table(
+            columns=[GLOBAL_STEP, *(field.name for field in fields(Sample))],
+            data=[[step, *astuple(row)] for row in rows],
+        )
+        self._run.log({SAMPLES: table}, commit=False)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._run.log(dict(metrics), commit=True)
+
+    def close(self, failed: bool) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._run.finish(exit_code=int(failed))
+
+    def outputs(self) -> dict[str, str]:
+        place = str(Path(self._run.dir).parent)
+        return {"W&B": self._run.url or f"wandb sync {place}"}
+
+    def state(self) -> dict[str, str]:
+        return {RUN_ID: self._run.id}
+
+
+def _no_credentials(mode: str) -> Problem:
+    return Problem(
+        "tracking.wandb.mode",
+        mode,
+        "there are no W&B credentials here, or WANDB_MODE keeps W&B from using them",
+        "Set WANDB_API_KEY, run `wandb login`, or choose offline.",
+    )
