@@ -1,0 +1,118 @@
+"""What a model is trained on, put together from the losses: one callable per kind of training.
+
+Invariant: an objective maps per-token outputs to per-token losses; how they are weighted into one number is the rows'
+`loss_weight`, so an objective knows neither micro-batches nor ranks. Deliberately not here: the losses themselves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Protocol
+
+from torch import Tensor
+
+from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, value_loss
+from verl_ray.config.schema import AlgorithmConfig, KLEstimator, ValueLossConfig
+from verl_ray.models.role_model import Outputs, TokenOutputs
+from verl_ray.ops.kl import KL_ESTIMATORS
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """Columns of a TrainingBatch at the tokens a loss looks at, float32 [read]; absent ones are None."""
+
+    row: Tensor  # int64 [read]: which row of the micro-batch each token belongs to
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+
+    @classmethod
+    def columns(cls) -> tuple[str, ...]:
+        """Names of the TrainingBatch columns that losses read."""
+        return tuple(f.name for f in fields(cls) if f.name != "row")
+
+
+class Objective(Protocol):
+    @property
+    def outputs(self) -> Outputs:
+        """What it needs of the model."""
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss: ...
+
+
+def _given(tensor: Tensor | None, name: str) -> Tensor:
+    if tensor is None:
+        raise ValueError(f"the objective needs {name}, which the rows or the model's outputs lack")
+    return tensor
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """Policy loss + kl_coefficient * KL(policy || reference) - entropy_coefficient * entropy, per token.
+
+    Rows without `old_log_probs` are trained on-policy: the ratio is 1 and only its gradient matters
+    (one update per batch makes the old log-probs equal to the fresh ones).
+    """
+
+    algorithm: AlgorithmConfig
+    temperature: float
+    kl_coefficient: float
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(log_probs=True, entropy=True, temperature=self.temperature)
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        log_probs = _given(outputs.log_probs, "log_probs")
+        old = log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs
+        found = POLICY_LOSSES[self.algorithm.policy_loss](
+            log_probs, old, _given(inputs.advantages, "advantages"), self.algorithm
+        )
+        loss, metrics = found.loss, dict(found.metrics)
+        metrics["actor/pg_loss"] = found.loss.detach()
+        entropy = _given(outputs.entropy, "entropy")
+        metrics["actor/entropy"] = entropy.detach()
+        if self.algorithm.entropy_coefficient:
+            loss = loss - self.algorithm.entropy_coefficient * entropy
+        if self.algorithm.kl.place == "loss":
+            estimator: KLEstimator = self.algorithm.kl.estimator or "k3"
+            divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
+            loss = loss + self.kl_coefficient * divergence
+            metrics["actor/kl_loss"] = divergence.detach()
+        return TokenLoss(loss, metrics)
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """Squared error of the critic against the returns."""
+
+    config: ValueLossConfig
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(values=True)
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        values = _given(outputs.values, "values")
+        found = value_loss(
+            values, _given(inputs.old_values, "old_values"), _given(inputs.returns, "returns"), clip=self.config.clip
+        )
+        return TokenLoss(found.loss, found.metrics | {"critic/vf_loss": found.loss.detach()})
+
+
+@dataclass(frozen=True)
+class SupervisedObjective:
+    """Negative log-likelihood of the response tokens."""
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(log_probs=True, greedy=True)
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        log_probs = _given(outputs.log_probs, "log_probs")
+        greedy = _given(outputs.greedy, "greedy")
+        return TokenLoss(
+            -log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.to(torch.float32)}
+        )

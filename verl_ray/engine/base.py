@@ -1,0 +1,136 @@
+"""The contract of a training engine: what a role may ask of its model, whichever backend holds it.
+
+Invariant (SPMD): every rank of a role calls every method, in the same order; rows come back in the order they were
+given; a loss sees complete rows and weights that already hold the global denominators, and gradients are summed over
+ranks once, by the engine. So a result depends neither on the micro-batch size nor on the number of ranks.
+Deliberately not here: what a role computes (workers) and where rows come from (the controller).
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from verl_ray.algorithms.objectives import Objective
+from verl_ray.config.schema import Backend, OptimizerConfig
+from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
+from verl_ray.models.role_model import HeadKind, Outputs
+from verl_ray.weight_sync.manifest import Manifest, Slice
+
+
+@dataclass(frozen=True)
+class Topology:
+    """Which rows this rank computes, and whether its answer is the one that is read."""
+
+    row_index: int
+    row_count: int
+    answers: bool
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """What to build: a model, its head, the backend that holds it, and how it learns (None: it does not)."""
+
+    role: str
+    model_path: str
+    head: HeadKind
+    backend: Backend
+    optimizer: OptimizerConfig | None
+    schedule_steps: int
+    """Optimizer steps of the whole run: where a cosine schedule ends."""
+    seed: int
+
+
+@dataclass(frozen=True)
+class ForwardResult:
+    """Flat per-token columns of the given rows, 0 outside the response mask; what was not asked for is absent."""
+
+    log_probs: Float32 | None = None
+    entropy: Float32 | None = None
+    greedy: Bool | None = None
+    values: Float32 | None = None
+    final_values: Float32 | None = None  # [rows] the value after each row's last token
+
+
+@dataclass(frozen=True)
+class LossReport:
+    """Sums over the response tokens that one rank saw; adding the reports of all ranks gives the global sums."""
+
+    tokens: int = 0
+    loss: float = 0.0
+    sums: dict[str, float] = field(default_factory=dict)
+
+    def __add__(self, other: LossReport) -> LossReport:
+        names = self.sums.keys() | other.sums.keys()
+        sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in sorted(names)}
+        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums)
+
+    def means(self) -> dict[str, float]:
+        """Token means of the metrics; NaN where there was no token."""
+        return {name: total / self.tokens if self.tokens else float("nan") for name, total in self.sums.items()}
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One optimizer step: the gradient norm before clipping, the learning rate used, and whether it was skipped."""
+
+    grad_norm: float
+    lr: float
+    skipped: str | None = None  # why: names the first tensor whose gradient is not finite
+
+
+class Engine(ABC):
+    """One role's model on one rank."""
+
+    topology: Topology
+
+    @abstractmethod
+    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
+        """The wanted outputs for every token under the response mask, without gradients."""
+
+    @abstractmethod
+    def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
+        """Add the gradients of the objective over these rows, in micro-batches under the token cap."""
+
+    @abstractmethod
+    def optimizer_step(self) -> StepReport:
+        """Clip, step (or skip a step whose gradients are not finite), advance the schedule, zero the gradients."""
+
+    @abstractmethod
+    def manifest(self) -> Manifest:
+        """Every parameter under its Hugging Face name; the same on every rank."""
+
+    @abstractmethod
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+        """The slices of these parameters that this rank owns. Over all ranks they cover each parameter once."""
+
+    @abstractmethod
+    def state(self) -> dict[str, Any]:
+        """Model, optimizer, schedule and RNG, sharded as torch's distributed checkpoint expects it."""
+
+    @abstractmethod
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what `state` of any engine of this model returned, filled by torch's distributed checkpoint."""
+
+    @abstractmethod
+    def place(self, *, params: str, optimizer: str) -> None:
+        """Move parameters and optimizer state to "device" or "host"; idempotent. On a CPU both are the same memory."""
+
+    @abstractmethod
+    def export(self, path: str) -> None:
+        """Write a Hugging Face directory: config, tokenizer, safetensors."""
+
+    def close(self) -> None:
+        """Let go of what a garbage collector would not. Idempotent."""
+
+
+def scattered(values: np.ndarray[Any, Any], where: np.ndarray[Any, Any], tokens: int) -> np.ndarray[Any, Any]:
+    """[read] values at their places among all tokens, zeros elsewhere."""
+    out = np.zeros(tokens, dtype=values.dtype)
+    out[where] = values
+    return out

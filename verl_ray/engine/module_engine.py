@@ -1,0 +1,364 @@
+"""What engines that hold a torch module share: the micro-batch loop, the optimizer step, the RNG stream, the state.
+
+Invariant: a backend may differ in how tensors are placed and moved, never in what is computed; so this file is the
+computation, and a subclass only wraps the module and says how gradients are summed. One transfer to the host per call,
+none per micro-batch. Deliberately not here: anything about a role.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
+
+from verl_ray.algorithms.objectives import LossInputs, Objective
+from verl_ray.data.batch import Int64, offsets_of
+from verl_ray.data.packing import micro_batches
+from verl_ray.data.stages import Rows, TrainingBatch
+from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, Topology, scattered
+from verl_ray.engine.schedule import learning_rate
+from verl_ray.errors import DataError, EngineError
+from verl_ray.models.attention import plan_layout
+from verl_ray.models.role_model import Outputs, PackedRows, RoleModel, TokenOutputs, load_role_model
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+
+MAX_SHARD_BYTES = 5 << 30
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Some rows on the device, with the tokens that are read."""
+
+    packed: PackedRows
+    read: Int64  # [read] their places among the tokens of the whole batch
+    row: Tensor  # int64 [read] which of these rows each belongs to
+    where: Tensor  # int64 [read] their places among the tokens of these rows
+
+
+class ModuleEngine(Engine):
+    """An engine around one torch module per rank."""
+
+    def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> None:
+        self.spec = spec
+        self.device = device
+        self.rank, self.world_size = rank, world_size
+        self.topology = Topology(row_index=rank, row_count=world_size, answers=True)
+        self.dtype = getattr(torch, spec.backend.dtype)
+        self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device)
+        self._manifest = _manifest_of(self.model)
+        if spec.backend.activation_checkpointing:
+            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+        if spec.optimizer is None:
+            self.model.requires_grad_(False)
+        self.module = self.wrap(self.model)
+        self.steps = 0
+        self.optimizer = None if spec.optimizer is None else _optimizer(self.model, spec)
+        self._rng = self._seeded(spec.seed)
+
+    # ------------------------------------------------------------------------------- what a backend decides
+
+    @abstractmethod
+    def wrap(self, model: RoleModel) -> nn.Module:
+        """The module to call; parameters may be replaced by sharded ones."""
+
+    @abstractmethod
+    def summing(self, last: bool) -> contextlib.AbstractContextManager[None]:
+        """Around the forward and backward pass of a micro-batch: gradients are summed over ranks in the last one."""
+
+    def computing(self) -> contextlib.AbstractContextManager[Any]:
+        """Around every pass through the module: the precision of the computation."""
+        return contextlib.nullcontext()
+
+    # ------------------------------------------------------------------------------------------- the contract
+
+    @torch.no_grad()
+    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
+        found: list[TokenOutputs] = []
+        reads: list[Int64] = []
+        with self._rng_stream():
+            for index in self._micro_batches(rows):
+                batch = self._to_device(rows, index, final_values)
+                with self.computing():
+                    found.append(self.module(batch.packed, outputs))
+                reads.append(batch.read)
+        read = np.concatenate(reads)
+
+        def column(name: str) -> np.ndarray[Any, Any] | None:
+            parts = [getattr(one, name) for one in found]
+            return None if parts[0] is None else torch.cat(parts).cpu().numpy()
+
+        columns = {name: column(name) for name in ("log_probs", "entropy", "greedy", "values")}
+        final = None
+        if final_values:
+            ends = read >= rows.num_tokens  # a row's end is numbered behind all tokens
+            values = columns["values"]
+            assert values is not None
+            final = scattered(values[ends], read[ends] - rows.num_tokens, rows.num_rows)
+            columns, read = {"values": values[~ends]}, read[~ends]
+        flat = {name: scattered(v, read, rows.num_tokens) for name, v in columns.items() if v is not None}
+        return ForwardResult(**flat, final_values=final)
+
+    def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
+        self._optimizer_or_refuse()
+        tokens = 0
+        sums: dict[str, Tensor] = {}
+        plan = self._micro_batches(rows)
+        with self._rng_stream():
+            for i, index in enumerate(plan):
+                batch = self._to_device(rows, index)
+                tokens += len(batch.read)
+                inputs = LossInputs(row=batch.row, **self._columns(rows, batch))
+                weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
+                with self.summing(last=i == len(plan) - 1):
+                    with self.computing():
+                        outputs = self.module(batch.packed, objective.outputs)
+                    found = objective(outputs, inputs)
+                    weights = weight.index_select(0, batch.row) if len(index) else batch.row.float()
+                    loss = (found.loss * weights).sum()
+                    loss.backward()
+                counted = (weights != 0).float()  # rows kept out of the loss are kept out of its metrics
+                for name, values in {"loss": None, "tokens": counted, **found.metrics}.items():
+                    total = loss.detach() if values is None else (values.detach().float() * counted).sum()
+                    sums[name] = sums[name] + total if name in sums else total
+        totals = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # the one transfer
+        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals)
+
+    def optimizer_step(self) -> StepReport:
+        optimizer = self._optimizer_or_refuse()
+        config = self.spec.optimizer
+        assert config is not None
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        rate = learning_rate(config, self.steps, self.spec.schedule_steps)
+        skipped = None
+        if bool(torch.isfinite(norm)):
+            if config.max_grad_norm is not None:
+                torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), config.max_grad_norm, norm)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            optimizer.step()
+        else:
+            skipped = self._first_bad_gradient()
+        optimizer.zero_grad(set_to_none=True)
+        self.steps += 1
+        return StepReport(float(norm), rate, skipped)
+
+    def manifest(self) -> Manifest:
+        return self._manifest
+
+    @torch.no_grad()
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+        parameters = dict(self.model.hf.named_parameters())
+        for name in names:
+            value = parameters[name]
+            if isinstance(value, DTensor):
+                yield from _own_slice(name, value, self.rank)
+            elif self.rank == 0:
+                yield Slice(name, (0,) * value.dim(), tuple(value.shape)), value.detach()
+
+    def state(self) -> dict[str, Any]:
+        # RNG under a key per rank: every rank's stream is in the checkpoint
+        state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
+        if self.optimizer is None:
+            return state
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return state | {"model": model, "optimizer": optimizer}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.steps = int(state["steps"])
+        self._rng = state.get(f"rng_{self.rank}", self._rng)
+        if self.optimizer is not None:
+            set_state_dict(
+                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+            )
+
+    def place(self, *, params: str, optimizer: str) -> None:
+        unknown = {params, optimizer} - {"device", "host"}
+        if unknown:
+            raise EngineError(f"place: {unknown} is neither 'device' nor 'host'")
+        if self.device.type == "cpu":
+            return  # host is device
+        self.module.to("cpu" if params == "host" else self.device)
+        if self.optimizer is not None:
+            target = torch.device("cpu") if optimizer == "host" else self.device
+            for moments in self.optimizer.state.values():
+                for name, value in moments.items():
+                    if isinstance(value, Tensor) and name != "step":
+                        moments[name] = value.to(target)
+
+    @torch.no_grad()
+    def export(self, path: str) -> None:
+        folder = Path(path)
+        tensors = {}
+        for parameter in self._manifest.sent:
+            value = dict(self.model.hf.named_parameters())[parameter.name]
+            full = value.full_tensor() if isinstance(value, DTensor) else value
+            if self.rank == 0:
+                tensors[parameter.name] = full.detach().cpu().contiguous()
+        if self.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            self.model.hf.config.save_pretrained(folder)
+            _save_tensors(tensors, folder)
+            for pattern in TOKENIZER_FILES:
+                for file in Path(self.spec.model_path).glob(pattern):
+                    shutil.copy(file, folder / file.name)
+        if self.world_size > 1:
+            dist.barrier()
+
+    # ------------------------------------------------------------------------------------------------- inside
+
+    def _optimizer_or_refuse(self) -> torch.optim.Optimizer:
+        if self.optimizer is None:
+            raise EngineError(f"the {self.spec.role} does not learn: it was built without an optimizer")
+        return self.optimizer
+
+    def _micro_batches(self, rows: Rows) -> list[Int64]:
+        """As many on every rank: ranks whose collectives must match go through an empty one where they lack rows."""
+        plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank)
+        count = len(plan)
+        if self.world_size > 1:
+            wanted = torch.tensor(count)
+            dist.all_reduce(wanted, dist.ReduceOp.MAX)  # a host tensor: the gloo half of the process group
+            count = int(wanted)
+        return plan + [np.empty(0, dtype=np.int64)] * (max(count, 1) - len(plan))
+
+    def _to_device(self, rows: Rows, index: Int64, final_values: bool = False) -> MicroBatch:
+        if len(index) == 0:
+            return self._empty()
+        chosen = rows if len(index) == rows.num_rows else rows.select(index)
+        starts = rows.offsets[index] - chosen.offsets[:-1]  # from places here to places in the whole batch
+        row_of_token = chosen.row_of_token
+        read = np.flatnonzero(chosen.response_mask)
+        if bool(np.isin(chosen.offsets[:-1], read).any()):
+            raise DataError("response_mask is True on a row's first token, which nothing comes before")
+        row, whole = row_of_token[read], read + starts[row_of_token[read]]
+        before, targets = read - 1, chosen.tokens[read]
+        if final_values:
+            before = np.concatenate([before, chosen.offsets[1:] - 1])
+            targets = np.concatenate([targets, np.zeros(len(index), targets.dtype)])
+            whole = np.concatenate([whole, rows.num_tokens + index])
+        positions = np.arange(chosen.num_tokens) - chosen.offsets[row_of_token]
+
+        def tensor(values: np.ndarray[Any, Any]) -> Tensor:
+            return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
+
+        packed = PackedRows(
+            tensor(chosen.tokens)[None],
+            tensor(positions)[None],
+            plan_layout(chosen.offsets, self.device, self.dtype),
+            tensor(before),
+            tensor(targets),
+        )
+        return MicroBatch(packed, whole, tensor(row), tensor(read))
+
+    def _empty(self) -> MicroBatch:
+        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
+        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
+        layout = plan_layout(offsets_of([1]), self.device, self.dtype)
+        return MicroBatch(PackedRows(token, token, layout, nothing, nothing), np.empty(0, np.int64), nothing, nothing)
+
+    def _columns(self, rows: TrainingBatch, batch: MicroBatch) -> dict[str, Tensor]:
+        given = {name: getattr(rows, name) for name in LossInputs.columns()}
+        return {
+            name: torch.from_numpy(values[batch.read]).to(self.device, non_blocking=True)
+            for name, values in given.items()
+            if values is not None
+        }
+
+    def _first_bad_gradient(self) -> str:
+        for name, parameter in self.model.hf.named_parameters():
+            gradient = parameter.grad
+            local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+            if local is not None and not bool(torch.isfinite(local).all()):
+                return f"the gradient of {name} is not finite on rank {self.rank}"
+        return "the gradient norm is not finite, though every gradient of this rank is"
+
+    def _seeded(self, seed: int) -> Tensor:
+        with torch.random.fork_rng(devices=self._rng_devices()):
+            torch.manual_seed(seed * 1_000_003 + self.rank)
+            return self._rng_now()
+
+    def _rng_devices(self) -> Sequence[torch.device]:
+        return [self.device] if self.device.type == "cuda" else []
+
+    def _rng_now(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.device) if self.device.type == "cuda" else torch.get_rng_state()
+
+    @contextlib.contextmanager
+    def _rng_stream(self) -> Iterator[None]:
+        """Random numbers come from this engine's own stream, whoever shares its process."""
+        with torch.random.fork_rng(devices=self._rng_devices()):
+            if self.device.type == "cuda":
+                torch.cuda.set_rng_state(self._rng, self.device)
+            else:
+                torch.set_rng_state(self._rng)
+            try:
+                yield
+            finally:
+                self._rng = self._rng_now()
+
+
+def _manifest_of(model: RoleModel) -> Manifest:
+    names: dict[int, str] = {}
+    parameters = []
+    for name, value in model.hf.named_parameters(remove_duplicate=False):
+        first = names.setdefault(id(value), name)
+        dtype = str(value.dtype).removeprefix("torch.")
+        parameters.append(Parameter(name, tuple(value.shape), dtype, None if first == name else first))
+    return Manifest(tuple(parameters))
+
+
+def _optimizer(model: RoleModel, spec: EngineSpec) -> torch.optim.Optimizer:
+    config = spec.optimizer
+    assert config is not None
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    spared = [p for p in model.parameters() if p.dim() < 2]  # norms and biases
+    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+
+
+def _own_slice(name: str, value: DTensor, rank: int) -> Iterator[tuple[Slice, Tensor]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    if 0 not in shape:
+        yield Slice(name, tuple(start), tuple(shape)), value.to_local()
+
+
+def _save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    """One safetensors file, or several with an index."""
+    files: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, value in tensors.items():
+        if files[-1] and size + value.nbytes > MAX_SHARD_BYTES:
+            files.append({})
+            size = 0
+        files[-1][name] = value
+        size += value.nbytes
+    if len(files) == 1:
+        save_file(files[0], folder / "model.safetensors", metadata={"format": "pt"})
+        return
+    index: dict[str, str] = {}
+    for i, part in enumerate(files, 1):
+        file = f"model-{i:05}-of-{len(files):05}.safetensors"
+        save_file(part, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(part, file)
+    total = {"total_size": sum(value.nbytes for value in tensors.values())}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}, indent=1))

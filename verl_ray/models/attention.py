@@ -1,0 +1,111 @@
+"""Attention over packed rows: the one seam between a transformer's layers and the kernels.
+
+Invariant: rows lie one behind the other in a model input of shape [1, tokens], without padding, and a token attends to
+the tokens before it in its own row and to nothing else. `attend` is what the layers call (registered with transformers
+under `NAME`); a `Layout` tells it where rows begin. In bfloat16 on a GPU a variable-length flash kernel reads that
+directly (it has no float32). Elsewhere rows of similar length form a bucket, and each bucket is one rectangular call:
+measured on one CPU thread, 128 rows of 8-12 tokens take 94 ms forward and backward against 109 ms for a padded model
+input, 32 rows of 32-511 tokens 1.07 s against 1.88 s. Deliberately not here: any communication between ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from verl_ray.data.batch import Int64
+
+NAME = "verl_ray"
+
+# Rows share a bucket while the shortest has more than this fraction of the longest one's tokens: attention's padding
+# is quadratic, and every bucket costs a kernel call per layer.
+BUCKET_LENGTH_RATIO = 0.5
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Rows of similar length: where their tokens stand in the packed input and in the rectangle."""
+
+    shape: tuple[int, int]  # rows, longest
+    source: Tensor  # int64 [rows * longest]: packed position of each place; the row's first token behind its end
+    places: Tensor  # int64 [tokens]: the places of the rectangle that hold a token
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where rows begin in a packed input."""
+
+    cumulative: Tensor | None  # for the flash kernel: int32 [rows + 1]
+    longest: int
+    buckets: tuple[Bucket, ...]  # for rectangular calls
+    restore: Tensor | None  # int64 [tokens], from the buckets' tokens to the packed order; None where they are in it
+
+
+def plan_layout(offsets: Int64, device: torch.device, dtype: torch.dtype) -> Layout:
+    """The layout of rows with these offsets, int64 [rows + 1], for the kernels of this device and type."""
+    lengths = np.diff(offsets)
+    longest = int(lengths.max())
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        cumulative = torch.as_tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
+        return Layout(cumulative, longest, (), None)
+    level = np.floor(np.log(longest / lengths) / -np.log(BUCKET_LENGTH_RATIO)).astype(np.int64)
+    buckets, tokens = [], []
+    for value in np.unique(level):
+        rows = np.flatnonzero(level == value)
+        column = np.arange(lengths[rows].max())
+        inside = column < lengths[rows, None]
+        source = offsets[rows, None] + np.where(inside, column, 0)
+        places = np.flatnonzero(inside)
+        tokens.append(source.reshape(-1)[places])
+        shape = (len(rows), len(column))
+        index = (torch.from_numpy(part).to(device) for part in (source.reshape(-1), places))
+        buckets.append(Bucket(shape, *index))
+    if len(buckets) == 1:
+        return Layout(None, longest, tuple(buckets), None)
+    order = np.concatenate(tokens)
+    restore = np.empty_like(order)
+    restore[order] = np.arange(len(order))
+    return Layout(None, longest, tuple(buckets), torch.from_numpy(restore).to(device))
+
+
+def attend(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    layout: Layout | None = None,
+    **kwargs: object,
+) -> tuple[Tensor, None]:
+    """Causal attention within each row: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    if layout is None:
+        raise RuntimeError("attention was called without the layout of its rows")
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [tokens, heads, size]
+    grouped = key.shape[1] != query.shape[1]
+    if layout.cumulative is not None:
+        return _flash(query, key, value, layout, scaling, grouped).unsqueeze(0), None
+    pieces = []
+    for bucket in layout.buckets:
+        q, k, v = (
+            x.index_select(0, bucket.source).unflatten(0, bucket.shape).transpose(1, 2) for x in (query, key, value)
+        )
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
+        pieces.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
+    joined = pieces[0] if layout.restore is None else torch.cat(pieces).index_select(0, layout.restore)
+    return joined.unsqueeze(0), None
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, grouped: bool) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    bounds, longest = layout.cumulative, layout.longest
+    # rotary embeddings leave queries and keys in float32 under autocast
+    return varlen_attn(
+        query.bfloat16(), key.bfloat16(), value.bfloat16(), bounds, bounds, longest, longest,
+        window_size=(-1, 0), scale=scaling, enable_gqa=grouped,
+    )  # fmt: skip

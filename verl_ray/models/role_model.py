@@ -1,0 +1,122 @@
+"""One transformer with the head its role reads: the vocabulary (policy) or one number per token (value, score).
+
+Invariant: a forward pass is a single call of this module on packed rows, so that wrappers (DDP, FSDP) see one module;
+logits are never held for tokens that nobody asked about. Parameters carry the Hugging Face names of the model they
+export to. Deliberately not here: micro-batches, losses, precision and placement (the engines' business).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from verl_ray.errors import ModelError
+from verl_ray.models import attention
+from verl_ray.models.weights import CheckpointReader, fill
+from verl_ray.ops.log_probs import head_log_probs
+
+HeadKind = Literal["policy", "value"]
+VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
+LANGUAGE_HEAD = "lm_head.weight"
+
+# Tokens whose logits are held at once: 4,096 x a vocabulary of 150,000 is 2.4 GB in float32.
+CHUNK_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """What a caller wants of a model."""
+
+    log_probs: bool = False
+    entropy: bool = False
+    greedy: bool = False
+    values: bool = False
+    temperature: float = 1.0
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows in the form a model takes, on its device."""
+
+    input_ids: Tensor  # int64 [1, tokens]
+    position_ids: Tensor  # int64 [1, tokens]
+    layout: attention.Layout
+    before: Tensor  # int64 [read]: the token before each token that is read
+    targets: Tensor  # int64 [read]: ids of the tokens that are read
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """Per token that is read, float32 [read]; what was not asked for is absent."""
+
+    log_probs: Tensor | None = None  # of the target, given all before it, at the asked temperature
+    entropy: Tensor | None = None  # of the distribution the target was drawn from
+    greedy: Tensor | None = None  # bool: the target is the most probable token
+    values: Tensor | None = None  # the head's number before the target
+
+
+class RoleModel(nn.Module):
+    """A Hugging Face model and its head. `hf` holds the parameters under their exported names."""
+
+    def __init__(self, hf: nn.Module, kind: HeadKind) -> None:
+        super().__init__()
+        self.hf = hf
+        self.kind = kind
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.hf.base_model
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The transformer blocks: the units of sharding and of activation checkpointing."""
+        return self.backbone.layers
+
+    def forward(self, rows: PackedRows, outputs: Outputs) -> TokenOutputs:
+        hidden = self.backbone(
+            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, layout=rows.layout
+        ).last_hidden_state
+        read = hidden.squeeze(0).index_select(0, rows.before)
+        if self.kind == "value":
+            return TokenOutputs(values=torch.nn.functional.linear(read.float(), self.hf.score.weight.float()).squeeze(-1))
+        head = self.hf.get_output_embeddings()
+        found = head_log_probs(
+            read, head.weight, rows.targets, temperature=outputs.temperature, with_entropy=outputs.entropy,
+            with_greedy=outputs.greedy, chunk_tokens=CHUNK_TOKENS,
+        )  # fmt: skip
+        return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy)
+
+
+def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device) -> RoleModel:
+    """A model directory as a float32 RoleModel on `device`.
+
+    A value model built from a language model gets a new head, drawn from `seed`; its language head is left aside.
+    Raises ModelError for a directory that is missing or does not fit, and for settings that this project does not
+    compute (dropout, sliding windows).
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AttentionInterface
+
+    checkpoint = CheckpointReader(path)
+    AttentionInterface.register(attention.NAME, attention.attend)
+    extra = {} if kind == "policy" else {"num_labels": 1}
+    config = AutoConfig.from_pretrained(path, local_files_only=True, **extra)
+    _refuse_unsupported(path, config)
+    family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
+    with device:
+        hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    new = frozenset() if kind == "policy" else frozenset({VALUE_HEAD})
+    unused = frozenset() if kind == "policy" else frozenset({LANGUAGE_HEAD})
+    fill(hf, checkpoint, new=new, unused=unused, seed=seed, init_std=config.initializer_range)
+    hf.tie_weights()
+    return RoleModel(hf.train(), kind)
+
+
+def _refuse_unsupported(path: str, config: object) -> None:
+    dropout = {k: v for k, v in vars(config).items() if "dropout" in k and isinstance(v, float) and v > 0}
+    if dropout:
+        raise ModelError(f"model.path: {path} sets {dropout}; log-probs must be deterministic: set these to 0 in config.json")
+    if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ModelError(f"model.path: {path} has sliding-window layers, which this version does not compute")

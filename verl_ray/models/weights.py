@@ -1,0 +1,85 @@
+"""Reading a Hugging Face checkpoint into a module, tensor by tensor.
+
+Invariant: every parameter of the module is filled, from the checkpoint or, if it is one that a checkpoint of another
+kind lacks (a new value head), from a seed of its own name; so the values do not depend on rank count or on the order
+of loading. A checkpoint that does not fit is a ModelError that names the tensors. Deliberately not here: building the
+module, sharding it, and any download.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from verl_ray.errors import ModelError
+
+INDEX = "model.safetensors.index.json"
+
+
+class CheckpointReader(Mapping[str, Tensor]):
+    """The tensors of a model directory by name, memory-mapped and read one at a time."""
+
+    def __init__(self, path: str) -> None:
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"model.path: there is no directory {path!r}; models are local first, none is downloaded")
+        if (folder / INDEX).is_file():
+            listed = set(json.loads((folder / INDEX).read_text())["weight_map"].values())
+            files = sorted(folder / name for name in listed)
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+        missing = [file.name for file in files if not file.is_file()]
+        if missing or not files:
+            raise ModelError(f"model.path: {path!r} lacks {', '.join(missing) or 'any .safetensors file'}")
+        self._files = [safe_open(file, framework="pt") for file in files]
+        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a mapping
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._where[name].get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def fill(module: nn.Module, checkpoint: Mapping[str, Tensor], *, new: frozenset[str], unused: frozenset[str], seed: int,
+         init_std: float) -> None:
+    """Copy a checkpoint into the parameters and persistent buffers of `module`.
+
+    `new`: names that the checkpoint may lack; drawn from N(0, init_std^2) with a seed of their own name. `unused`:
+    names of the checkpoint that the module may lack. Raises ModelError for anything else missing, unexpected or of
+    another shape.
+    """  # fmt: skip
+    wanted = dict(module.named_parameters()) | {
+        name: buffer for name, buffer in module.named_buffers() if name in module.state_dict().keys()
+    }
+    tied = set(module.state_dict().keys()) - wanted.keys()
+    missing = sorted(wanted.keys() - checkpoint.keys() - new)
+    unexpected = sorted(set(checkpoint) - wanted.keys() - unused - tied)
+    if missing or unexpected:
+        raise ModelError(
+            f"model.path: the checkpoint does not fit {type(module).__name__}: "
+            f"missing {missing[:5] or 'none'}, unexpected {unexpected[:5] or 'none'}"
+        )
+    with torch.no_grad():
+        for name, target in wanted.items():
+            if name not in checkpoint:
+                target.copy_(torch.empty(target.shape).normal_(0, init_std, generator=_generator(seed, name)))
+                continue
+            source = checkpoint[name]
+            if source.shape != target.shape:
+                raise ModelError(f"model.path: {name} has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
+            target.copy_(source)
+
+
+def _generator(seed: int, name: str) -> torch.Generator:
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7]))
