@@ -1,0 +1,344 @@
+"""The pool against functions that hang, die, lie and leave things behind; every process here is real."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from verl_ray.errors import ConfigError, DataError, RewardError
+from verl_ray.rewards.health import Health
+from verl_ray.rewards.process import ScoreRequest, ScoringPool
+
+FUNCTIONS = """
+    import os, re, signal, subprocess, sys, time
+
+    def length(response, answer, *, prompt, data_source, extra):
+        return len(response)
+
+    def seen(response, answer, *, prompt, data_source, extra):
+        assert (response, answer, prompt, data_source, extra) == ("r", "a", "p", "maths", {"n": [1]})
+        return 1
+
+    def act(response, answer, *, prompt, data_source, extra):
+        if response == "hang":
+            time.sleep(60)
+        elif response == "hang and hold the interpreter":
+            re.match("(a+)+b", "a" * 60)
+        elif response == "raise":
+            raise KeyError("what was missing")
+        elif response == "sys.exit":
+            sys.exit(3)
+        elif response == "os._exit":
+            os._exit(7)
+        elif response == "segfault":
+            os.kill(os.getpid(), signal.SIGSEGV)
+        elif response == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif response == "none":
+            return None
+        elif response == "nan":
+            return float("nan")
+        elif response == "inf":
+            return float("-inf")
+        elif response == "text":
+            return "1.0"
+        elif response == "print":
+            print("printed by a function", flush=True)
+            os.write(1, b"written to the descriptor")
+            subprocess.run(["echo", "echoed"])
+        elif response == "close everything":
+            os.closerange(3, 100)
+        elif response == "grandchild and hang":
+            subprocess.Popen(["sleep", "61"])
+            time.sleep(60)
+        elif response == "escaped grandchild and hang":
+            subprocess.Popen(["sleep", "62"], start_new_session=True)
+            time.sleep(60)
+        elif response == "forked grandchild and exit":
+            if os.fork() == 0:
+                os.setsid()
+                time.sleep(63)
+            os._exit(9)
+        elif response == "escaped grandchild":
+            subprocess.Popen(["sleep", "64"], start_new_session=True)
+        elif response == "slow":
+            time.sleep(0.1)
+        with open(extra["log"], "a") as log:
+            log.write(response + ",")
+        return 1.0
+"""
+
+
+@pytest.fixture
+def functions(tmp_path: Path) -> str:
+    path = tmp_path / "grading.py"
+    path.write_text(textwrap.dedent(FUNCTIONS))
+    return str(path)
+
+
+@pytest.fixture
+def living(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], list[str]]]:
+    """Command lines of the processes that this test started and that are alive, wherever they hang in the tree."""
+    marker = f"REWARD_TEST={uuid.uuid4()}"
+    monkeypatch.setenv(*marker.split("="))
+
+    def commands() -> list[str]:
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                if process.name != str(os.getpid()) and marker.encode() in (process / "environ").read_bytes():
+                    found.append((process / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+            except OSError:  # it ended while we were looking; the environment of a zombie is empty
+                continue
+        return found
+
+    yield commands
+    assert commands() == []
+
+
+def requests(log: Path, *responses: str) -> list[ScoreRequest]:
+    return [ScoreRequest(response, "", "", "maths", {"log": str(log)}) for response in responses]
+
+
+def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@contextlib.contextmanager
+def alarm(seconds: float, action: Callable[[], None]) -> Iterator[None]:
+    """Run `action` in this thread after `seconds`, whatever it is doing then."""
+    before = signal.signal(signal.SIGALRM, lambda *_: action())
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def guard_of(pool: ScoringPool) -> int:
+    return pool._children[0]._process.pid
+
+
+def kill(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+
+
+def test_scores_come_back_in_order(functions: str, living: Callable[[], list[str]]) -> None:
+    with ScoringPool({"maths": f"{functions}:length", "default": "exact_match"}, 2, 5.0) as pool:
+        for _ in range(2):
+            maths = [ScoreRequest("x" * n, "", "", "maths", {}) for n in range(200)]
+            other = [ScoreRequest("4", "4", "", "other", {}), ScoreRequest("4", "5", "", "other", {})]
+            scores = pool.score(maths + other)
+            assert [score.value for score in scores] == [*map(float, range(200)), 1.0, 0.0]
+            assert {(score.health, score.detail) for score in scores} == {(Health.OK, "")}
+        assert pool.score([]) == []
+        assert len(living()) == 4  # two pairs of guard and scorer
+
+
+def test_a_function_gets_every_field(functions: str) -> None:
+    with ScoringPool({"maths": f"{functions}:seen"}, 1, 5.0) as pool:
+        [score] = pool.score([ScoreRequest("r", "a", "p", "maths", {"n": [1]})])
+        assert (score.value, score.health) == (1.0, Health.OK)
+
+
+def test_messages_larger_than_a_socket_holds(functions: str) -> None:
+    with ScoringPool({"default": f"{functions}:length"}, 2, 5.0) as pool:
+        items = [ScoreRequest("x" * 1_000_000, "", "y" * 1_000_000, "maths", {}) for _ in range(8)]
+        assert [score.value for score in pool.score(items)] == [1e6] * 8
+
+
+@pytest.mark.parametrize(
+    ("response", "health", "detail"),
+    [
+        ("hang", Health.TIMEOUT, "no score within 0.3 s"),
+        ("hang and hold the interpreter", Health.TIMEOUT, "no score within 0.3 s"),
+        ("grandchild and hang", Health.TIMEOUT, "no score within 0.3 s"),
+        ("escaped grandchild and hang", Health.TIMEOUT, "no score within 0.3 s"),
+        ("raise", Health.EXCEPTION, "KeyError: 'what was missing'"),
+        ("sys.exit", Health.EXCEPTION, "SystemExit: 3"),
+        ("text", Health.EXCEPTION, "TypeError: the function returned str '1.0', expected float or None"),
+        ("os._exit", Health.EXCEPTION, "exited with status 7"),
+        ("segfault", Health.EXCEPTION, "was killed by signal 11 (Segmentation fault)"),
+        ("kill", Health.EXCEPTION, "was killed by signal 9 (Killed)"),
+        ("forked grandchild and exit", Health.EXCEPTION, "exited with status 9"),
+        ("close everything", Health.EXCEPTION, "scoring process"),
+        ("none", Health.NONE, "returned None"),
+        ("nan", Health.NONFINITE, "returned nan"),
+        ("inf", Health.NONFINITE, "returned -inf"),
+    ],
+)
+def test_a_failure_costs_its_own_score_only(
+    functions: str, living: Callable[[], list[str]], tmp_path: Path, response: str, health: Health, detail: str
+) -> None:
+    log = tmp_path / "log"
+    with ScoringPool({"default": f"{functions}:act"}, 1, 0.3) as pool:
+        pool.score(requests(log, *["warm"] * 60))  # quick items: the next ones share a message
+        log.unlink()
+        scores = pool.score(requests(log, "a", "b", response, "c", "d"))
+        assert [score.health for score in scores] == [Health.OK, Health.OK, health, Health.OK, Health.OK]
+        assert [score.value for score in scores[:2] + scores[3:]] == [1.0] * 4
+        assert math.isnan(scores[2].value)
+        assert detail in scores[2].detail
+        assert log.read_text() in ("a,b,c,d,", "a,b,close everything,c,d,")  # each once, in order
+        assert len(living()) == 2  # what the failed item left behind is gone, and one process pair is back
+
+
+def test_hangs_run_down_in_parallel_and_are_named_exactly(functions: str, tmp_path: Path) -> None:
+    responses = ["a", "hang", "b", "os._exit", "hang", "c"] * 2
+    with ScoringPool({"default": f"{functions}:act"}, 4, 0.5) as pool:
+        began = time.monotonic()
+        scores = pool.score(requests(tmp_path / "log", *responses))
+        took_s = time.monotonic() - began
+    kinds = {"hang": Health.TIMEOUT, "os._exit": Health.EXCEPTION}
+    assert [score.health for score in scores] == [kinds.get(response, Health.OK) for response in responses]
+    assert took_s < 1.9  # four hangs of 0.5 s: one after the other they would take 2 s
+
+
+def test_the_deadline_is_that_of_one_item(functions: str, tmp_path: Path) -> None:
+    with ScoringPool({"default": f"{functions}:act"}, 1, 0.4) as pool:
+        pool.score(requests(tmp_path / "log", *["warm"] * 60))
+        scores = pool.score(requests(tmp_path / "log", *["slow"] * 8))  # one message, twice the deadline in all
+        assert [score.health for score in scores] == [Health.OK] * 8
+
+
+def test_a_traceback_shows_the_functions_own_frames(functions: str, tmp_path: Path) -> None:
+    with ScoringPool({"default": f"{functions}:act"}, 1, 5.0) as pool:
+        [score] = pool.score(requests(tmp_path / "log", "raise"))
+    assert f'File "{functions}"' in score.detail
+    assert "child.py" not in score.detail
+
+
+def test_prints_go_to_stderr_and_not_into_the_protocol(
+    functions: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with ScoringPool({"default": f"{functions}:act"}, 1, 5.0) as pool:
+        scores = pool.score(requests(tmp_path / "log", "print", "a", "print"))
+    assert [score.health for score in scores] == [Health.OK] * 3
+    captured = capfd.readouterr()
+    assert captured.out == ""
+    assert captured.err == "printed by a function\nwritten to the descriptorechoed\n" * 2
+
+
+def test_close_ends_what_functions_left_running(
+    functions: str, living: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    pool = ScoringPool({"default": f"{functions}:act"}, 2, 5.0)
+    pool.score(requests(tmp_path / "log", "escaped grandchild"))
+    assert len(living()) == 5
+    pool.close()
+    assert living() == []
+    pool.close()
+    with pytest.raises(RewardError, match="closed"):
+        pool.score([])
+
+
+def test_a_process_that_ended_between_two_calls_costs_no_score(
+    functions: str, living: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    with ScoringPool({"default": f"{functions}:act"}, 1, 5.0) as pool:
+        kill(guard_of(pool))
+        until(lambda: living() == [])
+        assert pool.score(requests(tmp_path / "log", "a"))[0].health is Health.OK
+
+
+def test_a_scorer_does_not_outlive_its_guard(functions: str, living: Callable[[], list[str]], tmp_path: Path) -> None:
+    with ScoringPool({"default": f"{functions}:act"}, 1, 60.0) as pool, alarm(0.3, lambda: kill(guard_of(pool))):
+        scores = pool.score(requests(tmp_path / "log", "hang and hold the interpreter", "a"))
+        assert [score.health for score in scores] == [Health.EXCEPTION, Health.OK]
+        assert len(living()) == 2
+
+
+def test_kill_9_of_the_pools_process_leaves_nothing(
+    functions: str, living: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    program = f"""
+        from verl_ray.rewards.process import ScoreRequest, ScoringPool
+        pool = ScoringPool({{"default": "{functions}:act"}}, 2, 60.0)
+        extra = {{"log": "{tmp_path}/log"}}
+        responses = ["escaped grandchild", "hang and hold the interpreter", "escaped grandchild and hang"]
+        pool.score([ScoreRequest(response, "", "", "", extra) for response in responses])
+    """
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "-c", textwrap.dedent(program)], env=environment) as parent:
+        until(lambda: {"sleep 62 ", "sleep 64 "} <= set(living()))
+        parent.kill()
+    until(lambda: living() == [])
+
+
+def test_an_unserved_data_source_is_refused(functions: str) -> None:
+    with ScoringPool({"maths": f"{functions}:length"}, 1, 5.0) as pool:
+        with pytest.raises(DataError, match=r"'math'.*Did you mean maths\?.*reward\.functions\.default"):
+            pool.score([ScoreRequest("", "", "", "math", {})])
+        assert pool.score([ScoreRequest("ab", "", "", "maths", {})])[0].value == 2.0
+
+
+def test_all_bad_specs_are_reported_at_once_without_a_process(functions: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        ScoringPool({"a": "exact", "b": f"{functions}:nope", "c": "gsm8k"}, 1, 5.0)
+    assert [problem.key for problem in error.value.problems] == ["reward.functions.a", "reward.functions.b"]
+
+
+@pytest.mark.parametrize(
+    ("body", "cause"),
+    [
+        ("import no_such_module_at_all", "No module named 'no_such_module_at_all'"),
+        ("import os; os._exit(5)", "exited with status 5 while it imported"),
+        ("import time; time.sleep(60)", "took longer than 1 s while it imported"),
+    ],
+)
+def test_an_import_that_fails_is_an_error_at_the_start(
+    tmp_path: Path, living: Callable[[], list[str]], body: str, cause: str
+) -> None:
+    path = tmp_path / "grading.py"
+    path.write_text(f"{body}\ndef f(response, answer, **others): return 1.0\n")
+    with pytest.raises(ConfigError, match=cause):
+        ScoringPool({"default": f"{path}:f"}, 2, 5.0, start_deadline_s=1.0)
+
+
+def test_an_exception_in_the_caller_closes_the_pool(
+    functions: str, living: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    def interrupt() -> None:
+        raise InterruptedError
+
+    pool = ScoringPool({"default": f"{functions}:act"}, 1, 60.0)
+    with pytest.raises(InterruptedError), alarm(0.2, interrupt):
+        pool.score(requests(tmp_path / "log", "hang"))
+    assert living() == []
+
+
+def test_scoring_128_short_responses_takes_milliseconds() -> None:
+    items = [ScoreRequest("12", "12", "7+5=", "arithmetic", {}) for _ in range(128)]
+    with ScoringPool({"default": "exact_match"}, 2, 5.0) as pool:
+        times_s = []
+        for _ in range(20):
+            began = time.perf_counter()
+            pool.score(items)
+            times_s.append(time.perf_counter() - began)
+    assert min(times_s) < 0.01  # about 1 ms on an idle machine
+
+
+def test_the_scoring_process_imports_nothing_heavy(tmp_path: Path) -> None:
+    path = tmp_path / "grading.py"
+    path.write_text(
+        "import sys\n"
+        "def f(response, answer, **others):\n"
+        "    return sum(name in sys.modules for name in ('torch', 'ray', 'vllm', 'numpy', 'pydantic'))\n"
+    )
+    with ScoringPool({"default": f"{path}:f"}, 1, 5.0) as pool:
+        assert pool.score([ScoreRequest("", "", "", "", {})])[0].value == 0.0

@@ -1,0 +1,1 @@
+"""Rewards: grading a response with Python functions, in processes that can be killed. Needs neither torch nor ray."""

@@ -1,0 +1,49 @@
+"""What grading one response came to: a score, or a failure with its kind.
+
+Invariant: a score that failed has no value (NaN), so it cannot slip into a mean as a 0. Deliberately not here: how
+failures happen (`process.py`), and what a run does about them.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+class Health(enum.IntEnum):
+    """How grading ended. The numbers are stable: they travel between processes and in uint8 columns."""
+
+    OK = 0
+    """A finite score."""
+    TIMEOUT = 1
+    """The deadline passed; the process was killed."""
+    EXCEPTION = 2
+    """The function raised, returned something that is no number, or took its process down."""
+    NONFINITE = 3
+    """The function returned NaN or an infinity."""
+    NONE = 4
+    """The function returned None: it declines to grade this response."""
+
+    @property
+    def metric(self) -> str:
+        """Name of its counter among the metrics of a step."""
+        return f"reward_health/{self.name.lower()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """The grade of one response."""
+
+    value: float
+    """The function's number; NaN unless health is OK."""
+    health: Health
+    detail: str = ""
+    """Why it failed, a few lines at most; empty when health is OK."""
+
+
+def health_metrics(healths: Iterable[int]) -> dict[str, float]:
+    """How many of `healths` (numbers of `Health`) are of each kind, kinds that did not occur included."""
+    counts = Counter(healths)
+    return {health.metric: float(counts[health]) for health in Health}
