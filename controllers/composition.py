@@ -1,0 +1,403 @@
+"""From a root config and overrides to the typed configuration; the only module that knows Hydra.
+
+Invariant: all problems are found in one pass. Hydra stops at the first bad override, so overrides are parsed and
+compared with the composed tree before Hydra sees them, and a bad one is set aside while the rest is still checked.
+Deliberately not here: what the values mean (`verl_ray.config`) and whether the machine has what they ask for
+(`preflight.py`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir, initialize_config_module
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_ray.config.load import parse
+from verl_ray.config.rules import broken
+from verl_ray.config.schema import Config, EngineBackend, FsdpBackend
+from verl_ray.config.suggest import did_you_mean
+from verl_ray.errors import ConfigError, Problem
+
+FREE_SECTIONS = ("rollout.vllm_args", "reward.functions")
+"""Sections whose keys are the user's own."""
+
+LATER_CHOICES = {("backend", "megatron"), ("backend", "megatron_fsdp")}
+"""Choices that are announced and not built."""
+
+Tree = dict[str, Any]
+
+
+class ProjectConfigs(SearchPathPlugin):  # type: ignore[misc]  # Hydra ships no types
+    """Puts the project's configs behind a folder of the user's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append("verl_ray", "pkg://configs")
+
+
+Plugins.instance().register(ProjectConfigs)
+
+
+@dataclass
+class Composition:
+    """A configuration as far as it could be made, and everything wrong with it."""
+
+    config: Config | None = None
+    """With bad settings replaced by the root config's, so that the rest can be checked; None = too little is left."""
+    problems: list[Problem] = field(default_factory=list)
+
+
+def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
+    """The typed configuration of root `config_name` under `overrides` (Hydra's grammar).
+
+    `config_dir` is a folder with root configs or groups of the user's own, which come before the project's.
+    Raises ConfigError with all problems: syntax, unknown keys and choices, types, ranges, rules over several fields.
+    """
+    composition = examine(config_name, overrides, config_dir)
+    if composition.config is None or composition.problems:
+        raise ConfigError(composition.problems)
+    return composition.config
+
+
+def examine(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Composition:
+    """As `compose`, with the problems as a value."""
+    result = Composition()
+    try:
+        with _config_sources(config_dir):
+            _compose_into(result, config_name, overrides, own_configs=config_dir is not None)
+    except ConfigError as error:
+        result.problems += error.problems
+    except (HydraException, OmegaConfBaseException) as error:  # what only Hydra knows, such as a broken YAML file
+        result.problems.append(Problem("--config-name", config_name, _first_line(error), "Repair that config."))
+    return result
+
+
+# ------------------------------------------------------------------------------------------------- the steps
+
+
+def _compose_into(result: Composition, config_name: str, overrides: Sequence[str], *, own_configs: bool) -> None:
+    roots = [name for name in _options("") if not name.startswith("_")]
+    if config_name not in roots:
+        fix = did_you_mean(config_name, roots, "root config")
+        raise ConfigError([Problem("--config-name", config_name, "no such root config", fix)])
+    _, choices = _run_hydra(config_name, [])
+    parsed = _parsed(overrides, result.problems)
+    groups, values = _split(parsed, choices, result.problems)
+    base, choices = _run_hydra(config_name, groups)
+    if own_configs:
+        result.problems += _backend_set_in_yaml(base, choices)
+    accepted = _accepted(values, base, choices, result.problems)
+    composed, _ = _run_hydra(config_name, groups + [line for _, line in accepted])
+    _without_backend(base)
+    _without_backend(composed)
+    sources = _sources(_plain(composed))
+    defaults = _resolved(base, [])
+    tree = _resolved(composed, result.problems)
+    result.config = _parsed_tree(tree, defaults, result.problems)
+    if result.config is not None:
+        touched = {key for override in parsed for key in _touched(override)}
+        known_bad = {problem.key for problem in result.problems}
+        result.problems += [p for p in broken(result.config, touched) if p.key not in known_bad]
+    bad = {problem.key for problem in result.problems}
+    result.problems = [problem for problem in result.problems if sources.get(problem.key) not in bad]
+
+
+def _config_sources(config_dir: str | None) -> AbstractContextManager[None]:
+    sources: AbstractContextManager[None]
+    if config_dir is None:
+        sources = initialize_config_module("configs", version_base="1.3")
+        return sources
+    if not os.path.isdir(config_dir):
+        fix = "Give a folder with root configs or groups of your own."
+        raise ConfigError([Problem("--config-dir", config_dir, "there is no such folder", fix)])
+    sources = initialize_config_dir(os.path.abspath(config_dir), version_base="1.3")
+    return sources
+
+
+def _run_hydra(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict[str, str]]:
+    """The composed tree and the choice of every group in it, by the key that overrides it."""
+    tree = hydra_compose(config_name, overrides, return_hydra_config=True)
+    choices = {str(key): str(choice) for key, choice in tree.hydra.runtime.choices.items()}
+    OmegaConf.set_readonly(tree, False)
+    with open_dict(tree):
+        del tree["hydra"]
+    return tree, {key: choice for key, choice in choices.items() if not key.startswith("hydra/")}
+
+
+def _options(group: str) -> list[str]:
+    return list(GlobalHydra.instance().config_loader().get_group_options(group))
+
+
+# ------------------------------------------------------------------------------------------------- overrides
+
+
+def _parsed(overrides: Sequence[str], problems: list[Problem]) -> list[Override]:
+    """The overrides that can be understood; the others become problems."""
+    parser = OverridesParser.create()
+    parsed = []
+    for text in overrides:
+        try:
+            override = parser.parse_override(text)
+        except HydraException:
+            fix = "Write key=value; quote lists, dicts and blanks for the shell: 'key=[1, 2]'."
+            problems.append(Problem(text.partition("=")[0] or text, text, "this override cannot be read", fix))
+            continue
+        if override.is_sweep_override():
+            fix = f"Give one value; a list is written '{override.key_or_group}=[...]'."
+            problems.append(Problem(_key(override), _raw(text), "several values are a sweep, and this is one run", fix))
+        elif override.key_or_group == "":
+            problems.append(Problem(text, text, "an override needs a key", "Write key=value."))
+        else:
+            parsed.append(override)
+    return parsed
+
+
+def _split(
+    parsed: list[Override], choices: Mapping[str, str], problems: list[Problem]
+) -> tuple[list[str], list[Override]]:
+    """Overrides that choose from a group, checked and ready for Hydra; and those that set a value."""
+    groups, values = [], []
+    for override in parsed:
+        group, key = override.key_or_group, _key(override)
+        if override.package is None and group not in choices:
+            values.append(override)
+            continue
+        choice = override.value()
+        if key not in choices:
+            fix = did_you_mean(key, sorted(choices), "choice")
+            problems.append(Problem(key, choice, "there is no such choice to make", fix))
+        elif override.is_delete():
+            problems.append(Problem(f"~{key}", None, "a choice cannot be left out", f"Choose: {key}=..."))
+        elif not isinstance(choice, str) or choice not in _options(group):
+            problems.append(_bad_choice(group, key, choice))
+        else:
+            groups.append(f"{key}={choice}")
+    return groups, values
+
+
+def _bad_choice(group: str, key: str, choice: object) -> Problem:
+    if (group, choice) in LATER_CHOICES:
+        fix = f"Choose {key}=engine or {key}=fsdp."
+        return Problem(key, choice, "this backend comes with a later version", fix)
+    return Problem(key, choice, "there is no such choice", did_you_mean(str(choice), _options(group), group))
+
+
+def _accepted(
+    values: list[Override], base: DictConfig, choices: Mapping[str, str], problems: list[Problem]
+) -> list[tuple[str, str]]:
+    """(key, override for Hydra) of every override whose key exists. `backend.X` is expanded to the roles first, so
+    that a role's own override, wherever it stands, wins."""
+    shared: list[tuple[str, str]] = []
+    own: list[tuple[str, str]] = []
+    tree = _plain(base)
+    keys = sorted([*_leaves(tree), *choices])
+    nulls = [str(override.key_or_group) for override in values if _sets_null(override)]
+    for override in values:
+        key, line = override.key_or_group, str(override.input_line)
+        null = next((section for section in nulls if key.startswith(f"{section}.")), None)
+        if null is not None:
+            problems.append(_inside_null(override, null))
+        elif key.startswith("backend."):
+            roles = [name for name in _backend_roles(choices) if _exists(tree, f"{name}.{key}")]
+            problems += [] if roles and key != "backend.kind" else [_bad_backend_key(override)]
+            if key != "backend.kind":
+                shared += [(f"{name}.{key}", f"++{name}.{key}={_raw(line)}") for name in roles]
+        elif re.fullmatch(r"\w+\.backend\.kind", key):
+            group = f"backend@{key.removesuffix('.kind')}"
+            rule = "a backend is chosen as a whole, with its settings"
+            problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
+        elif override.is_delete():
+            if key.startswith(FREE_SECTIONS):
+                own.append((key, line))
+            else:
+                rule = "a key cannot be left out; the YAML holds every value"
+                problems.append(Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that."))
+        elif _exists(tree, key) or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
+            own.append((key, f"++{key}={_raw(line)}"))
+        else:
+            problems.append(_unknown_key(override, tree, keys))
+    return shared + own
+
+
+def _bad_backend_key(override: Override) -> Problem:
+    key = override.key_or_group
+    if key == "backend.kind":
+        rule = "a backend is chosen as a whole, with its settings"
+        return Problem(key, override.value(), rule, f"Choose it with backend={override.value()}.")
+    return _unknown_backend_field("backend=fsdp", override, "backend.")
+
+
+def _unknown_backend_field(choice: str, override: Override, prefix: str) -> Problem:
+    key = override.key_or_group
+    name = key.removeprefix(prefix)
+    if name in FsdpBackend.model_fields:
+        return Problem(key, override.value(), "the chosen backend has no such setting", f"It belongs to {choice}.")
+    fields = [f"{prefix}{known}" for known in EngineBackend.model_fields | FsdpBackend.model_fields if known != "kind"]
+    return Problem(key, override.value(), "no such key", did_you_mean(key, fields, "key"))
+
+
+def _unknown_key(override: Override, tree: Tree, keys: list[str]) -> Problem:
+    key = str(override.key_or_group)
+    role, _, rest = key.partition(".")
+    if rest.startswith("backend.") and _exists(tree, f"{role}.backend"):
+        return _unknown_backend_field(f"backend@{role}.backend=fsdp", override, f"{role}.backend.")
+    parts = key.split(".")
+    for length in range(1, len(parts)):
+        parent = ".".join(parts[:length])
+        if _exists(tree, parent) and _at(tree, parent) is None:
+            return _inside_null(override, parent)
+    return Problem(key, override.value(), "no such key", did_you_mean(key, keys, "key"))
+
+
+def _inside_null(override: Override, section: str) -> Problem:
+    rule = f"this setting would be ignored: {section} is null"
+    return Problem(override.key_or_group, override.value(), rule, f"Leave it out, or give all of {section}.")
+
+
+def _sets_null(override: Override) -> bool:
+    return not override.is_delete() and override.value() is None
+
+
+def _backend_set_in_yaml(base: DictConfig, choices: Mapping[str, str]) -> list[Problem]:
+    """`backend:` in the body of a root config of the user's own would reach no role."""
+    if "backend" not in choices:
+        return []
+    plain = hydra_compose(f"backend/{choices['backend']}").backend
+    return [
+        Problem(f"backend.{key}", value, "in a YAML file this reaches no role", f"Write it under actor.backend.{key}.")
+        for key, value in base.backend.items()
+        if key not in plain or plain[key] != value
+    ]
+
+
+def _backend_roles(choices: Mapping[str, str]) -> list[str]:
+    return sorted(match[1] for key in choices if (match := re.fullmatch(r"backend@(\w+)\.backend", key)))
+
+
+def _without_backend(tree: DictConfig) -> None:
+    """The group `backend` itself is a choice for the roles and no section of the configuration."""
+    with open_dict(tree):
+        tree.pop("backend", None)
+
+
+def _key(override: Override) -> str:
+    group = str(override.key_or_group)
+    return group if override.package is None else f"{group}@{override.package}"
+
+
+def _raw(line: str) -> str:
+    return line.partition("=")[2]
+
+
+def _touched(override: Override) -> Iterator[str]:
+    """The keys that an override sets: those inside a dict that it gives, the section that a group choice fills."""
+    if override.package is not None:
+        yield str(override.package)
+        return
+    value = None if override.is_delete() else override.value()
+    yield from _leaves({override.key_or_group: value}) if isinstance(value, dict) else (override.key_or_group,)
+
+
+# ------------------------------------------------------------------------------------------------------ trees
+
+
+def _plain(tree: DictConfig) -> Tree:
+    """The tree with its interpolations as they are written."""
+    plain = OmegaConf.to_container(tree, resolve=False)
+    assert isinstance(plain, dict)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _exists(tree: Tree, key: str) -> bool:
+    node: object = tree
+    for part in key.split("."):
+        if not isinstance(node, dict) or part not in node:
+            return False
+        node = node[part]
+    return True
+
+
+def _at(tree: Tree, key: str) -> object:
+    node: Any = tree
+    for part in key.split("."):
+        node = node[part]
+    return node
+
+
+def _sources(tree: Tree) -> dict[str, str]:
+    """The key that each key copies its value from (`num_ranks: ${actor.num_ranks}`), and so its problems too."""
+    copies = ((key, re.fullmatch(r"\$\{([\w.]+)\}", str(_at(tree, key)))) for key in _leaves(tree))
+    return {key: match[1] for key, match in copies if match}
+
+
+def _leaves(node: object, prefix: str = "") -> Iterator[str]:
+    """Dotted keys of everything that is not a non-empty section."""
+    if isinstance(node, dict) and (node or not prefix):
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix
+
+
+def _resolved(tree: DictConfig, problems: list[Problem]) -> Tree:
+    """Plain values: interpolations followed; what is missing becomes a problem and an empty text."""
+    plain = _plain(tree)
+    for key in _leaves(plain):
+        if _at(plain, key) == "???":
+            OmegaConf.update(tree, key, "")
+            problems.append(Problem(key, None, "this key must be set", f"Give it on the command line: {key}=..."))
+    for key in _leaves(plain):
+        try:
+            OmegaConf.select(tree, key, throw_on_resolution_failure=True)
+        except OmegaConfBaseException as error:
+            OmegaConf.update(tree, key, None)
+            fix = "Refer to a key that exists, as in ${model.path}."
+            problems.append(Problem(key, _at(plain, key), _first_line(error), fix))
+    resolved = OmegaConf.to_container(tree, resolve=True)
+    assert isinstance(resolved, dict)
+    return {str(key): value for key, value in resolved.items()}
+
+
+def _parsed_tree(tree: Tree, defaults: Tree, problems: list[Problem]) -> Config | None:
+    """`tree` typed. Values that do not fit become problems and are replaced by those of `defaults`."""
+    try:
+        return parse(tree)
+    except ConfigError as error:
+        known_bad = {problem.key for problem in problems}
+        problems += [problem for problem in error.problems if problem.key not in known_bad]
+        for problem in error.problems:
+            _replace(tree, defaults, problem.key.split("."))
+    try:
+        return parse(tree)
+    except ConfigError:
+        return None
+
+
+def _replace(tree: Tree, defaults: Tree, path: list[str]) -> None:
+    for part in path[:-1]:
+        if not isinstance(tree.get(part), dict) or not isinstance(defaults.get(part), dict):
+            break
+        tree, defaults = tree[part], defaults[part]
+        path = path[1:]
+    if path[0] in defaults:
+        tree[path[0]] = defaults[path[0]]
+    else:
+        tree.pop(path[0], None)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

@@ -1,0 +1,1 @@
+"""Typed configuration, importable in milliseconds: neither torch nor ray nor vllm nor hydra."""

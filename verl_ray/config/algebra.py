@@ -1,0 +1,70 @@
+"""The batch algebra: how the prompts of one step become rows, mini-batches and micro-batches, role by role.
+
+Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row (one rollout), runs through all
+of them. Deliberately not here: whether the numbers can run (`rules.py`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_ray.config.schema import Config, ModelRole, RLConfig, TrainedRole
+
+
+@dataclass(frozen=True)
+class RoleBatch:
+    """What one role does with the rows of one step."""
+
+    role: str
+    ranks: int
+    rows_per_rank: int
+    """Of one step, on the rank that gets the most."""
+    mini_batch_size: int | None
+    """Rows per optimizer step, over all ranks; null for a role that does not learn."""
+    mini_batch_size_per_rank: int | None
+    updates_per_step: int
+    """Optimizer steps per training step."""
+    micro_batch_tokens_per_rank: int
+
+
+@dataclass(frozen=True)
+class BatchAlgebra:
+    """The sizes of one training step."""
+
+    prompts: int
+    group_size: int
+    rows: int
+    """prompts x group_size"""
+    max_row_tokens: int
+    """The longest row that can occur, in tokens."""
+    roles: tuple[RoleBatch, ...]
+
+
+def batch_algebra(config: Config) -> BatchAlgebra:
+    """The sizes that `config` asks for. Divisions round up, as the fullest rank counts."""
+    if isinstance(config, RLConfig):
+        prompts, group_size = config.data.prompts_per_step, config.rollout.group_size
+        max_row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    else:
+        prompts, group_size, max_row_tokens = config.sft.batch_size, 1, config.sft.max_tokens
+    rows = prompts * group_size
+    learns_all = () if isinstance(config, RLConfig) else ("actor",)
+    roles = tuple(_role(name, role, rows, name in learns_all) for name, role in config.model_roles.items())
+    return BatchAlgebra(prompts, group_size, rows, max_row_tokens, roles)
+
+
+def _role(name: str, role: ModelRole, rows: int, learns_all: bool) -> RoleBatch:
+    mini: int | None = rows if learns_all else None
+    updates = 1 if learns_all else 0
+    if isinstance(role, TrainedRole):
+        mini = role.mini_batch_size or rows
+        updates = role.epochs * -(-rows // mini)
+    return RoleBatch(
+        role=name,
+        ranks=role.num_ranks,
+        rows_per_rank=-(-rows // role.num_ranks),
+        mini_batch_size=mini,
+        mini_batch_size_per_rank=None if mini is None else -(-mini // role.num_ranks),
+        updates_per_step=updates,
+        micro_batch_tokens_per_rank=role.backend.micro_batch_tokens_per_rank,
+    )

@@ -1,0 +1,150 @@
+"""The one conversion between a plain tree of values and the typed configuration.
+
+Invariant: past `parse` there is no dictionary of settings and no unknown key, and `parse(to_tree(c)) == c`.
+Deliberately not here: where the tree comes from (the command line), and rules over several fields (`rules.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.suggest import closest, did_you_mean, either
+from verl_ray.errors import ConfigError, Problem
+
+_BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_TASKS: dict[str, type[RLConfig] | type[SFTConfig]] = {"rl": RLConfig, "sft": SFTConfig}
+
+
+def parse(tree: Mapping[str, object]) -> Config:
+    """Turn a tree of plain values (as YAML or JSON gives them) into the typed configuration.
+
+    Raises ConfigError with every problem at once: unknown and missing keys, wrong types, values out of range.
+    Rules over several fields are `rules.broken`.
+    """
+    task = tree.get("task")
+    kind = _TASKS.get(str(task))
+    if kind is None:
+        raise ConfigError([Problem("task", task, "no such kind of run", f"Use {either(_TASKS)}.")])
+    try:
+        return kind.model_validate_json(json.dumps(tree))
+    except ValidationError as error:
+        raise ConfigError(_problems(error.errors(include_url=False), tree, kind)) from None
+    except TypeError as error:
+        raise ConfigError([Problem("(the tree)", type(tree).__name__, str(error), "Use plain values only.")]) from None
+
+
+def to_tree(config: Config) -> dict[str, object]:
+    """The configuration as plain values (dict, list, str, int, float, bool, None), for config.yaml and trackers."""
+    tree: dict[str, object] = config.model_dump(mode="json")
+    return tree
+
+
+def known_keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Every dotted key that `kind` can hold, over all choices (`actor.backend.reshard_after_forward` included)."""
+    for name, field in kind.model_fields.items():
+        key = f"{prefix}{name}"
+        yield key
+        for section in _sections(field.annotation):
+            yield from known_keys(section, f"{key}.")
+
+
+def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    else:
+        for argument in get_args(annotation):
+            yield from _sections(argument)
+
+
+def _problems(errors: list[ErrorDetails], tree: Mapping[str, object], kind: type[BaseModel]) -> list[Problem]:
+    """One Problem per key: pydantic reports one error per member of a union, which are alternatives of one rule."""
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        by_key.setdefault(_key(error, tree), []).append(error)
+    return [_problem(key, alternatives, kind) for key, alternatives in by_key.items()]
+
+
+def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
+    """The dotted key of an error. A location also names members of unions, which are no part of the tree."""
+    node: object = tree
+    parts: list[str] = []
+    for position, part in enumerate(error["loc"]):
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, list) and isinstance(part, int):
+            node = node[part]
+        elif not (error["type"] == "missing" and position == len(error["loc"]) - 1):
+            continue
+        parts.append(str(part))
+    return ".".join(parts)
+
+
+def _problem(key: str, alternatives: list[ErrorDetails], kind: type[BaseModel]) -> Problem:
+    first = alternatives[0]
+    if first["type"] == "missing":
+        return Problem(key, None, "this key has no value", "Set it; the YAML holds every value.")
+    if first["type"] == "extra_forbidden":
+        return Problem(key, first["input"], "no such key", did_you_mean(key, _without_prefixes(kind), "key"))
+    if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        return Problem(f"{key}.kind", first["input"], "no such choice", f"Use {first['ctx']['expected_tags']}.")
+    fixes = dict.fromkeys(_fix(error) for error in alternatives)
+    near = [name for error in alternatives for name in closest(str(first["input"]), _choices(error))]
+    hint = f"Did you mean {either(near)}? " if near else ""
+    return Problem(key, first["input"], _rule(first["input"], alternatives), f"{hint}Use {either(fixes)}.")
+
+
+def _rule(found: object, alternatives: list[ErrorDetails]) -> str:
+    if any(error["type"] in _BOUNDS for error in alternatives):
+        return "this number is out of range"
+    if any(error["type"] == "literal_error" for error in alternatives) and isinstance(found, str):
+        return "there is no such choice"
+    return f"this is the wrong type ({type(found).__name__})"
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    expected = str(error.get("ctx", {}).get("expected", ""))
+    return re.findall(r"'([^']+)'", expected)
+
+
+def _without_prefixes(kind: type[BaseModel]) -> list[str]:
+    """The keys that hold a value, not those that only group others."""
+    keys = list(known_keys(kind))
+    groups = {key.rpartition(".")[0] for key in keys}
+    return [key for key in keys if key not in groups]
+
+
+def _fix(error: ErrorDetails) -> str:
+    """What would be right instead, with the nearest value where the rule is a bound."""
+    context = error.get("ctx", {})
+    match error["type"]:
+        case "greater_than":
+            whole = isinstance(error["input"], int)
+            nearest = f"; the nearest is {context['gt'] + 1}" if whole else ""
+            return f"a number above {context['gt']}{nearest}"
+        case "greater_than_equal":
+            return f"a number of at least {context['ge']}"
+        case "less_than_equal":
+            return f"a number of at most {context['le']}"
+        case "literal_error":
+            return either(_choices(error))
+        case "int_type" | "int_from_float" | "int_parsing":
+            return "a whole number"
+        case "float_type" | "float_parsing" | "finite_number":
+            return "a finite number"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+        case "string_type":
+            return "a text"
+        case "too_long" | "too_short":
+            return f"a list of {context.get('max_length', context.get('min_length'))}"
+        case "none_required":
+            return "null"
+        case _:
+            return error["msg"].removeprefix("Input should be ").lower()

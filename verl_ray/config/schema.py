@@ -1,0 +1,413 @@
+"""The classes of the configuration: types, rules of single fields, and one-line meanings. No defaults.
+
+Invariant: YAML under `configs/` holds every value; a field absent there is an error, and so is a key absent here.
+Deliberately not here: rules over several fields (`rules.py`), reading YAML (the command line), and anything about
+the machine the run will use (`controllers/preflight.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses keys it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- the run
+
+
+class RunConfig(Section):
+    name: str
+    """Name of the run: its folder, and its name in W&B."""
+    dir: str
+    """Where everything the run writes goes."""
+    seed: NonNegative
+    """Root of every random stream: data order, sampling, new parameters."""
+    total_steps: Positive
+    """Training steps in all, those before a resume included."""
+    evaluate_every: NonNegative
+    """Evaluate before the first step and every N steps; 0 = never."""
+    checkpoint_every: NonNegative
+    """Write a checkpoint every N steps and after the last one; 0 = never."""
+    keep_checkpoints: Positive
+    """How many of the newest checkpoints stay on disk."""
+    resume: str
+    """auto = from the newest checkpoint in run.dir if there is one; none = refuse a run.dir that has one; or a path."""
+    threads_per_rank: Positive | Literal["auto"]
+    """CPU threads of each worker process; auto keeps the total within the cores."""
+    call_deadline_s: PositiveFloat
+    """How long one call on a worker may take before the run stops and shows where it is stuck."""
+    start_deadline_s: PositiveFloat
+    """How long the worker processes may take to start."""
+
+
+class RayConfig(Section):
+    address: str | None
+    """Address of a running cluster; null = RAY_ADDRESS, else a cluster of the run's own."""
+
+
+class ModelConfig(Section):
+    path: str
+    """Directory of a Hugging Face model: config.json, safetensors, tokenizer."""
+
+
+class DataFilesConfig(Section):
+    """Where rows come from and how they become tokens; all that a supervised run needs."""
+
+    train_path: str
+    """A .jsonl or .parquet file, or a folder saved by Hugging Face datasets."""
+    validation_path: str | None
+    """The same for held-out problems; needed when run.evaluate_every > 0."""
+    overlong: Literal["refuse", "skip"]
+    """What happens to a longer prompt or row: the run refuses to start, or it is left out and counted."""
+    shuffle: bool
+    """Draw in an order seeded by run.seed and the epoch, instead of the file's order."""
+    apply_chat_template: bool | Literal["auto"]
+    """Whether prompts go through the tokenizer's chat template; auto = when it has one."""
+
+
+class DataConfig(DataFilesConfig):
+    prompts_per_step: Positive
+    """Prompts drawn from train_path for each step."""
+    max_prompt_tokens: Positive
+    """The longest prompt, in tokens after the chat template."""
+
+
+# ------------------------------------------------------------------------------------------------ the backends
+
+
+class EngineBackend(Section):
+    kind: Literal["engine"]
+    dtype: Literal["float32", "bfloat16"]
+    """Type of the forward and backward computation; master weights, log-probs and losses are always float32."""
+    micro_batch_tokens_per_rank: Positive
+    """The most tokens one rank takes through the model at once."""
+    activation_checkpointing: bool
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+
+
+class FsdpBackend(Section):
+    kind: Literal["fsdp"]
+    dtype: Literal["float32", "bfloat16"]
+    """As for the engine backend."""
+    micro_batch_tokens_per_rank: Positive
+    """As for the engine backend."""
+    activation_checkpointing: bool
+    """As for the engine backend."""
+    reshard_after_forward: bool
+    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass."""
+
+
+Backend = Annotated[EngineBackend | FsdpBackend, Field(discriminator="kind")]
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv:1711.05101); weight decay spares norms and biases."""
+
+    lr: NonNegativeFloat
+    betas: tuple[Fraction, Fraction]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    max_grad_norm: PositiveFloat | None
+    """Clip the global gradient norm to this; null = no clipping."""
+    schedule: Literal["constant", "cosine"]
+    warmup_steps: NonNegative
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    min_lr_fraction: Fraction
+    """Where a cosine schedule ends, as a fraction of lr."""
+
+
+# --------------------------------------------------------------------------------------------------- the roles
+
+
+class ModelRole(Section):
+    """A role that runs a model."""
+
+    model: ModelConfig
+    num_ranks: Positive
+    """Data-parallel ranks (processes; GPUs where there are any)."""
+    backend: Backend
+
+
+class SupervisedRole(ModelRole):
+    """The actor of a supervised run."""
+
+    optimizer: OptimizerConfig
+
+
+class TrainedRole(SupervisedRole):
+    """A role that learns from rollouts: the actor or the critic."""
+
+    mini_batch_size: Positive | None
+    """Rollouts per optimizer step, over all ranks; null = all rollouts of the step."""
+    epochs: Positive
+    """Passes over the rollouts of one step."""
+
+
+class ReferenceRole(ModelRole):
+    """The frozen policy that the divergence is measured from."""
+
+
+class FunctionReward(Section):
+    """Scores by Python functions in killable processes."""
+
+    kind: Literal["function"]
+    num_ranks: Positive
+    """Ray actors that score; each is CPU only."""
+    processes_per_rank: Positive
+    """Killable processes per actor: responses scored at the same time."""
+    deadline_s: PositiveFloat
+    """How long one response may take to score before its process is killed and the failure counted."""
+    functions: dict[str, str]
+    """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
+    max_failed_fraction: Fraction
+    """Stop the run when more than this fraction of a step's scores failed."""
+
+
+Reward = FunctionReward
+
+
+class RolloutConfig(Section):
+    group_size: Positive
+    """Responses per prompt."""
+    max_response_tokens: Positive
+    temperature: NonNegativeFloat
+    """Of the sampler; the trainer divides its logits by the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: int
+    """-1 = all tokens."""
+    num_replicas: Positive
+    """Independent vLLM engines."""
+    tensor_parallel: Positive
+    """Ranks per replica."""
+    dtype: Literal["float32", "bfloat16"]
+    kv_cache_gib: PositiveFloat
+    """Memory for the key-value cache of one replica rank."""
+    stream_rows: Positive
+    """Finished responses are handed on to the reward role once this many are ready."""
+    sleep: Literal["auto", "never", "kv_cache", "weights"]
+    """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""
+    vllm_args: dict[str, Any]
+    """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
+
+
+class EvaluationConfig(Section):
+    num_prompts: Positive | None
+    """The first N held-out problems; null = all."""
+    group_size: Positive
+    """Responses per problem; the metric is acc/mean@N."""
+    temperature: NonNegativeFloat
+    """0 = greedy."""
+    samples: NonNegative
+    """Rollouts of each evaluation written to samples/ and the tracker's table."""
+
+
+# ----------------------------------------------------------------------------------------------- the algorithm
+
+AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+PolicyLossName = Literal["ppo_clip", "reinforce"]
+AggregationName = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
+]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+class KLConfig(Section):
+    place: Literal["none", "reward", "loss"]
+    """Where the divergence from the reference policy is charged; none = no reference role is created."""
+    estimator: KLEstimator | None
+    coefficient: NonNegativeFloat | None
+    """The coefficient, or its first value under the adaptive controller."""
+    controller: Literal["fixed", "adaptive"] | None
+    target: PositiveFloat | None
+    """Adaptive controller: the divergence per response it steers to."""
+    horizon: Positive | None
+    """Adaptive controller: rollouts over which it acts."""
+
+
+class ValueLossConfig(Section):
+    clip: PositiveFloat | None
+    """Clip the new value to within this of the old one; null = no clipping."""
+    aggregation: AggregationName
+
+
+class AlgorithmConfig(Section):
+    name: str
+    advantage: AdvantageName
+    gamma: Fraction | None
+    """Discount; for gae and reinforce_plus_plus only."""
+    lam: Fraction | None
+    """GAE's lambda; for gae only."""
+    whiten_advantages: bool
+    """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over all response tokens."""
+    policy_loss: PolicyLossName
+    clip_low: PositiveFloat | None
+    clip_high: PositiveFloat | None
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; ppo_clip only."""
+    dual_clip: Annotated[float, Field(gt=1)] | None
+    """Lower bound of the surrogate at negative advantages, as a multiple of the advantage; null = none."""
+    aggregation: AggregationName
+    """How token losses become one number."""
+    aggregation_horizon: Positive | None
+    """Constant length of seq_mean_token_sum_norm; null elsewhere."""
+    entropy_coefficient: NonNegativeFloat
+    kl: KLConfig
+    value_loss: ValueLossConfig | None
+    """null = no critic is created."""
+    critic_warmup_steps: NonNegative
+    """Steps in which only the critic learns."""
+    truncated: Literal["score", "bootstrap", "mask"]
+    """A response cut at the length limit: scored as it stands, its value bootstrapped (gae), or not in the loss."""
+
+
+class PlacementConfig(Section):
+    kind: Literal["colocated", "separate"]
+    """Whether actor, critic, reference and rollout share bundles (and devices), or have their own."""
+
+
+# ------------------------------------------------------------------------------------------------ the trackers
+
+
+class WandbConfig(Section):
+    mode: Literal["offline", "online", "disabled"]
+    project: str
+    entity: str | None
+    group: str | None
+    tags: tuple[str, ...]
+
+
+class TrackingConfig(Section):
+    console: bool
+    """A live line per step."""
+    tensorboard: bool
+    wandb: WandbConfig
+
+
+# ---------------------------------------------------------------------------------------- what a run makes itself
+
+
+class TinyModelConfig(Section):
+    """A Qwen3-style model whose vocabulary is exactly the tokenizer's."""
+
+    hidden_size: Positive
+    num_layers: Positive
+    num_heads: Positive
+    num_kv_heads: Positive
+    head_size: Positive
+    intermediate_size: Positive
+    tie_embeddings: bool
+
+
+class WarmStartConfig(Section):
+    """Supervised training of the new model, stopped at a held-out greedy accuracy within [low, high]."""
+
+    accuracy_low: Fraction
+    accuracy_high: Fraction
+    batch_size: Positive
+    evaluate_every: Positive
+    max_steps: Positive
+    optimizer: OptimizerConfig
+
+
+class PrepareConfig(Section):
+    """The run makes its own inputs under run.dir/inputs before training: `a+b=` problems, tokenizer, model."""
+
+    max_operand: Positive
+    num_train: Positive
+    num_validation: Positive
+    model: TinyModelConfig
+    warm_start: WarmStartConfig
+    min_gain: Fraction
+    """The run fails unless held-out greedy accuracy rises by at least this much."""
+
+
+# ------------------------------------------------------------------------------------------------ root configs
+
+
+class RLConfig(Section):
+    """One reinforcement-learning run: `train --config-name ppo | grpo | quickstart`."""
+
+    task: Literal["rl"]
+    run: RunConfig
+    ray: RayConfig
+    model: ModelConfig
+    data: DataConfig
+    rollout: RolloutConfig
+    actor: TrainedRole
+    critic: TrainedRole
+    reference: ReferenceRole
+    reward: Reward
+    evaluation: EvaluationConfig
+    algorithm: AlgorithmConfig
+    placement: PlacementConfig
+    tracking: TrackingConfig
+    prepare: PrepareConfig | None
+
+    @property
+    def has_critic(self) -> bool:
+        """Whether a critic role is created."""
+        return self.algorithm.value_loss is not None
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether a reference role is created."""
+        return self.algorithm.kl.place != "none"
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        """The roles that run a model on a backend and are created, by name."""
+        roles: dict[str, ModelRole] = {"actor": self.actor}
+        if self.has_critic:
+            roles["critic"] = self.critic
+        if self.has_reference:
+            roles["reference"] = self.reference
+        return roles
+
+
+class SupervisedConfig(Section):
+    batch_size: Positive
+    """Rows per optimizer step, over all ranks."""
+    max_tokens: Positive
+    """The longest row, prompt and response together, in tokens."""
+    stop_at_accuracy: Fraction | None
+    """Stop once held-out greedy accuracy reaches this; null = train for run.total_steps."""
+
+
+class SupervisedEvaluationConfig(Section):
+    num_prompts: Positive | None
+    """The first N held-out rows; null = all. Greedy accuracy and loss are read from one forward pass."""
+
+
+class SFTConfig(Section):
+    """One supervised run: `train --config-name sft`."""
+
+    task: Literal["sft"]
+    run: RunConfig
+    ray: RayConfig
+    model: ModelConfig
+    data: DataFilesConfig
+    actor: SupervisedRole
+    sft: SupervisedConfig
+    evaluation: SupervisedEvaluationConfig
+    tracking: TrackingConfig
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        """The roles that run a model on a backend, by name."""
+        return {"actor": self.actor}
+
+
+Config = RLConfig | SFTConfig
