@@ -1,0 +1,106 @@
+"""One weight per row: every mode by hand, and a loss that does not depend on how a mini-batch was cut."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from verl_ray.algorithms.aggregation import aggregate, row_weights
+from verl_ray.algorithms.losses import ppo_clip, reinforce
+from verl_ray.config.schema import AggregationName
+from verl_ray.data.batch import offsets_of
+from verl_ray.ops.kl import k3
+from verl_ray.ops.log_probs import head_log_probs
+
+MODES: tuple[AggregationName, ...] = get_args(AggregationName)
+HAND: dict[AggregationName, float] = {
+    # token losses [1, 2, 3], [10] and an empty row
+    "token_mean": (1 + 2 + 3 + 10) / 4,
+    "token_sum": 16,
+    "seq_mean_token_sum": (6 + 10) / 2,
+    "seq_mean_token_sum_norm": (6 / 5 + 10 / 5) / 2,
+    "seq_mean_token_mean": (2 + 10) / 2,
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_by_hand(mode: AggregationName) -> None:
+    weights = row_weights(mode, np.array([3, 0, 1]), total_tokens=4, total_rows=2, horizon=5)
+    assert weights.dtype == np.float32 and weights[1] == 0
+    loss = aggregate(torch.tensor([1.0, 2, 3, 10]), torch.tensor([0, 0, 0, 2]), torch.from_numpy(weights))
+    assert loss.item() == pytest.approx(HAND[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_mini_batch_without_response_tokens_weighs_nothing(mode: AggregationName) -> None:
+    weights = row_weights(mode, np.zeros(3, dtype=np.int64), total_tokens=0, total_rows=0, horizon=5)
+    assert weights.tolist() == [0, 0, 0]
+    assert row_weights(mode, np.zeros(0, dtype=np.int64), total_tokens=4, total_rows=2, horizon=5).shape == (0,)
+
+
+class _Rows:
+    """A mini-batch of ragged rows, and a linear model that is asked about them."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths, self.offsets = np.array(lengths), offsets_of(lengths)
+        tokens = int(self.offsets[-1])
+        self.hidden = torch.randn(tokens, 4, generator=generator)
+        self.targets = torch.randint(7, (tokens,), generator=generator)
+        self.weight = torch.randn(7, 4, generator=generator).requires_grad_()
+        self.advantages, self.old, self.ref = torch.randn(3, tokens, generator=generator)
+        self.old -= 2
+        self.ref -= 2
+
+    def share(self, rows: list[int], loss: str, mode: AggregationName) -> tuple[Tensor, Tensor, Tensor]:
+        """(loss, gradient, sum of the clip fraction) that a micro-batch of these rows contributes."""
+        weights = row_weights(
+            mode, self.lengths[rows], total_tokens=int(self.lengths.sum()), total_rows=int((self.lengths > 0).sum()),
+            horizon=9,
+        )  # fmt: skip
+        token = torch.cat([torch.arange(self.offsets[r], self.offsets[r + 1]) for r in rows])
+        row = torch.repeat_interleave(torch.arange(len(rows)), torch.from_numpy(self.lengths[rows]))
+        outputs = head_log_probs(self.hidden[token], self.weight, self.targets[token], with_entropy=True)
+        function = partial(ppo_clip, clip_low=0.2, clip_high=0.3, dual_clip=3.0) if loss == "ppo_clip" else reinforce
+        found = function(outputs.log_probs, self.old[token], self.advantages[token])
+        assert outputs.entropy is not None
+        per_token = found.loss + 0.1 * k3(outputs.log_probs, self.ref[token]) - 0.01 * outputs.entropy
+        total = aggregate(per_token, row, torch.from_numpy(weights))
+        (grad,) = torch.autograd.grad(total, self.weight)
+        return total.detach(), grad, found.metrics["actor/ppo_kl"].sum()
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10).filter(any),
+    seed=st.integers(0, 1000),
+    mode=st.sampled_from(MODES),
+    loss=st.sampled_from(["ppo_clip", "reinforce"]),
+    data=st.data(),
+)
+def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_ranks_or_order(
+    lengths: list[int], seed: int, mode: AggregationName, loss: str, data: st.DataObject
+) -> None:
+    rows = _Rows(lengths, seed)
+    everything = list(range(len(lengths)))
+    order = data.draw(st.permutations(everything))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)))
+    # Micro-batches of one rank and those of several are the same thing: parts whose shares are added.
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(lengths)], strict=True) if b > a]
+    whole = rows.share(everything, loss, mode)
+    shares = [rows.share(part, loss, mode) for part in parts]
+    for index, expected in enumerate(whole):
+        torch.testing.assert_close(sum(share[index] for share in shares), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_plain_mean_over_micro_batches_would_fail_the_property() -> None:
+    """The test above can tell: averaging two unequal micro-batches is another number."""
+    losses = torch.tensor([1.0, 2, 3, 10])
+    assert (losses[:3].mean() + losses[3:].mean()).item() / 2 != pytest.approx(HAND["token_mean"])

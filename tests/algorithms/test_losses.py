@@ -1,0 +1,133 @@
+"""Token losses by hand, their gradients, their clips, and metrics that can be averaged over tokens."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, ppo_clip, reinforce, value_loss
+from verl_ray.config.schema import AlgorithmConfig, KLConfig, PolicyLossName
+
+
+def clip(ratio: list[float], advantages: list[float], dual_clip: float | None = None) -> tuple[TokenLoss, list[float]]:
+    """PPO with bounds [0.8, 1.3] at the given ratios, and d loss / d log_probs."""
+    log_probs = torch.tensor(ratio).log().requires_grad_()
+    old = torch.zeros(len(ratio))
+    found = ppo_clip(log_probs, old, torch.tensor(advantages), clip_low=0.2, clip_high=0.3, dual_clip=dual_clip)
+    (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    return found, grad.tolist()
+
+
+def test_every_configured_name_exists() -> None:
+    assert set(POLICY_LOSSES) == set(get_args(PolicyLossName))
+
+
+def test_ppo_by_hand() -> None:
+    found, grad = clip([1.0, 2.0, 0.5, 2.0, 0.5], [1.0, 1.0, 1.0, -1.0, -1.0])
+    # in bounds; too high with A > 0: clipped; low with A > 0: free; high with A < 0: free; low with A < 0: clipped
+    assert found.loss.tolist() == pytest.approx([-1, -1.3, -0.5, 2, 0.8])
+    assert grad == pytest.approx([-1, 0, -0.5, 2, 0])
+    assert found.metrics["actor/pg_clipfrac"].tolist() == [0, 1, 0, 0, 1]
+    assert found.metrics["actor/ppo_kl"].tolist() == pytest.approx(
+        [0, -math.log(2), math.log(2), -math.log(2), math.log(2)]
+    )
+    assert "actor/pg_clipfrac_lower" not in found.metrics
+
+
+def test_dual_clip_bounds_the_loss_of_bad_tokens_only() -> None:
+    found, grad = clip([5.0, 2.0, 5.0], [-1.0, -1.0, 1.0], dual_clip=3.0)
+    assert found.loss.tolist() == pytest.approx([3, 2, -1.3])
+    assert grad == pytest.approx([0, 2, 0])
+    assert found.metrics["actor/pg_clipfrac_lower"].tolist() == [1, 0, 0]
+
+
+def test_at_equal_policies_the_gradient_is_that_of_reinforce() -> None:
+    advantages = torch.tensor([1.0, -2.0, 0.0])
+    log_probs = torch.tensor([-1.0, -2.0, -3.0], requires_grad=True)
+    old = log_probs.detach()
+    of_ppo = torch.autograd.grad(
+        ppo_clip(log_probs, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=None).loss.sum(), log_probs
+    )
+    found = reinforce(log_probs, old, advantages)
+    assert found.loss.tolist() == [1, -4, 0] and found.metrics["actor/ppo_kl"].tolist() == [0, 0, 0]
+    assert torch.equal(of_ppo[0], torch.autograd.grad(found.loss.sum(), log_probs)[0])
+    assert of_ppo[0].tolist() == [-1, 2, 0]
+
+
+def test_far_policies_give_finite_losses_and_gradients() -> None:
+    """Unclamped, exp(100) is inf in float32, and inf * 0 is NaN."""
+    log_probs = torch.tensor([0.0, 0.0, -100.0], requires_grad=True)
+    old = torch.tensor([-100.0, -100.0, 0.0])
+    found = ppo_clip(log_probs, old, torch.tensor([0.0, -1.0, 1.0]), clip_low=0.2, clip_high=0.2, dual_clip=None)
+    assert found.loss[:2].tolist() == pytest.approx([0, math.exp(20)])
+    (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    assert grad.isfinite().all()
+
+
+def test_value_loss_by_hand() -> None:
+    values = torch.tensor([1.0, 3.0, 0.2], requires_grad=True)
+    old, returns = torch.zeros(3), torch.tensor([2.0, 3.0, 1.0])
+    free = value_loss(values, old, returns, clip=None)
+    assert free.loss.tolist() == pytest.approx([0.5, 0, 0.32]) and not free.metrics
+    # held at 0.5: errors 1.5, 2.5; the third is within the clip
+    held = value_loss(values, old, returns, clip=0.5)
+    assert held.loss.tolist() == pytest.approx([1.125, 3.125, 0.32])
+    assert held.metrics["critic/vf_clipfrac"].tolist() == [1, 1, 0]
+    (grad,) = torch.autograd.grad(held.loss.sum(), values)
+    assert grad.tolist() == pytest.approx([0, 0, -0.8])
+
+
+def all_losses() -> list[TokenLoss]:
+    log_probs, old, advantages = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).unbind()
+    log_probs.requires_grad_()
+    return [
+        ppo_clip(log_probs, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=2.0),
+        reinforce(log_probs, old, advantages),
+        value_loss(log_probs, old, advantages, clip=0.1),
+    ]
+
+
+def test_losses_and_metrics_are_per_token_and_metrics_detached() -> None:
+    """Reduced nowhere, so the caller can weigh them by tokens and fetch them once at the end of a step."""
+    for found in all_losses():
+        assert found.loss.shape == (6,) and found.loss.dtype == torch.float32 and found.loss.requires_grad
+        for metric in found.metrics.values():
+            assert metric.shape == (6,) and metric.dtype == torch.float32 and not metric.requires_grad
+
+
+def test_the_clip_fraction_does_not_depend_on_micro_batches() -> None:
+    whole, _ = clip([2.0, 1.0, 1.0, 1.0], [1.0] * 4)
+    first, _ = clip([2.0], [1.0])
+    rest, _ = clip([1.0, 1.0, 1.0], [1.0] * 3)
+    name = "actor/pg_clipfrac"
+    assert whole.metrics[name].mean() == 0.25
+    assert (first.metrics[name].sum() + rest.metrics[name].sum()) / 4 == 0.25
+    assert (first.metrics[name].mean() + rest.metrics[name].mean()) / 2 == 0.5  # what must not be done
+
+
+def algorithm(policy_loss: PolicyLossName, **clips: float | None) -> AlgorithmConfig:
+    none = KLConfig(place="none", estimator=None, coefficient=None, controller=None, target=None, horizon=None)
+    return AlgorithmConfig(
+        name="test", advantage="grpo", gamma=None, lam=None, whiten_advantages=False, policy_loss=policy_loss,
+        clip_low=clips.get("clip_low"), clip_high=clips.get("clip_high"), dual_clip=clips.get("dual_clip"),
+        aggregation="token_mean", aggregation_horizon=None, entropy_coefficient=0.0, kl=none, value_loss=None,
+        critic_warmup_steps=0, truncated="score",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (algorithm("ppo_clip", clip_low=0.2, clip_high=0.5), [-1.5, 4.0]),
+        (algorithm("ppo_clip", clip_low=0.2, clip_high=0.28, dual_clip=3.0), [-1.28, 3.0]),
+        (algorithm("reinforce"), [-math.log(4), math.log(4)]),
+    ],
+)
+def test_by_name_with_the_settings_of_the_configuration(config: AlgorithmConfig, expected: list[float]) -> None:
+    log_probs: Tensor = torch.tensor([4.0, 4.0]).log()
+    found = POLICY_LOSSES[config.policy_loss](log_probs, torch.zeros(2), torch.tensor([1.0, -1.0]), config)
+    assert found.loss.tolist() == pytest.approx(expected)

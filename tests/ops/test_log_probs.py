@@ -1,0 +1,205 @@
+"""Log-probs, entropy and their gradients against the naive float64 computation, and the promise about memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from verl_ray.errors import EngineError
+from verl_ray.ops import log_probs as module
+from verl_ray.ops.log_probs import head_log_probs, token_log_probs
+
+T, H, V = 23, 8, 37
+
+
+@pytest.fixture(params=["kept", "recomputed"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Both ways of the head: logits kept for the backward pass, and recomputed by chunk."""
+    monkeypatch.setattr(module, "KEPT_LOGITS", 2**40 if request.param == "kept" else 0)
+    yield request.param
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((T, H), (V, H), (V,)))
+    targets = torch.randint(V, (T,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+
+
+def naive(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor
+) -> tuple[Tensor, Tensor]:
+    """Float64, all at once, by the definition."""
+    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
+    log_p = torch.log_softmax(logits / (temperature if isinstance(temperature, float) else temperature[:, None]), -1)
+    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
+
+
+def test_numbers_by_hand() -> None:
+    logits = torch.tensor([[0.0, 0.0], [3.0, 0.0]]).log1p()  # odds 1 : 1 and 4 : 1
+    targets = torch.tensor([0, 1])
+    assert token_log_probs(logits, targets, 1.0).exp().tolist() == pytest.approx([1 / 2, 1 / 5])
+    assert token_log_probs(logits, targets, 0.5).exp().tolist() == pytest.approx([1 / 2, 1 / 17])  # 16 : 1
+    outputs = head_log_probs(logits, torch.eye(2), targets, with_entropy=True, with_greedy=True)
+    assert outputs.entropy is not None and outputs.greedy is not None
+    # H(4/5, 1/5) = log 5 - 0.8 log 4
+    assert outputs.entropy.tolist() == pytest.approx([0.693147, 0.500402], abs=1e-6)
+    assert outputs.greedy.tolist() == [True, False]  # the first of equals is the greedy one
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 23, 64, None])
+@pytest.mark.parametrize("temperature", [1.0, 0.7, "per token"])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_head_equals_the_naive_float64_computation(
+    path: str, chunk: int | None, temperature: float | str, with_entropy: bool
+) -> None:
+    hidden, weight, bias, targets = inputs()
+    divisor = torch.linspace(0.5, 2.0, T) if isinstance(temperature, str) else temperature
+    slopes = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
+
+    expected, expected_entropy = naive(hidden, weight, bias, targets, divisor)
+    loss = (expected * slopes[0]).sum() + ((expected_entropy * slopes[1]).sum() if with_entropy else 0)
+    expected_grads = torch.autograd.grad(loss, (hidden, weight, bias))
+
+    outputs = head_log_probs(
+        hidden, weight, targets, bias=bias, temperature=divisor, with_entropy=with_entropy, chunk_tokens=chunk
+    )
+    loss = (outputs.log_probs * slopes[0]).sum()
+    assert (outputs.entropy is not None) == with_entropy and outputs.greedy is None
+    if outputs.entropy is not None:
+        assert outputs.entropy.dtype == torch.float32
+        torch.testing.assert_close(outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+        loss = loss + (outputs.entropy * slopes[1]).sum()
+    assert outputs.log_probs.dtype == torch.float32
+    torch.testing.assert_close(outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
+    for grad, expected_grad in zip(torch.autograd.grad(loss, (hidden, weight, bias)), expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [4, None])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logits_equal_the_naive_float64_computation(chunk: int | None, temperature: float) -> None:
+    logits = torch.randn(T, V, generator=torch.Generator().manual_seed(2)).mul(5).requires_grad_()
+    targets, slopes = torch.arange(T) % V, torch.linspace(-1, 1, T)
+    expected, _ = naive(logits, torch.eye(V), None, targets, temperature)
+    (expected_grad,) = torch.autograd.grad((expected * slopes).sum(), logits)
+    kept = logits.detach().clone()
+    found = token_log_probs(logits, targets, temperature, chunk_tokens=chunk)
+    (grad,) = torch.autograd.grad((found * slopes).sum(), logits)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(logits, kept)
+
+
+def test_entropy_alone_has_a_gradient(path: str) -> None:
+    hidden, weight, _, targets = inputs()
+    _, expected = naive(hidden, weight, None, targets, 1.0)
+    (expected_grad,) = torch.autograd.grad(expected.sum(), hidden)
+    entropy = head_log_probs(hidden, weight, targets, with_entropy=True).entropy
+    assert entropy is not None
+    (grad,) = torch.autograd.grad(entropy.sum(), hidden)
+    torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
+
+
+def test_bfloat16_is_softmaxed_in_float32(path: str) -> None:
+    hidden, weight, _, targets = inputs(torch.bfloat16)
+    logits = (hidden @ weight.T).detach()
+    expected, expected_entropy = naive(logits, torch.eye(V), None, targets, 1.0)
+    outputs = head_log_probs(hidden, weight, targets, with_entropy=True, chunk_tokens=5)
+    assert outputs.entropy is not None
+    torch.testing.assert_close(outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    outputs.log_probs.sum().backward()
+    exact, _ = naive(hidden, weight, None, targets, 1.0)
+    expected_grad = torch.autograd.grad(exact.sum(), weight)[0]
+    assert weight.grad is not None and weight.grad.dtype == torch.bfloat16
+    torch.testing.assert_close(weight.grad, expected_grad, rtol=0.05, atol=0.05)
+
+
+def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """600 tokens with the same gradient, one chunk each: a bfloat16 sum stops growing at 256 of them."""
+    monkeypatch.setattr(module, "KEPT_LOGITS", 0)
+    weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.ones(600, 1, dtype=torch.bfloat16)
+    head_log_probs(hidden, weight, torch.zeros(600, dtype=torch.int64), chunk_tokens=1).log_probs.sum().backward()
+    assert weight.grad is not None
+    assert weight.grad[:, 0].tolist() == pytest.approx([300, -300], rel=0.01)
+
+
+def test_autocast_gives_forward_and_backward_the_same_logits(path: str) -> None:
+    hidden, weight, _, targets = inputs()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = head_log_probs(hidden, weight, targets).log_probs
+    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets).log_probs
+    assert torch.equal(found, expected)
+    grads = torch.autograd.grad(found.sum(), (hidden, weight))
+    expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
+    assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
+
+
+def test_a_frozen_head_or_frozen_hidden_states(path: str) -> None:
+    hidden, weight, _, targets = inputs()
+    head_log_probs(hidden, weight.detach(), targets).log_probs.sum().backward()
+    head_log_probs(hidden.detach(), weight, targets).log_probs.sum().backward()
+    expected, _ = naive(hidden, weight, None, targets, 1.0)
+    for tensor, grad in zip((hidden, weight), torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True):
+        torch.testing.assert_close(tensor.grad, grad, rtol=1e-5, atol=1e-5)
+
+
+def test_no_tokens(path: str) -> None:
+    _, weight, _, _ = inputs()
+    outputs = head_log_probs(
+        torch.empty(0, H), weight, torch.empty(0, dtype=torch.int64), with_entropy=True, with_greedy=True
+    )
+    outputs.log_probs.sum().backward()
+    assert outputs.log_probs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+
+
+class _Largest(TorchDispatchMode):
+    """Remembers the largest float32 tensor that any operation made."""
+
+    numel = 0
+
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = [leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.dtype == torch.float32]
+        self.numel = max(self.numel, *sizes, 0)
+        return out
+
+
+def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
+    """bfloat16 inputs: the largest float32 tensor is one chunk, in both ways of the head and from given logits."""
+    hidden, weight, targets = torch.randn(64, 4).bfloat16(), torch.randn(50, 4).bfloat16(), torch.zeros(64).long()
+    for kept in (0, 2**40):
+        monkeypatch.setattr(module, "KEPT_LOGITS", kept)
+        with _Largest() as largest:
+            outputs = head_log_probs(
+                hidden.requires_grad_(), weight.requires_grad_(), targets,
+                temperature=0.5, with_entropy=True, with_greedy=True, chunk_tokens=6,
+            )  # fmt: skip
+            assert outputs.entropy is not None
+            (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
+        assert largest.numel == 6 * 50
+    logits = torch.randn(64, 50).bfloat16().requires_grad_()
+    with _Largest() as largest:
+        token_log_probs(logits, targets, 0.5, chunk_tokens=6).sum().backward()
+    assert largest.numel == 6 * 50
+
+
+def test_misuse_is_named() -> None:
+    hidden, weight, _, targets = inputs()
+    with pytest.raises(
+        EngineError, match=r"width 8 per target; found rows of shape \(23, 8\) and targets of shape \(22,"
+    ):
+        head_log_probs(hidden, weight, targets[1:])
+    for temperature in (0.0, -1.0, float("nan")):
+        with pytest.raises(EngineError, match=r"must be > 0 \(rollout.temperature\)"):
+            head_log_probs(hidden, weight, targets, temperature=temperature)

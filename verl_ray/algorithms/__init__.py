@@ -1,0 +1,1 @@
+"""What makes a reinforcement-learning algorithm: advantages, losses, aggregation, control of the divergence."""

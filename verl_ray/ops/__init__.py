@@ -1,0 +1,1 @@
+"""Pure functions on arrays and tensors: log-probs of a language-model head, divergence estimators, statistics."""
