@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn
+from rich.table import Column
 
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
@@ -47,14 +48,12 @@ class ConsoleTracker(Tracker):
         self._live: Progress | None = None
         if self._stream.isatty():
             self._live = Progress(
-                TextColumn("{task.description}", markup=False),
-                BarColumn(bar_width=20),
-                TimeElapsedColumn(),
+                SpinnerColumn(),
+                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
                 console=Console(file=self._stream),
                 refresh_per_second=2,
-                transient=True,
             )
-            self._task = self._live.add_task("waiting for the first step", total=total_steps)
+            self._task = self._live.add_task("waiting for the first step", total=None)
             self._live.start()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
@@ -74,7 +73,7 @@ class ConsoleTracker(Tracker):
             return
         if any(name.startswith(HELD_OUT) for name in metrics):
             self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
-        self._live.update(self._task, description=line, completed=step)
+        self._live.update(self._task, description=line, refresh=True)
 
     def close(self, failed: bool) -> None:
         if self._live is not None:

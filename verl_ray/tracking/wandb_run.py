@@ -7,6 +7,7 @@ again. Not a copy of the console, the code or the machine's statistics.
 
 from __future__ import annotations
 
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
@@ -53,6 +54,8 @@ class WandbTracker(Tracker):
 
         online = config.mode == "online"
         run_dir.mkdir(parents=True, exist_ok=True)  # W&B writes to /tmp instead when the folder is missing.
+        # Tables wait here for their upload. W&B's own choice is a folder in the home directory, which grows for ever.
+        os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))
         settings = wandb.Settings(
             console="off",
             silent=True,

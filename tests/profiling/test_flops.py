@@ -1,0 +1,73 @@
+"""Arithmetic that fits on a page, and a published model."""
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from verl_ray.errors import ModelError
+from verl_ray.profiling.flops import ModelShape, forward_flops, mfu, training_flops
+
+LLAMA_3_8B = {
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+}
+
+
+def test_the_parameters_of_a_published_model() -> None:
+    shape = ModelShape.from_config(LLAMA_3_8B)
+    embeddings_and_norms = 128256 * 4096 + (2 * 32 + 1) * 4096
+    assert shape.matmul_parameters + embeddings_and_norms == 8_030_261_248
+
+
+def test_a_layer_by_hand() -> None:
+    shape = ModelShape(
+        num_layers=1, hidden_size=2, num_heads=2, num_kv_heads=1, head_size=3, intermediate_size=5, vocab_size=7
+    )
+    # queries 2x6, keys and values 2x3 each, output 6x2; gate, up and down 2x5 each; head 7x2
+    assert shape.matmul_parameters == (12 + 6 + 6 + 12) + 30 + 14
+    # 3 tokens see 1 + 2 + 3 tokens; for each pair 2 heads x 3 numbers, twice (scores, values), 2 FLOPs each
+    assert forward_flops(shape, np.array([3])) == 2 * 80 * 3 + 6 * (2 * 3 * 2 * 2)
+    assert forward_flops(shape, np.array([3, 1])) == 2 * 80 * 4 + 7 * (2 * 3 * 2 * 2)
+    assert training_flops(shape, np.array([3])) == 3 * forward_flops(shape, np.array([3]))
+
+
+def test_equal_to_what_torch_counts() -> None:
+    config = LlamaConfig(
+        num_hidden_layers=2,
+        hidden_size=64,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        intermediate_size=96,
+        vocab_size=50,
+        attn_implementation="eager",
+    )
+    model = LlamaForCausalLM(config)
+    tokens = 24
+    with FlopCounterMode(display=False) as counter:
+        model(torch.zeros(1, tokens, dtype=torch.long))
+    shape = ModelShape.from_config(config.to_dict())
+    # The eager kernel multiplies the masked half of the pairs too, which the model does not need.
+    masked = 4 * 2 * 4 * 32 * (tokens * (tokens - 1) // 2)
+    rotary = counter.get_total_flops() - forward_flops(shape, np.array([tokens])) - masked
+    assert 0 <= rotary <= 0.001 * counter.get_total_flops()
+
+
+def test_utilisation_by_hand() -> None:
+    assert mfu(8e12, seconds=2.0, peak_flops_per_s=1e13, num_devices=4) == 0.1
+
+
+def test_a_mixture_of_experts_is_refused() -> None:
+    with pytest.raises(ModelError, match="mixture of experts"):
+        ModelShape.from_config({**LLAMA_3_8B, "num_experts": 8})
+
+
+def test_a_missing_size_is_named() -> None:
+    with pytest.raises(ModelError, match="intermediate_size is None"):
+        ModelShape.from_config({key: value for key, value in LLAMA_3_8B.items() if key != "intermediate_size"})

@@ -1,0 +1,103 @@
+"""Memory of real processes."""
+
+import os
+import subprocess
+import sys
+import time
+
+import numpy as np
+import torch
+
+from verl_ray.profiling.memory import (
+    GIB,
+    TreeMemorySampler,
+    device_memory,
+    host_used_gib,
+    process_memory,
+    tree_pss_bytes,
+)
+
+MIB = 1 << 20
+
+
+def test_an_array_shows_in_both_sizes() -> None:
+    before = process_memory()
+    array = np.ones(64 * MIB, dtype=np.uint8)
+    after = process_memory()
+    for grown in (after.rss_bytes - before.rss_bytes, after.pss_bytes - before.pss_bytes):
+        assert 60 * MIB < grown < 80 * MIB
+    del array
+
+
+def test_the_host_uses_more_than_this_process_and_less_than_it_has() -> None:
+    assert (
+        0
+        < process_memory().pss_bytes / GIB
+        < host_used_gib()
+        < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+    )
+
+
+# Each generation holds 64 MiB of its own; the child starts the grandchild, and both wait for their stdin to end.
+CHILD = """
+import subprocess, sys
+held = bytearray(b"x") * (64 << 20)
+if sys.argv[1] == "child":
+    subprocess.Popen([sys.executable, "-c", sys.argv[2], "grandchild", ""])
+else:
+    print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_tree_counts_children_and_grandchildren_and_the_sampler_keeps_the_peak() -> None:
+    before = tree_pss_bytes(os.getpid())
+    with TreeMemorySampler(interval_s=0.02) as memory:
+        command = [sys.executable, "-c", CHILD, "child", CHILD]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None and child.stdout.readline() == "ready\n"
+            grown = tree_pss_bytes(os.getpid()) - before
+            assert 128 * MIB < grown < 190 * MIB
+            time.sleep(0.3)
+        deadline = time.monotonic() + 5
+        while tree_pss_bytes(os.getpid()) - before > 64 * MIB and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert memory.peak_bytes - before > 128 * MIB
+    assert tree_pss_bytes(os.getpid()) - before < 64 * MIB
+
+
+def test_a_process_that_is_gone_holds_nothing() -> None:
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        pass
+    assert tree_pss_bytes(process.pid) == 0
+
+
+# Blocks below the size that malloc maps by itself come from the heap, which cannot shrink below the ones that stay.
+TRIM = """
+from verl_ray.profiling.memory import malloc_trim, process_memory
+blocks = [bytes(100_000) for _ in range(1000)]
+del blocks[::2]
+held = process_memory().rss_bytes
+assert malloc_trim()
+print(held - process_memory().rss_bytes)
+"""
+
+
+def test_trimming_gives_freed_heap_back() -> None:
+    ended = subprocess.run([sys.executable, "-c", TRIM], check=True, capture_output=True, text=True)
+    assert int(ended.stdout) > 40_000_000
+
+
+def test_device_memory_is_there_exactly_where_a_device_is() -> None:
+    if not torch.cuda.is_available():
+        assert device_memory() is None
+        return
+    tensor = torch.ones(16 * MIB, dtype=torch.uint8, device="cuda")
+    memory = device_memory(reset_peak=True)
+    assert memory is not None
+    assert 16 * MIB <= memory.allocated_bytes <= memory.peak_allocated_bytes <= memory.peak_reserved_bytes
+    del tensor
+    after = device_memory(reset_peak=True)
+    assert after is not None and after.allocated_bytes <= memory.allocated_bytes - 16 * MIB
+    last = device_memory()
+    assert last is not None and last.peak_allocated_bytes == after.allocated_bytes
