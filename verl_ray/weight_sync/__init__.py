@@ -1,1 +1,1 @@
-"""Moving one policy version from a training group to rollout replicas: what (engine), how much (buckets), by which wire."""
+"""Moving one policy version from a training group to rollout replicas: what, how much at once, and by which wire."""

@@ -1,0 +1,81 @@
+"""An engine whose responses are given by a function: for unit tests of what stands around an engine.
+
+Invariant: the contract and the rules of `base`, one token per request and step; nothing is sampled. No configuration
+can choose it. Deliberately not a stand-in for vLLM where numbers matter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+
+from verl_ray.data.stages import Finish
+from verl_ray.rollout.base import Part, Progress, Request, RolloutEngine
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
+from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.transport import Address
+
+Script = Callable[[Request], Sequence[tuple[int, float]]]
+"""The whole response to a request as (token, log-prob); what lies past max_tokens is cut off."""
+
+
+class ScriptedEngine(RolloutEngine):
+    def __init__(self, script: Script, *, initial_version: int | None = None) -> None:
+        super().__init__(initial_version)
+        self.weights: dict[str, torch.Tensor] = {}  # as last received
+        self._script = script
+        self._left: dict[int, list[tuple[int, float]]] = {}
+        self._ends: dict[int, Finish] = {}
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.weights.values())
+
+    def close(self) -> None:
+        self._failure = self._failure or "it was closed"
+        self._open.clear()
+        self._left.clear()
+        self.weights.clear()
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            response, limit = list(self._script(request)), request.sampling.max_tokens
+            self._left[request.request_id] = response[:limit]
+            self._ends[request.request_id] = Finish.STOP if len(response) <= limit else Finish.LENGTH
+
+    def _advance(self) -> Iterator[Progress]:
+        for request_id, left in list(self._left.items()):
+            token, log_prob = left.pop(0)
+            finish = None if left else self._ends[request_id]
+            if finish is not None:
+                self._drop([request_id])
+            yield Progress(request_id, [token], [log_prob], finish)
+
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        for request_id in request_ids:
+            del self._left[request_id], self._ends[request_id]
+
+    def _free(self, parts: frozenset[Part]) -> None:
+        if "weights" in parts:
+            self.weights.clear()
+
+    def _restore(self, part: Part) -> None:
+        """Nothing to do: received weights bring their own memory."""
+
+    def _begin_load(self, manifest: Manifest) -> None:
+        self.weights.clear()
+
+    def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
+        reader = address.open()
+        received = {name: tensor.clone() for name, tensor in reader.read(bucket)}
+        reader.close()
+        self.weights.update(received)
+        return {name: fingerprint(tensor) for name, tensor in received.items()}
+
+    def _finish_load(self, version: int) -> None:
+        """Nothing to do: nothing is packed or cached."""
+
+    def _abandon_load(self) -> None:
+        self.weights.clear()

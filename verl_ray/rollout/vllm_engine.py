@@ -1,0 +1,284 @@
+"""vLLM as a rollout engine: its engine core stepped in this process, on a GPU or a CPU.
+
+Invariant: token ids in, token ids out; what is drawn depends on the request alone (prompt, sampling, seed) and the
+policy version, and no sampling setting comes from the model directory. vLLM's request front (tokenizer, incremental
+text, dictionaries of log-probs) is left out: requests go to the engine core and tokens come from it. Deliberately not
+here: Ray, and what only a CPU needs (`vllm_cpu_worker`).
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from verl_ray.config.schema import RolloutConfig
+from verl_ray.data.stages import Finish
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import RolloutError
+from verl_ray.rollout.base import Part, Progress, Request, RolloutEngine, Sampling
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.transport import Address
+
+if TYPE_CHECKING:
+    from vllm import SamplingParams
+    from vllm.config import VllmConfig
+    from vllm.v1.engine.core_client import InprocClient
+
+_CPU_BATCHED_TOKENS = 8192
+
+
+def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str, str]:
+    """The environment variables that a process needs before it imports torch, to hold a `VllmEngine`.
+
+    Args:
+        device: "cpu" or "cuda".
+        threads: CPU threads of each rank of the engine.
+        tensor_parallel: ranks of the engine.
+    """
+    variables = {
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is stepped by its owner: starts in 3 s instead of 40
+        "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",  # models are local directories; a look-up would hang without internet
+        "OMP_NUM_THREADS": str(threads),
+    }
+    if device == "cpu":
+        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits 8-15 s for a compiler
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tensor_parallel == 1 else _cores(threads, tensor_parallel)
+    return variables
+
+
+def _cores(threads: int, ranks: int) -> str:
+    """Consecutive cores of this machine for each rank, as vLLM writes it; the ranks share cores if there are few."""
+    cores = sorted(os.sched_getaffinity(0))
+    chosen = ([cores[(rank * threads + i) % len(cores)] for i in range(threads)] for rank in range(ranks))
+    return "|".join(",".join(str(core) for core in sorted(set(of_rank))) for of_rank in chosen)
+
+
+class VllmEngine(RolloutEngine):
+    def __init__(
+        self,
+        model_path: str,
+        config: RolloutConfig,
+        *,
+        max_model_len: int,
+        seed: int,
+        device: str,
+        initial_version: int | None = None,
+    ) -> None:
+        """Start vLLM on a local model directory.
+
+        Args:
+            max_model_len: most tokens of prompt and response together.
+            device: "cpu" or "cuda"; the process must have been started with `environment(device, ...)`.
+            initial_version: the policy version that the model directory holds. None: its weights are not read, and a
+                weight update must be committed before the engine generates.
+
+        Raises:
+            RolloutError: vLLM cannot run this; says why and which key to change.
+        """
+        super().__init__(initial_version)
+        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+            raise RolloutError("the process of a rollout engine must be started with rollout.vllm_engine.environment()")
+        if not Path(model_path, "config.json").is_file():
+            raise RolloutError(f"model.path = {model_path!r} is not a local model directory: it has no config.json")
+        self._max_model_len = max_model_len
+        try:
+            vllm_config = _vllm_config(model_path, config, max_model_len, seed, device, initial_version is None)
+            self._core: InprocClient = _start(vllm_config)
+        except RolloutError:
+            raise
+        except Exception as error:
+            raise RolloutError(f"vLLM did not start on {model_path} ({device}): {error}") from error
+        self._end_tokens = _end_tokens(model_path, vllm_config)
+        self._params: dict[Sampling, SamplingParams] = {}
+
+    # ------------------------------------------------------------------------------------------------- generation
+
+    def _add(self, requests: Sequence[Request]) -> None:
+        from vllm.v1.engine import EngineCoreRequest
+
+        now = time.time()
+        prepared = []
+        for request in requests:
+            self._check(request)
+            params = copy.copy(self._sampling_params(request.sampling))
+            params.seed = request.seed
+            prepared.append(
+                EngineCoreRequest(
+                    request_id=str(request.request_id),
+                    prompt_token_ids=request.tokens.tolist(),
+                    mm_features=None,
+                    sampling_params=params,
+                    pooling_params=None,
+                    arrival_time=now,
+                    lora_request=None,
+                    cache_salt=None,
+                    data_parallel_rank=None,
+                    session_id=request.session,
+                )
+            )
+        for core_request in prepared:
+            self._core.add_request(core_request)
+
+    def _check(self, request: Request) -> None:
+        total = len(request.tokens) + request.sampling.max_tokens
+        if total > self._max_model_len:
+            raise RolloutError(
+                f"request {request.request_id}: {len(request.tokens)} prompt tokens and up to "
+                f"{request.sampling.max_tokens} response tokens are more than the engine's {self._max_model_len}; "
+                f"lower data.max_prompt_tokens or rollout.max_response_tokens"
+            )
+        if request.adapter is not None:
+            raise RolloutError(f"request {request.request_id}: no adapter {request.adapter!r} is loaded in this engine")
+
+    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+        from vllm import SamplingParams
+
+        if sampling not in self._params:
+            if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
+                raise RolloutError(
+                    f"rollout.temperature = {sampling.temperature}: vLLM samples at 0 (greedy) or from 0.01 to 2"
+                )
+            stop = self._end_tokens if sampling.stop_token_ids is None else sampling.stop_token_ids
+            try:
+                self._params[sampling] = SamplingParams(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    max_tokens=sampling.max_tokens,
+                    stop_token_ids=list(stop),
+                    logprobs=0,  # of the sampled token alone
+                    detokenize=False,
+                )
+            except ValueError as error:
+                raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
+        return self._params[sampling]
+
+    def _advance(self) -> Iterator[Progress]:
+        for output in self._core.get_output().outputs:
+            log_probs = output.new_logprobs
+            yield Progress(
+                int(output.request_id),
+                output.new_token_ids,
+                [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
+                None if output.finish_reason is None else _FINISH[str(output.finish_reason)],
+            )
+
+    def _drop(self, request_ids: Sequence[int]) -> None:
+        self._core.abort_requests([str(request_id) for request_id in request_ids])
+
+    # ---------------------------------------------------------------------------------------------------- memory
+
+    def _free(self, parts: frozenset[Part]) -> None:
+        core = self._core.engine_core
+        while core.scheduler.has_requests():
+            self._core.get_output()  # the workers are told of ended requests with the next, empty, batch
+        if "weights" in parts:
+            core.sleep(level=2)
+        else:
+            core.pause_scheduler()
+            core.release_kv_cache_memory()
+
+    def _restore(self, part: Part) -> None:
+        self._core.wake_up([part])
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(dict(self._core.collective_rpc("memory_in_use")).values())
+
+    # --------------------------------------------------------------------------------------------------- weights
+
+    def _begin_load(self, manifest: Manifest) -> None:
+        self._core.collective_rpc("weights_begin")
+
+    def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
+        by_rank: list[dict[str, Fingerprint]] = self._core.collective_rpc("weights_receive", args=(bucket, address))
+        if any(prints != by_rank[0] for prints in by_rank):
+            raise RolloutError(f"the ranks of one engine read different weights from bucket {bucket.index}")
+        return by_rank[0]
+
+    def _finish_load(self, version: int) -> None:
+        self._core.collective_rpc("weights_finish")
+        if not self._core.reset_prefix_cache():
+            raise RolloutError("vLLM did not reset its prefix cache")
+        self._core.set_weight_version(str(version))
+
+    def _abandon_load(self) -> None:
+        self._core.collective_rpc("weights_abandon")
+
+    def close(self) -> None:
+        self._failure = self._failure or "it was closed"
+        self._open.clear()
+        self._core.collective_rpc("weights_close")
+        self._core.shutdown()
+        del self._core
+        gc.collect()  # before another engine starts in this process, or its groups are torn down with these
+
+
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
+
+
+def _start(vllm_config: VllmConfig) -> InprocClient:
+    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.executor import Executor
+
+    return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+
+
+def _vllm_config(
+    model_path: str, config: RolloutConfig, max_model_len: int, seed: int, device: str, without_weights: bool
+) -> VllmConfig:
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    if (device == "cpu") != current_platform.is_cpu():
+        raise RolloutError(
+            f"rollout on {device!r} was asked for, but the installed vLLM runs on {current_platform.device_type!r}: "
+            f"install the extra 'cpu' or 'gpu' of this package"
+        )
+    fixed: dict[str, Any] = {
+        "model": model_path,
+        "skip_tokenizer_init": True,
+        "dtype": config.dtype,
+        "seed": seed,
+        "max_model_len": max_model_len,
+        "tensor_parallel_size": config.tensor_parallel,
+        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "load_format": "dummy" if without_weights else "auto",
+        "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
+        "disable_log_stats": True,
+    }
+    preferred: dict[str, Any] = {"enable_prefix_caching": True}
+    if device == "cpu":
+        fixed["worker_cls"] = "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker"
+        fixed["enforce_eager"] = True
+        # With seeds per request, a prompt that is prefilled in parts fails on a CPU (its generators know no offset).
+        fixed["enable_chunked_prefill"] = False
+        preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
+    else:
+        fixed["enable_sleep_mode"] = config.sleep != "never"
+    if clash := sorted(fixed.keys() & config.vllm_args.keys()):
+        raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
+    return EngineArgs(**{**preferred, **config.vllm_args, **fixed}).create_engine_config()
+
+
+def _end_tokens(model_path: str, vllm_config: VllmConfig) -> tuple[int, ...]:
+    """Tokens that end a response: those of generation_config.json and the tokenizer's; else those of config.json."""
+    model_config = vllm_config.model_config
+    named: set[int] = set()
+    for ids in (model_config.try_get_generation_config().get("eos_token_id"), load_tokenizer(model_path).eos_token_id):
+        named.update([ids] if isinstance(ids, int) else ids or [])
+    if not named:
+        ids = getattr(model_config.hf_text_config, "eos_token_id", None)
+        named.update([ids] if isinstance(ids, int) else ids or [])
+    return tuple(sorted(named))

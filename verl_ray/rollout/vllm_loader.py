@@ -1,0 +1,142 @@
+"""What vLLM's workers gain so that weights can be loaded into them bucket by bucket.
+
+Invariant: vLLM's model is made of the received tensors and of nothing else: every module is loaded completely, or the
+update fails. Runs inside vLLM's worker processes, mixed into the worker class; its state lives on the worker.
+Deliberately not here: the order of calls and the coverage of the manifest, which the engine keeps.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
+from verl_ray.weight_sync.transport import Address, Reader
+
+if TYPE_CHECKING:
+    from vllm.v1.worker.gpu_worker import Worker as _Worker
+else:
+    _Worker = object
+
+
+class WeightLoader(_Worker):
+    """The names begin with `weights_`, since they share a namespace with the methods of vLLM's worker."""
+
+    _weights_readers: dict[Address, Reader]
+    _weights_tied: list[torch.nn.Module]
+
+    def weights_begin(self) -> None:
+        model = self.model_runner.model
+        if self._weights_on_cpu() and any(isinstance(module, RoutedExperts) for module in model.modules()):
+            # Measured: after a reload of a Qwen3-MoE its log-probs are off by 3, without a message.
+            raise WeightSyncError(
+                "vLLM 0.32 loads the weights of mixture-of-experts layers wrongly on a CPU after the first time; "
+                "use GPUs for rollout, or a dense model"
+            )
+        self._weights_tied = _tied_modules(model)
+        with self._weights_context():
+            initialize_layerwise_reload(model)
+
+    def weights_receive(self, bucket: Bucket, address: Address) -> dict[str, Fingerprint]:
+        """Load a bucket; returns the fingerprints of the tensors that vLLM's loader was given."""
+        readers = self.__dict__.setdefault("_weights_readers", {})
+        if address not in readers:
+            readers[address] = address.open()
+        received = dict(readers[address].read(bucket))
+        prints = {name: fingerprint(tensor) for name, tensor in received.items()}
+        with self._weights_context():
+            self.model_runner.model.load_weights(iter(received.items()))
+        _own_pending_tensors(self.model_runner.model)
+        return prints
+
+    def weights_finish(self) -> None:
+        model = self.model_runner.model
+        if missing := self._weights_incomplete(model):
+            raise WeightSyncError(f"vLLM's model was not loaded completely; parameters are missing for {missing}")
+        with self._weights_context():
+            finalize_layerwise_reload(model, self.model_config)
+            if self._weights_on_cpu():
+                # vLLM 0.32 packs the weights of a linear layer for the CPU, but not again for a head that is tied to
+                # the embedding: it would go on with the old ones, without a message.
+                for module in self._weights_tied:
+                    if isinstance(module, VocabParallelEmbedding):
+                        module.quant_method.process_weights_after_loading(module)
+        self.model_runner.reset_lora_state()
+
+    def weights_abandon(self) -> None:
+        """Leave the reload, whatever was loaded, so that another one can begin."""
+        with self._weights_context():
+            finalize_layerwise_reload(self.model_runner.model, self.model_config)
+
+    def weights_close(self) -> None:
+        for reader in self.__dict__.pop("_weights_readers", {}).values():
+            reader.close()
+
+    def memory_in_use(self) -> tuple[int, int]:
+        """(process id, bytes): the resident set on a CPU, what is in use on the device on a GPU."""
+        process = psutil.Process()
+        if self._weights_on_cpu():
+            return process.pid, process.memory_info().rss
+        free, total = torch.cuda.mem_get_info(self.device)
+        return process.pid, total - free
+
+    def _weights_on_cpu(self) -> bool:
+        return self.device is not None and self.device.type == "cpu"
+
+    def _weights_context(self) -> AbstractContextManager[object]:
+        return set_current_vllm_config(self.vllm_config)
+
+    def _weights_incomplete(self, model: torch.nn.Module) -> list[str]:
+        incomplete = []
+        for name, module in model.named_modules():
+            info = get_layerwise_info(module)
+            # Attention holds scales that a checkpoint need not have; tied modules are loaded with their owner.
+            if not info.can_load() or is_deferred_attention_layer(module) or module in self._weights_tied:
+                continue
+            if info.load_numel < _checkpoint_numel(module):
+                incomplete.append(name)
+        return incomplete
+
+
+def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose parameters all belong to an earlier module."""
+    seen: set[int] = set()
+    tied = []
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        if own and own <= seen:
+            tied.append(module)
+        seen |= own
+    return tied
+
+
+def _checkpoint_numel(module: torch.nn.Module) -> int:
+    """Elements of a checkpoint that the module's own parameters take; vLLM pads vocabularies beyond that."""
+    if isinstance(module, VocabParallelEmbedding):
+        rows = module.shard_indices.num_org_elements
+        return sum(rows * parameter[:1].numel() for parameter in module.parameters(recurse=False))
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _own_pending_tensors(model: torch.nn.Module) -> None:
+    """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
+    will use the place again."""
+    for module in model.modules():
+        for _, arguments in get_layerwise_info(module).loaded_weights:
+            for key, value in arguments.arguments.items():
+                if isinstance(value, torch.Tensor) and not value.is_meta:
+                    arguments.arguments[key] = value.clone()
