@@ -69,20 +69,20 @@ def test_far_policies_give_finite_losses_and_gradients() -> None:
 
 
 def test_value_loss_by_hand() -> None:
-    values = torch.tensor([1.0, 3.0, 0.2], requires_grad=True)
-    old, returns = torch.zeros(3), torch.tensor([2.0, 3.0, 1.0])
+    values = torch.tensor([2.0, 4.0, 1.2], requires_grad=True)
+    old, returns = torch.ones(3), torch.tensor([3.0, 0.0, 2.0])
     free = value_loss(values, old, returns, clip=None)
-    assert free.loss.tolist() == pytest.approx([0.5, 0, 0.32]) and not free.metrics
-    # held at 0.5: errors 1.5, 2.5; the third is within the clip
+    assert free.loss.tolist() == pytest.approx([0.5, 8, 0.32]) and not free.metrics
+    # Held at 1.5, 1.5 and 1.2, the errors are 1.5 (worse than 1), 1.5 (better than 4) and the same 0.8.
     held = value_loss(values, old, returns, clip=0.5)
-    assert held.loss.tolist() == pytest.approx([1.125, 3.125, 0.32])
-    assert held.metrics["critic/vf_clipfrac"].tolist() == [1, 1, 0]
+    assert held.loss.tolist() == pytest.approx([1.125, 8, 0.32])
+    assert held.metrics["critic/vf_clipfrac"].tolist() == [1, 0, 0]
     (grad,) = torch.autograd.grad(held.loss.sum(), values)
-    assert grad.tolist() == pytest.approx([0, 0, -0.8])
+    assert grad.tolist() == pytest.approx([0, 4, -0.8])
 
 
-def all_losses() -> list[TokenLoss]:
-    log_probs, old, advantages = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).unbind()
+def all_losses(device: str = "cpu") -> list[TokenLoss]:
+    log_probs, old, advantages = torch.randn(3, 6, generator=torch.Generator().manual_seed(0)).to(device).unbind()
     log_probs.requires_grad_()
     return [
         ppo_clip(log_probs, old, advantages, clip_low=0.2, clip_high=0.2, dual_clip=2.0),
@@ -97,6 +97,12 @@ def test_losses_and_metrics_are_per_token_and_metrics_detached() -> None:
         assert found.loss.shape == (6,) and found.loss.dtype == torch.float32 and found.loss.requires_grad
         for metric in found.metrics.values():
             assert metric.shape == (6,) and metric.dtype == torch.float32 and not metric.requires_grad
+
+
+def test_nothing_makes_the_host_wait_for_the_device() -> None:
+    """On the meta device there is nothing to read, so that any `.item()` or branch on a value raises."""
+    for found in all_losses("meta"):
+        found.loss.sum().backward()
 
 
 def test_the_clip_fraction_does_not_depend_on_micro_batches() -> None:

@@ -60,7 +60,9 @@ def test_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_none() -> None:
 
 def test_k3_of_a_policy_that_has_barely_moved_keeps_its_digits() -> None:
     difference = np.array([1e-3, -1e-3], dtype=np.float32)
-    assert k3(difference, np.zeros_like(difference)) == pytest.approx([4.9983e-7, 5.0017e-7], rel=1e-3)
+    expected = pytest.approx([4.99833e-7, 5.00167e-7], rel=1e-3)
+    assert k3(difference, np.zeros_like(difference)) == expected
+    assert k3(torch.from_numpy(difference), torch.zeros(2)).tolist() == expected
 
 
 def test_k3_cannot_overflow() -> None:

@@ -154,9 +154,9 @@ def _discounted_sums(x: Float64, offsets: Int64, decay: float) -> Float64:
         padded = flat.reshape(-1, block)
     sums: Float64 = padded @ toeplitz
     starts = _discounted_sums(sums[:, 0], blocks, float(powers[block]))
-    following = np.zeros_like(starts)  # the start of the next block, 0 after a row's last
+    following = np.empty_like(starts)  # the start of the next block, 0 after a row's last
     following[:-1] = starts[1:]
-    following[blocks[1:][blocks_per_row > 0] - 1] = 0
+    following[blocks[1:] - 1] = 0  # the end of an empty row is that of the row before it, or of all
     sums += following[:, None] * powers[block:0:-1]
     return sums.reshape(-1) if place is None else sums.reshape(-1)[place]
 

@@ -70,7 +70,8 @@ def head_log_probs(
     """
     _check(hidden, targets, weight.shape[-1])
     device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    autocast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
     # Cast before the autograd function: its backward pass recomputes the logits outside autocast and must get the same.
     hidden, weight = hidden.to(dtype), weight.to(dtype)
     bias = None if bias is None else bias.to(dtype)
