@@ -1,0 +1,170 @@
+"""Small workers for the tests of the cluster layer; a module of its own so that worker processes can import it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from verl_ray.cluster.context import Topology, WorkerContext
+from verl_ray.cluster.placement import ProcessSet
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.stages import LogProbs, Rows
+
+
+def rows_of(lengths: list[int]) -> Rows:
+    """Rows of the given lengths; token t of row r is 1000 r + t."""
+    offsets = offsets_of(lengths)
+    tokens = np.concatenate([1000 * r + np.arange(n) for r, n in enumerate(lengths)] or [np.empty(0)]).astype(np.int32)
+    return Rows(offsets=offsets, tokens=tokens, response_mask=np.ones(len(tokens), np.bool_))
+
+
+def processes(
+    name: str, ranks: int, process_group: bool = False, bundle_group: str = "", cpus: float = 0.5
+) -> ProcessSet:
+    return ProcessSet(name, ranks, cpus, 0, bundle_group or name, 1, process_group)
+
+
+class Echo:
+    """Answers with what it was given."""
+
+    def __init__(self, context: WorkerContext, *args: object) -> None:
+        self.context, self.args = context, args
+        self.calls: list[int] = []
+        self.aborted = False
+        print(f"echo {context.rank} is here")
+
+    def context_of(self) -> WorkerContext:
+        return self.context
+
+    def halve(self, rows: Rows) -> LogProbs:
+        return LogProbs(offsets=rows.offsets, log_probs=rows.tokens.astype(np.float32) / 2)
+
+    def sum_with(self, rows: Rows, other: LogProbs, factor: int) -> LogProbs:
+        assert np.array_equal(rows.offsets, other.offsets)
+        return LogProbs(offsets=rows.offsets, log_probs=rows.tokens.astype(np.float32) + factor * other.log_probs)
+
+    def make_long(self, rows: Rows) -> Rows:
+        return rows_of([1_000_000] * rows.num_rows)
+
+    def first_tokens(self, rows: Rows) -> list[int]:
+        return rows.tokens[rows.offsets[:-1]].tolist()
+
+    def count(self, rows: Rows) -> int:
+        assert not rows.tokens.flags.writeable
+        return rows.num_tokens
+
+    def remember(self, number: int) -> None:
+        self.calls.append(number)
+
+    def remembered(self) -> list[int]:
+        return self.calls
+
+    def one_by_one(self, rows: Rows, pause_s: float) -> Iterator[LogProbs]:
+        for index in range(rows.num_rows):
+            time.sleep(pause_s * (self.context.rank + 1))
+            yield self.halve(rows.select([index]))
+
+    def one_then_fail(self, rows: Rows) -> Iterator[LogProbs]:
+        yield self.halve(rows.select([0]))
+        raise ValueError("no more rows")
+
+    def one_then_die(self, rows: Rows) -> Iterator[LogProbs]:
+        yield self.halve(rows.select([0]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def was_aborted(self) -> bool:
+        return self.aborted
+
+    def threads(self) -> tuple[int, str]:
+        import torch
+
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    def import_torch(self) -> None:
+        import torch  # noqa: F401
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def fail(self, rank: int) -> None:
+        print(f"about to fail, says rank {self.context.rank}")
+        if self.context.rank == rank:
+            raise ValueError("the reason")
+
+    def die(self, rank: int) -> None:
+        print(f"last words of rank {self.context.rank}")
+        if self.context.rank == rank:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def sleep_for_long(self, rank: int) -> None:
+        if self.context.rank == rank:
+            time.sleep(60)
+
+    def hold_the_lock(self) -> None:
+        ctypes.PyDLL(None).usleep(60_000_000)  # PyDLL keeps the interpreter lock
+
+    def stop_itself(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def unpicklable(self) -> object:
+        return (x for x in range(3))
+
+    def close(self) -> None:
+        if self.args:
+            (Path(str(self.args[0])) / f"closed-{self.context.role}-{self.context.rank}").touch()
+
+
+class Reducer:
+    """Meets its peers in torch.distributed."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self.context = context
+
+    def total(self, number: float) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor([number * (self.context.rank + 1)])
+        dist.all_reduce(value)
+        return float(value)
+
+    def total_but_one_dies(self) -> float:
+        if self.context.rank == 1:
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.total(1.0)
+
+    def interface(self) -> str:
+        return os.environ["GLOO_SOCKET_IFNAME"]
+
+
+class Paired(Echo):
+    """Ranks 2k and 2k+1 are peers with the same rows; the odd one answers."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        super().__init__(context)
+        self.topology = Topology(context.rank // 2, context.num_ranks // 2, context.rank % 2 == 1)
+
+
+class Unbuildable:
+    """Fails on rank 1."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        if context.rank == 1:
+            raise RuntimeError("no model here")
+
+
+class NeverReady:
+    """Takes longer to build than anybody waits."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        time.sleep(60)

@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cluster.crew import Echo, Reducer, rows_of
+from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.store import put, read
+from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
+
+Crew = Callable[..., WorkerGroup[Any]]
+pytestmark = pytest.mark.cluster
+
+
+def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    with pytest.raises(WorkerError) as caught:
+        group.broadcast(Echo.fail, 1).result()
+    error = caught.value
+    assert (error.role, error.rank) == ("echo", 1)
+    assert error.what == "fail raised ValueError: the reason"
+    assert 'raise ValueError("the reason")' in error.detail
+    assert "about to fail, says rank 1" in error.output
+    assert os.uname().nodename in error.node
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    # A failed group refuses further calls with the first reason.
+    with pytest.raises(WorkerError, match="the group failed earlier.*ValueError: the reason"):
+        group.broadcast(Echo.pid)
+
+
+def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:
+    with pytest.raises(WorkerError, match="unpicklable raised.*generator"):
+        crew(Echo, 1).rank_zero(Echo.unpicklable).result()
+
+
+def test_a_killed_process_is_reported_with_its_last_words(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    pids = group.broadcast(Echo.pid).result()
+    calls = [group.broadcast(Echo.sleep_for_long, 0), group.broadcast(Echo.die, 1)]
+    with pytest.raises(WorkerDied) as caught:
+        wait_all(calls)
+    assert (caught.value.role, caught.value.rank) == ("echo", 1)
+    assert "last words of rank 1" in caught.value.output
+    assert str(pids[1]) in caught.value.detail
+
+
+def test_an_idle_process_that_was_killed_is_noticed_by_the_next_call(crew: Crew) -> None:
+    group = crew(Echo, 1)
+    os.kill(group.rank_zero(Echo.pid).result(), signal.SIGKILL)
+    with pytest.raises(WorkerDied) as caught:
+        group.rank_zero(Echo.pid).result()
+    assert "echo 0 is here" in caught.value.output
+
+
+def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(crew: Crew) -> None:
+    group = crew(Reducer, 2, process_group=True)
+    assert group.broadcast(Reducer.total, 2.0).result() == [6.0, 6.0]
+    assert group.broadcast(Reducer.interface).result() == ["lo", "lo"]
+    with pytest.raises(WorkerDied) as caught:
+        group.broadcast(Reducer.total_but_one_dies).result()
+    assert caught.value.rank == 1
+
+
+def test_a_late_answer_names_who_is_late_and_shows_where(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded) as caught:
+        group.broadcast(Echo.sleep_for_long, 1).result(deadline_s=0.5)
+    assert time.monotonic() - started < 3
+    assert caught.value.rank == 1
+    assert "time.sleep(60)" in caught.value.detail
+    assert "rank 0" not in caught.value.detail
+
+
+@pytest.mark.parametrize(
+    ("method", "shown"),
+    [(Echo.hold_the_lock, "in hold_the_lock"), (Echo.stop_itself, "the process is stopped (SIGSTOP)")],
+)
+def test_a_process_whose_control_lane_is_stuck_too_says_so(
+    crew: Crew, method: Callable[[Echo], None], shown: str
+) -> None:
+    group = crew(Echo, 1, deadline_s=1.0)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"did not answer within 1\.\d s \(run.call_deadline_s\)") as caught:
+        group.rank_zero(method).result()
+    assert "the control lane does not answer either" in caught.value.detail
+    assert shown in caught.value.detail
+    assert time.monotonic() - started < 10
+
+
+def test_control_lane_answers_while_a_call_runs(crew: Crew) -> None:
+    group = crew(Echo, 1)
+    group.rank_zero(Echo.sleep_for_long, 0)
+    time.sleep(0.3)
+    running = group.status()[0].running
+    assert running is not None
+    assert running[:2] == ("echo", "sleep_for_long")
+    assert 0.1 < running[2] < 10
+    stacks = group.stacks()[0]
+    assert "time.sleep(60)" in stacks[: stacks.index("thread", 10)]  # the busy thread comes first
+    group.abort()
+
+
+def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:
+    rows = put(rows_of([2, 2]))
+    for method, kind, text in (
+        (Echo.one_then_fail, WorkerError, "no more rows"),
+        (Echo.one_then_die, WorkerDied, "the process died during one_then_die"),
+    ):
+        pieces = crew(Echo, 1).stream(method, rows)
+        assert read(next(pieces), 5).log_probs.tolist() == [0, 0.5]
+        with pytest.raises(kind, match=text):
+            next(pieces)
+    late = crew(Echo, 1).stream(Echo.one_by_one, rows, 30.0, deadline_s=0.5)
+    with pytest.raises(DeadlineExceeded, match="one_by_one did not answer"):
+        next(late)
+
+
+def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    rows = put(rows_of([1, 2, 3]))
+    before = group.scatter(Echo.halve, rows)
+    with pytest.raises(WorkerDied):
+        group.broadcast(Echo.die, 0).result()
+    group.restart(60)
+    assert group.incarnation == 2
+    with pytest.raises(StaleIncarnation, match="answer of incarnation 1 was asked for, the group is at 2"):
+        before.result()
+    assert read(group.scatter(Echo.halve, rows).result(), 5).num_tokens == 6
+    assert group.rank_zero(Echo.context_of).result().incarnation == 2

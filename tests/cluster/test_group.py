@@ -1,0 +1,151 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.cluster.crew import Echo, Paired, rows_of
+from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.group import WorkerGroup, balanced
+from verl_ray.cluster.store import put, read
+from verl_ray.errors import DataError
+
+Crew = Callable[..., WorkerGroup[Any]]
+LENGTHS = [3, 5, 2, 4, 1]
+
+
+@given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 7))
+def test_balanced_parts_hold_every_row_once_in_ascending_order(lengths: list[int], parts: int) -> None:
+    chosen = balanced(np.array(lengths, dtype=np.int64), parts)
+    assert len(chosen) == parts
+    assert sorted(np.concatenate(chosen).tolist()) == list(range(len(lengths)))
+    assert all(bool(np.all(np.diff(index) > 0)) for index in chosen)
+    counts = [len(index) for index in chosen]
+    assert max(counts) - min(counts) <= 1
+
+
+def test_balanced_parts_have_nearly_equal_tokens() -> None:
+    # From long to short 8 7 6 5 4 3 2 1, dealt 0 1 1 0 0 1 1 0: 8 + 5 + 4 + 1 and 7 + 6 + 3 + 2.
+    lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
+    assert [int(lengths[index].sum()) for index in balanced(lengths, 2)] == [18, 18]
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_scatter_returns_rows_in_the_order_they_went_out(crew: Crew, ranks: int) -> None:
+    group = crew(Echo, ranks)
+    batch = rows_of(LENGTHS)
+    rows = put(batch).select([4, 0, 3, 1, 2])
+    wanted = batch.select([4, 0, 3, 1, 2])
+
+    halves = group.scatter(Echo.halve, rows).result()
+    assert halves.lengths.tolist() == [1, 3, 4, 5, 2]
+    answer = read(halves, 5)
+    assert np.array_equal(answer.log_probs, wanted.tokens / 2)
+    assert np.array_equal(answer.offsets, wanted.offsets)
+
+    sums = group.scatter(Echo.sum_with, rows, halves, 4).result()
+    assert np.array_equal(read(sums, 5).log_probs, wanted.tokens * 3)
+
+    assert sorted(sum(group.scatter(Echo.first_tokens, rows).result(), [])) == [0, 1000, 2000, 3000, 4000]
+
+
+@pytest.mark.cluster
+def test_scatter_follows_topology_and_assignment(crew: Crew) -> None:
+    group = crew(Paired, 4)
+    rows = put(rows_of(LENGTHS))
+    assert group.row_count == 2
+    first = group.scatter(Echo.first_tokens, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]).result()
+    assert first == [[4000, 1000], [0, 2000, 3000]]
+    answer = group.scatter(Echo.halve, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]).result()
+    assert np.array_equal(read(answer, 5).log_probs, rows_of(LENGTHS).tokens / 2)
+    assert len(group.broadcast(Echo.pid).result()) == 2
+    with pytest.raises(DataError, match="assignment of 4 rows to 2 coordinates was given for 5 rows"):
+        group.scatter(Echo.halve, rows, assignment=[np.array([0, 1]), np.array([2, 3])])
+    with pytest.raises(DataError, match="3 rows of Rows were given beside 5 rows of Rows"):
+        group.scatter(Echo.sum_with, rows, rows.select([0, 1, 2]), 1)
+
+
+@pytest.mark.cluster
+def test_one_group_through_every_other_verb(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    one, rows = put(rows_of([3])), put(rows_of(LENGTHS))
+    # A rank without rows is called all the same.
+    assert group.scatter(Echo.count, one).result() == [3, 0]
+    assert np.array_equal(read(group.scatter(Echo.halve, one).result(), 5).log_probs, [0, 0.5, 1])
+
+    pids = group.broadcast(Echo.pid).result()
+    assert len(set(pids)) == 2
+    assert group.rank_zero(Echo.pid).result() == pids[0]
+    assert [status.pid for status in group.status()] == pids
+
+    # Calls arrive in the order they were made, and none waits for the one before.
+    calls = [group.broadcast(Echo.remember, number) for number in range(100)]
+    assert group.broadcast(Echo.remembered).result() == [list(range(100))] * 2
+    wait_all(calls)
+
+    # A replica of choice, or the one with the fewest open calls.
+    assert group.route(Echo.first_tokens, rows, replica=1).result() == [0, 1000, 2000, 3000, 4000]
+    busy = group.broadcast(Echo.sleep_for_long, -1)
+    routed = [group.route(Echo.halve, rows) for _ in range(4)]
+    assert [int(read(answer, 5).num_rows) for answer in wait_all(routed)] == [5] * 4
+    busy.result()
+
+
+@pytest.mark.cluster
+def test_stream_yields_pieces_as_they_finish_anywhere(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    rows = put(rows_of([1] * 6))
+    halves = [np.array([0, 1, 2]), np.array([3, 4, 5])]
+    started = time.monotonic()
+    arrived = [
+        (read(piece, 5).log_probs[0] * 2 // 1000, time.monotonic() - started)
+        for piece in group.stream(Echo.one_by_one, rows, 0.3, assignment=halves)
+    ]
+    # Rank 0 pauses 0.3 s before each piece and rank 1 0.6 s: together 1.8 s, one after the other 2.7 s.
+    assert sorted(row for row, _ in arrived) == [0, 1, 2, 3, 4, 5]
+    assert arrived[0][1] < 1.2
+    assert [row for row, _ in arrived].index(3) < 5
+    assert arrived[-1][1] < 2.6
+    # A replica without rows is not called, and a listener who leaves stops the replicas.
+    pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 100)), 0.2)
+    next(pieces)
+    pieces.close()
+    started = time.monotonic()
+    assert group.broadcast(Echo.was_aborted).result() == [True, True]
+    assert time.monotonic() - started < 3
+    assert len(list(group.stream(Echo.one_by_one, put(rows_of([1])), 0.0))) == 1
+
+
+@pytest.mark.cluster
+def test_arguments_are_read_in_place_and_the_driver_never_holds_tokens(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    seeds = put(rows_of([1] * 40))
+    group.scatter(Echo.count, seeds).result()
+    driver = psutil.Process()
+    before = driver.memory_info().rss
+    rows = group.scatter(Echo.make_long, seeds).result()  # 40 rows of a million tokens, 5 bytes each
+    assert rows.num_tokens == 40_000_000
+    assert sum(group.scatter(Echo.count, rows).result()) == 40_000_000
+    group.scatter(Echo.halve, rows).result()
+    assert driver.memory_info().rss - before < 20e6
+
+
+@pytest.mark.cluster
+def test_a_call_costs_about_a_millisecond(crew: Crew) -> None:
+    for ranks, limit_s in ((1, 0.002), (2, 0.003)):
+        group = crew(Echo, ranks)
+        rows = put(rows_of(LENGTHS))
+        times = []
+        for _ in range(200):
+            started = time.perf_counter()
+            group.scatter(Echo.halve, rows).result()
+            times.append(time.perf_counter() - started)
+        # The fastest fifth: the machine may be busy with other things.
+        assert sorted(times)[40] < 2 * limit_s

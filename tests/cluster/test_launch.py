@@ -1,0 +1,92 @@
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.cluster.crew import Echo, NeverReady, Unbuildable, processes, rows_of
+from verl_ray.cluster.context import Topology
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role, check_topologies
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.store import put
+from verl_ray.errors import ClusterError, DeadlineExceeded, WorkerError
+
+
+def free_cpus(cluster: Session) -> float:
+    return sum(node.available.get("CPU", 0.0) for node in cluster.resources())
+
+
+def hosts() -> list[psutil.Process]:
+    names = [(p, p.info["cmdline"] or [""]) for p in psutil.process_iter(["cmdline"])]
+    return [p for p, line in names if line[0].startswith("ray::WorkerHost")]
+
+
+def wait_until_released(cluster: Session) -> None:
+    until = time.monotonic() + 10
+    while (free_cpus(cluster) < 4 or hosts()) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert free_cpus(cluster) == 4
+    assert hosts() == []
+
+
+def test_topologies_must_cover_every_coordinate_once() -> None:
+    check_topologies("actor", [Topology(0, 2, False), Topology(0, 2, True), Topology(1, 2, True)])
+    with pytest.raises(ClusterError, match=r"coordinates 0\.\.1 needs exactly one rank that answers"):
+        check_topologies("actor", [Topology(0, 2, True), Topology(0, 2, True), Topology(1, 2, True)])
+
+
+@pytest.mark.cluster
+def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, tmp_path: Path) -> None:
+    actor = Role("actor", "trainer", Echo, (tmp_path,))
+    critic = Role("critic", "trainer", Echo, (tmp_path,))
+    rollout = Role("rollout", "rollout", Echo, (tmp_path,))
+    plan = [processes("trainer", 2, bundle_group="main"), processes("rollout", 1, bundle_group="main")]
+    started = start_groups(
+        plan, [actor, critic, rollout], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path / "logs"
+    )
+    with started as groups:
+        pids = [groups[role].broadcast(Echo.pid).result() for role in (actor, critic, rollout)]
+        assert pids[0] == pids[1]
+        assert len({*pids[0], *pids[2]}) == 3
+        context = groups[critic].broadcast(Echo.context_of).result()[1]
+        assert (context.role, context.rank, context.num_ranks, context.device) == ("critic", 1, 2, "cpu")
+        assert context.log_path == tmp_path / "logs" / "trainer-1.log"
+        assert "echo 1 is here" in context.log_path.read_text()
+        groups[actor].broadcast(Echo.import_torch).result()
+        assert groups[actor].broadcast(Echo.threads).result() == [(1, "1"), (1, "1")]
+        assert groups[rollout].scatter(Echo.count, put(rows_of([3]))).result() == [3]
+    closed = sorted(path.name for path in tmp_path.glob("closed-*"))
+    assert closed == ["closed-actor-0", "closed-actor-1", "closed-critic-0", "closed-critic-1", "closed-rollout-0"]
+    wait_until_released(cluster)
+
+
+@pytest.mark.cluster
+def test_a_failed_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
+    good, bad = Role("actor", "trainer", Echo), Role("critic", "other", Unbuildable)
+    plan = [processes("trainer", 1), processes("other", 2)]
+    with pytest.raises(WorkerError, match=r"critic rank 1 on .*no model here"):
+        start_groups(plan, [good, bad], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path)
+    wait_until_released(cluster)
+
+
+@pytest.mark.cluster
+def test_a_late_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
+    role = Role("reward", "reward", NeverReady)
+    with pytest.raises(DeadlineExceeded, match=r"reward rank 0 .*start \(build\).*run.start_deadline_s") as caught:
+        start_groups([processes("reward", 1)], [role], start_deadline_s=3, call_deadline_s=20, log_dir=tmp_path)
+    assert "time.sleep(60)" in caught.value.detail
+    wait_until_released(cluster)
+
+
+@pytest.mark.cluster
+def test_what_the_cluster_does_not_have_is_refused_at_once(cluster: Session, tmp_path: Path) -> None:
+    started = time.monotonic()
+    with pytest.raises(ClusterError) as caught:
+        start_groups([processes("trainer", 3, cpus=2.0)], [], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path)
+    assert time.monotonic() - started < 1
+    assert "the run asks for 6 CPU in 3 bundles" in str(caught.value)
+    assert "has 4 CPU" in str(caught.value)
+    wait_until_released(cluster)

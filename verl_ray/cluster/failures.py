@@ -1,0 +1,148 @@
+"""From what Ray reports to errors that say who failed, where, why, and what it said last.
+
+Invariant: looking for the reason never hangs (every question has a limit of seconds) and never hides the failure
+itself. Deliberately not here: deciding that something failed (`calls.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_ray.cluster.host import CONTROL, STACKS_SIGNAL, Facts, Failure, tail
+from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
+
+_QUESTION_S = 3.0
+_STACKS_BYTES = 32_768
+
+
+@dataclass(frozen=True)
+class Member:
+    """One process as the driver knows it. `facts` is None until it has said where it runs."""
+
+    role: str
+    rank: int
+    actor: Any
+    facts: Facts | None
+
+    @property
+    def node(self) -> str:
+        return self.facts.node if self.facts else "a node not known yet"
+
+
+def raised(member: Member, method: str, failure: Failure) -> WorkerError:
+    """A worker's method raised."""
+    if isinstance(failure.error, StaleIncarnation):
+        return failure.error
+    what = f"{method} raised {failure.what}"
+    error = WorkerError(
+        what, role=member.role, rank=member.rank, node=member.node, detail=failure.trace, output=failure.output
+    )
+    error.__cause__ = failure.error
+    return error
+
+
+def died(member: Member, method: str, error: Exception) -> WorkerDied:
+    """A worker's process ended, or cannot be reached."""
+    if isinstance(error, ray.exceptions.ActorUnavailableError):
+        # Ray saw a broken connection before it saw the reason; a second question tells.
+        try:
+            ray.get(member.actor.status.options(concurrency_group=CONTROL).remote(), timeout=_QUESTION_S)
+        except ray.exceptions.ActorDiedError as reason:
+            error = reason
+        except Exception as other:
+            error.add_note(f"asked again: {type(other).__name__}")
+    output = _examine([member], stacks=False)[0][1]
+    what = f"the process died during {method}"
+    return WorkerDied(what, role=member.role, rank=member.rank, node=member.node, detail=str(error), output=output)
+
+
+def late(members: Sequence[Member], method: str, waited_s: float, key: str) -> DeadlineExceeded:
+    """Workers did not answer in time. Carries the stacks of each."""
+    asked = [member.actor.stacks.options(concurrency_group=CONTROL).remote() for member in members]
+    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_QUESTION_S)
+    texts: dict[int, str] = {}
+    for index, reference in enumerate(asked):
+        if reference in answered:
+            try:
+                texts[index] = ray.get(reference)
+            except ray.exceptions.RayError as error:
+                texts[index] = f"cannot be asked: {error}"
+    silent = [index for index in range(len(members)) if index not in texts]
+    for index, (state, text) in zip(silent, _examine([members[i] for i in silent], stacks=True), strict=True):
+        texts[index] = f"the control lane does not answer either: {state}\n{text}"
+    detail = "\n".join(
+        f"--- {member.role} rank {member.rank} on {member.node}\n{texts[index].rstrip()}"
+        for index, member in enumerate(members)
+    )
+    first = members[0]
+    others = f" (nor did ranks {[member.rank for member in members[1:]]})" if len(members) > 1 else ""
+    what = f"{method} did not answer within {waited_s:.1f} s ({key}){others}"
+    return DeadlineExceeded(what, role=first.role, rank=first.rank, node=first.node, detail=detail)
+
+
+def _examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
+    """State and last output of processes that cannot be asked, looked up on their nodes."""
+    here = ray.get_runtime_context().get_node_id()
+    asked: list[Any] = []
+    for member in members:
+        if member.facts is None:
+            asked.append(("it has not started", ""))
+        elif member.facts.node_id == here:
+            asked.append(examine(member.facts, stacks))
+        else:
+            affinity = NodeAffinitySchedulingStrategy(member.facts.node_id, soft=False)
+            task = ray.remote(num_cpus=0, max_retries=0)(examine)
+            asked.append(task.options(scheduling_strategy=affinity).remote(member.facts, stacks))
+    answers: list[tuple[str, str]] = []
+    until = time.monotonic() + 2 * _QUESTION_S
+    for item in asked:
+        if isinstance(item, tuple):
+            answers.append(item)
+            continue
+        try:
+            answers.append(ray.get(item, timeout=max(0.0, until - time.monotonic())))
+        except Exception as error:
+            answers.append((f"its node cannot be asked: {type(error).__name__}", ""))
+    return answers
+
+
+def examine(facts: Facts, stacks: bool) -> tuple[str, str]:
+    """On the node of a process: its state and its last output, or its stacks if it can still write them."""
+    try:
+        process = psutil.Process(facts.pid)
+        alive = abs(process.create_time() - facts.started) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        alive = False
+    if not alive:
+        return "the process is gone", tail(facts.log_path)
+    if process.status() == psutil.STATUS_STOPPED:
+        return "the process is stopped (SIGSTOP)", tail(facts.log_path)
+    if stacks:
+        before = Path(facts.log_path).stat().st_size
+        os.kill(facts.pid, STACKS_SIGNAL)
+        until = time.monotonic() + 1.0
+        while time.monotonic() < until:
+            time.sleep(0.1)
+            size = Path(facts.log_path).stat().st_size
+            if size > before:
+                # One byte more: the tail of a longer file starts behind its first line break.
+                text = tail(facts.log_path, min(size - before + 1, _STACKS_BYTES))
+                return "something holds the interpreter lock; stacks from the process's signal handler:", text
+    return f"the process is {process.status()}", tail(facts.log_path)
+
+
+def kill(actors: Sequence[Any]) -> None:
+    """End actor processes at once. Never raises: the cluster may be gone already."""
+    for actor in actors:
+        with contextlib.suppress(Exception):
+            ray.kill(actor)

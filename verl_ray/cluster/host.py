@@ -1,0 +1,314 @@
+"""One worker process: hosts the workers of one or several roles that share it.
+
+Invariant: calls run one at a time, in the order they were sent, on the collective lane; the control lane has a thread
+of its own and answers while the first is busy or stuck. A call that raises returns a `Failure`; it never ends the
+process. Deliberately not here: what a worker does, and who calls it (`group.py`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+
+from verl_ray.cluster.context import Topology, WorkerContext
+from verl_ray.cluster.rendezvous import Meeting, join, listen
+from verl_ray.cluster.store import read
+from verl_ray.data.batch import Batch
+from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
+
+COLLECTIVE, CONTROL = "collective", "control"
+STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
+_TAIL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Which process this is: rank `rank` of the process set `processes`."""
+
+    processes: str
+    rank: int
+    num_ranks: int
+    device: str
+    threads: int
+    process_group: bool
+    log_dir: str
+    incarnation: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Where a process runs and where its output is kept."""
+
+    pid: int
+    started: float  # seconds since the epoch; with pid, tells it from a later process of the same number
+    node_id: str
+    address: str
+    host_name: str
+    log_path: str
+
+    @property
+    def node(self) -> str:
+        return f"{self.host_name} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of one method. `Sharded` arguments arrive at the method as plain batches."""
+
+    role: str
+    incarnation: int
+    method: str
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    deadline_s: float
+
+
+@dataclass(frozen=True)
+class Value:
+    """What a method returned that is not a batch."""
+
+    value: Any
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception of a worker, as text; `error` is the exception itself where it is one of this project's own."""
+
+    what: str
+    trace: str
+    output: str
+    error: VerlRayError | None
+
+
+Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answer
+
+
+@dataclass(frozen=True)
+class Status:
+    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle."""
+
+    pid: int
+    resident_bytes: int
+    running: tuple[str, str, float] | None
+
+
+class WorkerHost:
+    """The Ray actor. Every method belongs to one lane, named by its caller: collective unless it says control."""
+
+    def __init__(self, seat: Seat) -> None:
+        # Before torch is imported: OpenMP and BLAS read these once.
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
+            os.environ[name] = str(seat.threads)
+        self._seat = seat
+        self._log_path = _keep_output(seat)
+        self._workers: dict[str, Any] = {}
+        self._running: tuple[str, str, float] | None = None
+        self._ended_streams: set[str] = set()
+        self._listener: socket.socket | None = None
+        self._joined = not seat.process_group
+
+    # ------------------------------------------------------------------------------------------- collective lane
+
+    def join(self, meeting: Meeting, timeout_s: float) -> Failure | None:
+        """Enter torch.distributed; returns when every rank has."""
+        try:
+            address = ray.util.get_node_ip_address()
+            join(meeting, self._seat.rank, self._seat.device, address, self._listener, timeout_s)
+            self._joined = True
+        except Exception as error:
+            return self._failure(error)
+        return None
+
+    def build(self, role: str, factory: Callable[..., Any], args: tuple[object, ...]) -> Topology | Failure:
+        """Build this rank's worker of `role`: `factory(context, *args)`."""
+        seat = self._seat
+        context = WorkerContext(
+            role,
+            seat.rank,
+            seat.num_ranks,
+            seat.device,
+            seat.process_group,
+            seat.threads,
+            self._log_path,
+            seat.incarnation,
+        )
+        self._running = role, "build", time.monotonic()
+        try:
+            if not self._joined:
+                raise ClusterError(f"{role} rank {seat.rank} is not in its process group")
+            self._set_threads()
+            worker = self._workers[role] = factory(context, *args)
+            self._set_threads()  # the factory may have imported torch
+            told = getattr(worker, "topology", None)
+            return Topology(seat.rank, seat.num_ranks, True) if told is None else told
+        except Exception as error:
+            return self._failure(error)
+        finally:
+            self._running = None
+
+    def call(self, request: Request) -> tuple[Batch | None, Reply]:
+        """Run one method: its batch (stored by Ray) and the batch's receipt, or None and any other value."""
+        self._running = request.role, request.method, time.monotonic()
+        try:
+            answer = self._bound(request)(*self._arguments(request), **request.kwargs)
+            if not self._answers(request.role):
+                return None, None
+            return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
+        except Exception as error:
+            return None, self._failure(error)
+        finally:
+            self._running = None
+
+    def stream(self, request: Request, stream_id: str) -> Iterator[Batch | Reply]:
+        """Run one generator method: each batch that it yields, followed by its receipt."""
+        self._running = request.role, request.method, time.monotonic()
+        try:
+            for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
+                if stream_id in self._ended_streams:
+                    break
+                if self._answers(request.role):
+                    yield piece
+                    yield Receipt.of(piece)
+        except Exception as error:
+            yield None
+            yield self._failure(error)
+        finally:
+            self._ended_streams.discard(stream_id)
+            self._running = None
+
+    def close(self) -> None:
+        """Close the workers, the last one built first, and leave the process group."""
+        for role in reversed(list(self._workers)):
+            worker = self._workers.pop(role)
+            if hasattr(worker, "close"):
+                try:
+                    worker.close()
+                except Exception:
+                    traceback.print_exc()
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    # ---------------------------------------------------------------------------------------------- control lane
+
+    def listen(self) -> Meeting:
+        """On rank 0: where the ranks of this set will meet."""
+        meeting, self._listener = listen(ray.util.get_node_ip_address(), self._seat.num_ranks)
+        return meeting
+
+    def facts(self) -> Facts:
+        """Where this process runs."""
+        context, process = ray.get_runtime_context(), psutil.Process()
+        address = ray.util.get_node_ip_address()
+        log_path = str(self._log_path)
+        node_id = context.get_node_id()
+        return Facts(process.pid, process.create_time(), node_id, address, socket.gethostname(), log_path)
+
+    def status(self) -> Status:
+        """What the collective lane is doing now."""
+        running = self._running
+        process = psutil.Process()
+        since = running and (running[0], running[1], time.monotonic() - running[2])
+        return Status(process.pid, process.memory_info().rss, since)
+
+    def stacks(self) -> str:
+        """The Python stacks of all threads but this one, the one that runs a worker's method first."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        own = threading.get_ident()
+        texts = [
+            (f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
+            for ident, frame in sys._current_frames().items()
+            if ident != own
+        ]
+        return "\n".join(sorted(texts, key=lambda text: f'"{__file__}"' not in text))
+
+    def abort(self, role: str) -> None:
+        """Tell the worker to give up what it is doing, if it knows how to."""
+        worker = self._workers.get(role)
+        if worker is not None and hasattr(worker, "abort"):
+            worker.abort()
+
+    def end_stream(self, role: str, stream_id: str) -> None:
+        """Nobody listens to this stream any more: abort, and stop at its next piece."""
+        self._ended_streams.add(stream_id)
+        self.abort(role)
+
+    # ------------------------------------------------------------------------------------------------- internals
+
+    def _bound(self, request: Request) -> Callable[..., Any]:
+        if request.incarnation != self._seat.incarnation:
+            raise StaleIncarnation(
+                f"{request.method} was called on incarnation {request.incarnation}, this is {self._seat.incarnation}",
+                role=request.role,
+                rank=self._seat.rank,
+                node=socket.gethostname(),
+            )
+        method: Callable[..., Any] = getattr(self._workers[request.role], request.method)
+        return method
+
+    def _arguments(self, request: Request) -> list[object]:
+        return [read(a, request.deadline_s) if isinstance(a, Sharded) else a for a in request.args]
+
+    def _answers(self, role: str) -> bool:
+        told = getattr(self._workers[role], "topology", None)
+        return told is None or bool(told.answers)
+
+    def _set_threads(self) -> None:
+        # The lane has a thread of its own, and torch keeps this number per thread.
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(self._seat.threads)
+
+    def _failure(self, error: Exception) -> Failure:
+        own = error if isinstance(error, VerlRayError) else None
+        sys.stdout.flush()
+        trace = "".join(traceback.format_exception(error))
+        return Failure(f"{type(error).__name__}: {error}", trace, tail(self._log_path), own)
+
+
+def _keep_output(seat: Seat) -> Path:
+    """Send this process's output to a file of its own, in the run's folder or, where that cannot be, in Ray's."""
+    again = f".{seat.incarnation}" if seat.incarnation > 1 else ""
+    name = f"{seat.processes}-{seat.rank}{again}.log"
+    try:
+        Path(seat.log_dir).mkdir(parents=True, exist_ok=True)
+        path = Path(seat.log_dir) / name
+        log = path.open("ab", buffering=0)
+    except OSError as error:
+        path = Path(ray._private.worker.global_worker.node.get_logs_dir_path()) / f"verl_ray-{os.getpid()}-{name}"
+        print(f"{seat.log_dir} cannot be written here ({error}); output is kept in {path}")
+        log = path.open("ab", buffering=0)
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        stream.flush()
+        os.dup2(log.fileno(), descriptor)
+    log.close()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    faulthandler.enable(file=2)
+    faulthandler.register(STACKS_SIGNAL, file=2)
+    return path
+
+
+def tail(path: str | Path, size: int = _TAIL_BYTES) -> str:
+    """The last lines of a file, at most `size` bytes; empty when there is none."""
+    try:
+        with Path(path).open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - size))
+            text = file.read().decode(errors="replace")
+    except OSError:
+        return ""
+    return text if end <= size else text.partition("\n")[2]

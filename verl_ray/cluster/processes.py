@@ -1,0 +1,161 @@
+"""The running form of process sets: actors in their bundles, joined, with the workers of their roles built.
+
+Invariant: start-up is a transaction; if any process of any set fails or is late, all of them end. A restart replaces
+every process of a set, and with them every role that shares them. Deliberately not here: calls on workers
+(`group.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
+
+import ray
+
+from verl_ray.cluster import failures
+from verl_ray.cluster.calls import Deadline, Flight, collect
+from verl_ray.cluster.context import Topology
+from verl_ray.cluster.failures import Member
+from verl_ray.cluster.host import COLLECTIVE, CONTROL, Seat, WorkerHost
+from verl_ray.cluster.placement import Place, ProcessSet
+from verl_ray.errors import ClusterError
+
+W = TypeVar("W")
+
+_CLOSE_S = 5.0
+START_KEY = "run.start_deadline_s"
+
+
+@dataclass(frozen=True)
+class Role(Generic[W]):
+    """One role to start: `factory(context, *args)` builds its worker on every rank of the set `processes`."""
+
+    name: str
+    processes: str
+    factory: Callable[..., W]
+    args: tuple[object, ...] = ()
+
+
+class Processes:
+    """All processes of one set."""
+
+    def __init__(self, spec: ProcessSet, place: Place, roles: Sequence[Role[Any]], log_dir: str) -> None:
+        self.spec = spec
+        self.roles = tuple(roles)
+        self.incarnation = 0
+        self.members: list[Member] = []
+        self.topologies: dict[str, list[Topology]] = {}
+        self._place = place
+        self._log_dir = log_dir
+
+    def spawn(self, deadline: Deadline) -> list[Flight]:
+        """Create the actors of a new incarnation and ask where they are; rank 0 also where its set will meet."""
+        self.incarnation += 1
+        spec = self.spec
+        host = ray.remote(concurrency_groups={COLLECTIVE: 1, CONTROL: 1}, max_restarts=0, max_task_retries=0)(
+            WorkerHost
+        )
+        device = "cuda:0" if spec.gpus_per_rank else "cpu"
+        self.members = []
+        for rank in range(spec.num_ranks):
+            seat = Seat(
+                spec.name,
+                rank,
+                spec.num_ranks,
+                device,
+                spec.threads_per_rank,
+                spec.process_group,
+                self._log_dir,
+                self.incarnation,
+            )
+            actor = host.options(**self._place.options(rank)).remote(seat)
+            self.members.append(Member(spec.name, rank, actor, None))
+        flights = [self._ask(member, "facts", CONTROL, deadline) for member in self.members]
+        if spec.process_group:
+            flights.append(self._ask(self.members[0], "listen", CONTROL, deadline))
+        return flights
+
+    def build(self, told: Sequence[Any], deadline: Deadline) -> list[Flight]:
+        """Given the replies to `spawn`: join the ranks and build every role, in the order they were given."""
+        ranks = self.spec.num_ranks
+        self.members = [replace(m, facts=facts) for m, facts in zip(self.members, told[:ranks], strict=True)]
+        flights = []
+        if self.spec.process_group:
+            flights += [
+                self._ask(member, "join", COLLECTIVE, deadline, told[ranks], deadline.allowed_s)
+                for member in self.members
+            ]
+        for role in self.roles:
+            for member in self.members:
+                as_role = replace(member, role=role.name)
+                flights.append(self._ask(as_role, "build", COLLECTIVE, deadline, role.name, role.factory, role.args))
+        return flights
+
+    def settle(self, told: Sequence[Any]) -> None:
+        """Given the replies to `build`: keep every role's topology. Raises ClusterError when it makes no sense."""
+        ranks = self.spec.num_ranks
+        replies = list(told)[ranks if self.spec.process_group else 0 :]
+        for index, role in enumerate(self.roles):
+            topologies = replies[index * ranks : (index + 1) * ranks]
+            check_topologies(role.name, topologies)
+            self.topologies[role.name] = topologies
+
+    def close(self) -> list[Any]:
+        """Ask every worker to close; references to wait for."""
+        return [m.actor.close.options(concurrency_group=COLLECTIVE).remote() for m in self.members]
+
+    def kill(self) -> None:
+        """End the processes at once."""
+        failures.kill([member.actor for member in self.members])
+        self.members = []
+
+    def restart(self, deadline_s: float) -> None:
+        """End all processes and start new ones in their place, as one more incarnation; all or nothing."""
+        self.kill()
+        start([self], Deadline.of(deadline_s, START_KEY))
+
+    def _ask(self, member: Member, method: str, lane: str, deadline: Deadline, *args: object) -> Flight:
+        reply = getattr(member.actor, method).options(concurrency_group=lane).remote(*args)
+        return Flight(member, f"start ({method})", None, reply, deadline)
+
+
+def start(sets: Sequence[Processes], deadline: Deadline) -> None:
+    """Bring up all sets side by side. Raises, with every process ended, if any part fails or is late."""
+    try:
+        told = _collect_by_set([one.spawn(deadline) for one in sets])
+        told = _collect_by_set([one.build(replies, deadline) for one, replies in zip(sets, told, strict=True)])
+        for one, replies in zip(sets, told, strict=True):
+            one.settle(replies)
+    except BaseException:
+        for one in sets:
+            one.kill()
+        raise
+
+
+def close(sets: Sequence[Processes]) -> None:
+    """Close the workers, then end the processes whether or not that was done in time."""
+    try:
+        asked = [reference for one in sets for reference in one.close()]
+        if asked:
+            ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
+    finally:
+        for one in sets:
+            one.kill()
+
+
+def check_topologies(role: str, topologies: Sequence[Topology]) -> None:
+    """Every row coordinate must be there, and answered for exactly once."""
+    count = topologies[0].row_count
+    answering = sorted(t.row_index for t in topologies if t.answers)
+    if any(t.row_count != count for t in topologies) or answering != list(range(count)):
+        told = [(t.row_index, t.row_count, t.answers) for t in topologies]
+        raise ClusterError(
+            f"{role}: each of the row coordinates 0..{count - 1} needs exactly one rank that answers; the ranks told "
+            f"(row_index, row_count, answers) {told}"
+        )
+
+
+def _collect_by_set(flights: Sequence[Sequence[Flight]]) -> list[list[Any]]:
+    replies = iter(collect([flight for one in flights for flight in one]))
+    return [[next(replies) for _ in one] for one in flights]
