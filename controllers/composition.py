@@ -8,11 +8,12 @@ Deliberately not here: what the values mean (`verl_ray.config`) and whether the 
 
 from __future__ import annotations
 
-import os
+import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from hydra import compose as hydra_compose
@@ -94,16 +95,19 @@ def _compose_into(result: Composition, config_name: str, overrides: Sequence[str
     if config_name not in roots:
         fix = did_you_mean(config_name, roots, "root config")
         raise ConfigError([Problem("--config-name", config_name, "no such root config", fix)])
-    _, choices = _run_hydra(config_name, [])
+    base, choices = _run_hydra(config_name, [])
     parsed = _parsed(overrides, result.problems)
     groups, values = _split(parsed, choices, result.problems)
-    base, choices = _run_hydra(config_name, groups)
+    if groups:
+        base, choices = _run_hydra(config_name, groups)
     if own_configs:
         result.problems += _backend_set_in_yaml(base, choices)
     accepted = _accepted(values, base, choices, result.problems)
-    composed, _ = _run_hydra(config_name, groups + [line for _, line in accepted])
-    _without_backend(base)
-    _without_backend(composed)
+    with open_dict(base):
+        base.pop("backend", None)  # the group is a choice for the roles and no section of the configuration
+    composed = copy.deepcopy(base)
+    for key, override in accepted:
+        _apply(composed, key, override)
     sources = _sources(_plain(composed))
     defaults = _resolved(base, [])
     tree = _resolved(composed, result.problems)
@@ -121,10 +125,10 @@ def _config_sources(config_dir: str | None) -> AbstractContextManager[None]:
     if config_dir is None:
         sources = initialize_config_module("configs", version_base="1.3")
         return sources
-    if not os.path.isdir(config_dir):
+    if not Path(config_dir).is_dir():
         fix = "Give a folder with root configs or groups of your own."
         raise ConfigError([Problem("--config-dir", config_dir, "there is no such folder", fix)])
-    sources = initialize_config_dir(os.path.abspath(config_dir), version_base="1.3")
+    sources = initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3")
     return sources
 
 
@@ -198,16 +202,16 @@ def _bad_choice(group: str, key: str, choice: object) -> Problem:
 
 def _accepted(
     values: list[Override], base: DictConfig, choices: Mapping[str, str], problems: list[Problem]
-) -> list[tuple[str, str]]:
-    """(key, override for Hydra) of every override whose key exists. `backend.X` is expanded to the roles first, so
+) -> list[tuple[str, Override]]:
+    """Every override whose key exists, beside the key it sets. `backend.X` is expanded to the roles first, so
     that a role's own override, wherever it stands, wins."""
-    shared: list[tuple[str, str]] = []
-    own: list[tuple[str, str]] = []
+    shared: list[tuple[str, Override]] = []
+    own: list[tuple[str, Override]] = []
     tree = _plain(base)
     keys = sorted([*_leaves(tree), *choices])
     nulls = [str(override.key_or_group) for override in values if _sets_null(override)]
     for override in values:
-        key, line = override.key_or_group, str(override.input_line)
+        key = str(override.key_or_group)
         null = next((section for section in nulls if key.startswith(f"{section}.")), None)
         if null is not None:
             problems.append(_inside_null(override, null))
@@ -215,19 +219,21 @@ def _accepted(
             roles = [name for name in _backend_roles(choices) if _exists(tree, f"{name}.{key}")]
             problems += [] if roles and key != "backend.kind" else [_bad_backend_key(override)]
             if key != "backend.kind":
-                shared += [(f"{name}.{key}", f"++{name}.{key}={_raw(line)}") for name in roles]
+                shared += [(f"{name}.{key}", override) for name in roles]
         elif re.fullmatch(r"\w+\.backend\.kind", key):
             group = f"backend@{key.removesuffix('.kind')}"
             rule = "a backend is chosen as a whole, with its settings"
             problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
+        elif key == "task":
+            problems.append(Problem(key, override.value(), "a root config fixes this", "Choose another --config-name."))
         elif override.is_delete():
-            if key.startswith(FREE_SECTIONS):
-                own.append((key, line))
+            if key.startswith(FREE_SECTIONS) and _exists(tree, key):
+                own.append((key, override))
             else:
                 rule = "a key cannot be left out; the YAML holds every value"
                 problems.append(Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that."))
         elif _exists(tree, key) or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
-            own.append((key, f"++{key}={_raw(line)}"))
+            own.append((key, override))
         else:
             problems.append(_unknown_key(override, tree, keys))
     return shared + own
@@ -288,10 +294,14 @@ def _backend_roles(choices: Mapping[str, str]) -> list[str]:
     return sorted(match[1] for key in choices if (match := re.fullmatch(r"backend@(\w+)\.backend", key)))
 
 
-def _without_backend(tree: DictConfig) -> None:
-    """The group `backend` itself is a choice for the roles and no section of the configuration."""
-    with open_dict(tree):
-        tree.pop("backend", None)
+def _apply(tree: DictConfig, key: str, override: Override) -> None:
+    """Set the value at `key`; a dict is merged into a section that is there."""
+    if override.is_delete():
+        section, _, name = key.rpartition(".")
+        with open_dict(tree):
+            del OmegaConf.select(tree, section)[name]
+    else:
+        OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
 
 
 def _key(override: Override) -> str:

@@ -78,8 +78,8 @@ def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
     for position, part in enumerate(error["loc"]):
         if isinstance(node, Mapping) and part in node:
             node = node[part]
-        elif isinstance(node, list) and isinstance(part, int):
-            node = node[part]
+        elif isinstance(node, list):
+            node = node[int(part)]
         elif not (error["type"] == "missing" and position == len(error["loc"]) - 1):
             continue
         parts.append(str(part))

@@ -1,0 +1,10 @@
+"""`python -m controllers` is `verl-ray`."""
+
+from __future__ import annotations
+
+import sys
+
+from controllers.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

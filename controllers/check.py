@@ -1,0 +1,113 @@
+"""What a user sees before a run: every problem, or the batch algebra, the roles and the warnings as tables.
+
+Invariant: neither torch nor ray nor vllm is imported, so the answer comes in under two seconds. Deliberately not
+here: the rules themselves (`verl_ray.config`, `preflight.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.console import Console
+from rich.table import Table
+
+from controllers.composition import examine
+from controllers.preflight import Findings, Machine, machine_of, preflight
+from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.schema import Config, RLConfig
+from verl_ray.errors import ConfigError, Problem
+
+_WIDTH = 110  # of tables where there is no terminal to ask
+
+
+def checked(config_name: str, overrides: Sequence[str], config_dir: str | None) -> tuple[Config, Findings]:
+    """The configuration, and what preflight found worth a warning.
+
+    Raises ConfigError with the problems of configuration and machine together.
+    """
+    composition = examine(config_name, overrides, config_dir)
+    problems = list(composition.problems)
+    findings = Findings()
+    if composition.config is not None:
+        findings = preflight(composition.config, machine_of(composition.config))
+        known_bad = {problem.key for problem in problems}
+        problems += [problem for problem in findings.problems if problem.key not in known_bad]
+    if composition.config is None or problems:
+        raise ConfigError(problems)
+    return composition.config, findings
+
+
+def check(config_name: str, overrides: Sequence[str], config_dir: str | None) -> int:
+    """Print what the run would be, and return 0; raise ConfigError with all problems otherwise."""
+    config, findings = checked(config_name, overrides, config_dir)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(_batch_table(config))
+    console.print(_role_table(config))
+    for line in _resources(config, machine_of(config)):
+        print(line)
+    print_warnings(findings.warnings, sys.stdout)
+    print(f"{config.run.name} can run; it writes to {config.run.dir}")
+    return 0
+
+
+def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
+    """One block per problem: key = value, the rule, what would be right."""
+    print(f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in the configuration:", file=stream)
+    for problem in problems:
+        print(f"\n  {problem.key} = {_shown(problem.value)}", file=stream)
+        print(f"    rule: {problem.rule}", file=stream)
+        print(f"    fix:  {problem.fix}", file=stream)
+
+
+def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:
+    """One line per warning."""
+    for warning in warnings:
+        print(f"warning: {warning}", file=stream)
+
+
+def _shown(value: object) -> str:
+    """A value as the user would type it."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+
+
+def _batch_table(config: Config) -> Table:
+    sizes = batch_algebra(config)
+    source = f"{sizes.prompts} prompts x {sizes.group_size} = {sizes.rows} rows"
+    table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
+    headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "role" else "right")
+    for role in sizes.roles:
+        mini = "-" if role.mini_batch_size is None else str(role.mini_batch_size)
+        per_rank = "-" if role.mini_batch_size_per_rank is None else str(role.mini_batch_size_per_rank)
+        counts = (role.ranks, role.rows_per_rank, mini, per_rank, role.updates_per_step)
+        table.add_row(role.role, *map(str, counts), f"<= {role.micro_batch_tokens_per_rank}")
+    return table
+
+
+def _role_table(config: Config) -> Table:
+    table = Table(title="roles", title_justify="left")
+    for heading in ("role", "backend", "dtype", "ranks", "placement", "model or functions"):
+        table.add_column(heading, overflow="fold")
+    place = config.placement.kind if isinstance(config, RLConfig) else "separate"
+    for name, role in config.model_roles.items():
+        table.add_row(name, role.backend.kind, role.backend.dtype, str(role.num_ranks), place, role.model.path)
+    if isinstance(config, RLConfig):
+        reward, rollout = config.reward, config.rollout
+        functions = ", ".join(f"{source}: {spec}" for source, spec in reward.functions.items())
+        table.add_row("reward", reward.kind, "-", str(reward.num_ranks), "CPU only", functions)
+        ranks = f"{rollout.num_replicas} x {rollout.tensor_parallel}"
+        table.add_row("rollout", "vllm", rollout.dtype, ranks, place, config.actor.model.path)
+    return table
+
+
+def _resources(config: Config, machine: Machine | None) -> list[str]:
+    if machine is None:
+        return ["resources: asked of the cluster when the run starts"]
+    return [
+        f"this machine: {machine.cores} cores, {machine.gpus} GPUs, {machine.memory_bytes / 2**30:.1f} GiB memory, "
+        f"{machine.shm_free_bytes / 2**30:.1f} GiB free in /dev/shm"
+    ]

@@ -1,0 +1,192 @@
+"""The command line: `verl-ray <command> [--config-name NAME] [--config-dir DIR] [overrides]`.
+
+Invariant: a mistake of the user ends in a message and an exit code, never in a traceback, and no command imports what
+it does not need. Deliberately not here: what the commands do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import signal
+import sys
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Protocol, cast
+
+from controllers.check import check, checked, print_problems, print_warnings
+from controllers.composition import compose
+from controllers.signals import stop_on_signals
+from verl_ray.config.schema import Config
+from verl_ray.config.suggest import did_you_mean
+from verl_ray.errors import ConfigError, Interrupted, VerlRayError
+
+__all__ = ["compose", "main"]
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the run failed; the message names the cause
+  2    the configuration cannot run; the message lists every problem
+  130  stopped by Ctrl-C or SIGTERM; `train` with the same run.dir goes on from its newest checkpoint
+"""
+
+CONFIGURATION = """\
+root configs (--config-name):
+  quickstart  PPO on arithmetic; the run makes its own model and data
+  ppo         PPO with actor, critic, reference and reward
+  grpo        GRPO: no critic, rewards compared within the responses to one prompt
+  sft         supervised fine-tuning
+
+overrides (Hydra's grammar, no flags):
+  key=value                       model.path=/models/qwen3 rollout.group_size=16
+  backend=engine|fsdp             the training backend of every role
+  backend@critic.backend=engine   the backend of one role
+  backend.dtype=bfloat16          a setting of the backend, for every role
+  algorithm=ppo|grpo|dr_grpo|rloo|reinforce_plus_plus|reinforce_plus_plus_baseline
+  placement=colocated|separate    whether roles share devices
+"""
+
+USAGE = f"""\
+usage: verl-ray <command> [--config-name NAME] [--config-dir DIR] [overrides]
+
+commands:
+  train     train a model
+  evaluate  score a model on held-out problems
+  check     validate a configuration in a second, without starting anything
+  bench     measure speed
+
+`verl-ray <command> --help` says more about each.
+
+{EXIT_CODES}"""
+
+ABOUT = {
+    "train": (
+        "Train a model. Everything the run writes goes to run.dir (outputs/<run.name>): config.yaml, metrics.jsonl, "
+        "samples/, checkpoints/, wandb/, logs/.",
+        """\
+examples:
+  verl-ray train
+  verl-ray train --config-name grpo model.path=/models/qwen3 data.train_path=train.jsonl \\
+      data.validation_path=test.jsonl
+  verl-ray train run.dir=outputs/first run.total_steps=300     goes on from the newest checkpoint there
+""",
+    ),
+    "evaluate": (
+        "Score a model on the held-out problems of data.validation_path, with the sampling of the evaluation section.",
+        """\
+examples:
+  verl-ray evaluate --config-name grpo model.path=/models/qwen3 data.train_path=train.jsonl \\
+      data.validation_path=test.jsonl evaluation.num_prompts=200
+""",
+    ),
+    "check": (
+        "Validate a configuration without starting anything: all problems at once, each with its key, value, rule and "
+        "fix; or the sizes of one step, the roles and what they need.",
+        """\
+examples:
+  verl-ray check
+  verl-ray check --config-name ppo model.path=/models/qwen3 data.train_path=a.jsonl run.evaluate_every=0 \\
+      data.validation_path=null rollout.group_size=3
+""",
+    ),
+}
+
+BENCH_USAGE = """\
+usage: verl-ray bench <suite> [flags of the suite]
+
+Measure speed on this machine and print the figures as JSON.
+
+suites:
+  data  split, concatenate, select, put and get rows, beside the memory bandwidth of the same minute
+  step  whole training steps of a small GRPO run, beside a floor of raw generation and raw training
+
+examples:
+  verl-ray bench data
+  verl-ray bench step --help
+"""
+
+
+class TakesConfig(Protocol):
+    """A command's implementation."""
+
+    def __call__(self, config: Config) -> int: ...
+
+
+class TakesArguments(Protocol):
+    """The benchmarks, which read flags of their own."""
+
+    def __call__(self, argv: list[str]) -> int: ...
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except ConfigError as error:
+        print_problems(error.problems, sys.stderr)
+        return error.exit_code
+    except VerlRayError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return Interrupted.exit_code
+
+
+def _run(arguments: list[str]) -> int:
+    command = arguments[0] if arguments else "--help"
+    if command in ("-h", "--help"):
+        print(USAGE)
+        return 0
+    if command == "bench":
+        return _bench(arguments[1:])
+    if command not in ABOUT:
+        hint = did_you_mean(command, [*ABOUT, "bench"], "command")
+        print(f"verl-ray: no command {command!r}. {hint}", file=sys.stderr)
+        return 2
+    given = _parser(command).parse_intermixed_args(arguments[1:])
+    if command == "check":
+        return check(given.config_name, given.overrides, given.config_dir)
+    stop_on_signals()
+    config, findings = checked(given.config_name, given.overrides, given.config_dir)
+    print_warnings(findings.warnings, sys.stderr)
+    module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
+    implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
+    return _stoppable(lambda: implementation(config))
+
+
+def _bench(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(BENCH_USAGE)
+        return 0
+    stop_on_signals()
+    implementation = cast(TakesArguments, importlib.import_module("controllers.bench").main)
+    return _stoppable(lambda: implementation(arguments))
+
+
+def _stoppable(work: Callable[[], int]) -> int:
+    """Ray's own SIGTERM handler, installed by `ray.init`, exits with the signal's number: that is a stop, too."""
+    try:
+        return work()
+    except SystemExit as stop:
+        if stop.code != signal.SIGTERM:
+            raise
+        raise Interrupted("stopped by SIGTERM") from None
+
+
+def _parser(command: str) -> argparse.ArgumentParser:
+    about, examples = ABOUT[command]
+    parser = argparse.ArgumentParser(
+        prog=f"verl-ray {command}",
+        usage=f"verl-ray {command} [--config-name NAME] [--config-dir DIR] [overrides]",
+        description=textwrap.fill(about, 100),
+        epilog=f"{CONFIGURATION}\n{examples}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--config-name", default="quickstart", metavar="NAME", help="root config (quickstart)")
+    parser.add_argument("--config-dir", metavar="DIR", help="folder with root configs or groups of your own")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides, as below")
+    return parser

@@ -1,0 +1,97 @@
+"""Trees of values to typed configurations and back."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import yaml
+
+from controllers.composition import compose
+from verl_ray.config.load import known_keys, parse, to_tree
+from verl_ray.config.schema import RLConfig
+from verl_ray.errors import ConfigError, Problem
+
+INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
+
+
+def tree(*overrides: str) -> dict[str, Any]:
+    return to_tree(compose("quickstart", overrides))
+
+
+def problems(values: dict[str, Any]) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        parse(values)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+@pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo", "sft"])
+def test_a_configuration_survives_yaml(root: str) -> None:
+    config = compose(root, [] if root == "quickstart" else INPUTS)
+    assert parse(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+
+
+def test_lists_become_tuples_except_in_free_sections() -> None:
+    config = compose("quickstart", ["rollout.vllm_args.cudagraph_sizes=[1,2]", "tracking.wandb.tags=[a,b]"])
+    assert isinstance(config, RLConfig)
+    assert config.tracking.wandb.tags == ("a", "b")
+    assert config.rollout.vllm_args == {"cudagraph_sizes": [1, 2]}
+
+
+def test_all_problems_come_at_once_with_their_keys() -> None:
+    values = tree()
+    values["rollout"]["group_size"] = 0
+    values["rollout"]["grup_size"] = 4
+    values["actor"]["backend"]["dtype"] = "float16"
+    values["actor"]["optimizer"]["lr"] = "fast"
+    values["run"]["threads_per_rank"] = -1
+    del values["run"]["seed"]
+    found = problems(values)
+    assert set(found) == {
+        "rollout.group_size",
+        "rollout.grup_size",
+        "actor.backend.dtype",
+        "actor.optimizer.lr",
+        "run.threads_per_rank",
+        "run.seed",
+    }
+    assert "the nearest is 1" in found["rollout.group_size"].fix
+    assert "rollout.group_size" in found["rollout.grup_size"].fix
+    assert found["actor.backend.dtype"].fix == "Did you mean bfloat16 or float32? Use float32 or bfloat16."
+    assert "auto" in found["run.threads_per_rank"].fix
+    assert found["run.seed"].rule == "this key has no value"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1e-3"])
+def test_numbers_are_finite_and_not_coerced(value: object) -> None:
+    values = tree()
+    values["actor"]["optimizer"]["lr"] = value
+    assert "actor.optimizer.lr" in problems(values)
+
+
+def test_an_unknown_backend_and_task_are_named() -> None:
+    values = tree()
+    values["critic"]["backend"]["kind"] = "deepspeed"
+    assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
+    assert problems({"task": "dpo"})["task"].fix == "Use rl or sft."
+
+
+def test_known_keys_cover_every_choice() -> None:
+    keys = set(known_keys(RLConfig))
+    assert {"actor.backend.reshard_after_forward", "algorithm.value_loss.clip", "run.seed"} <= keys
+
+
+def test_the_configuration_is_frozen() -> None:
+    config = compose("quickstart")
+    with pytest.raises(ValueError, match="frozen"):
+        config.run.seed = 3  # type: ignore[misc]
+
+
+def test_importing_it_imports_no_framework() -> None:
+    code = (
+        "import sys, verl_ray.config.load, verl_ray.config.rules, verl_ray.config.algebra;"
+        "print([name for name in ('torch', 'ray', 'vllm', 'hydra', 'omegaconf') if name in sys.modules])"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"

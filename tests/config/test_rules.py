@@ -1,0 +1,315 @@
+"""Every rule over several fields: the key and the message it gives, and that nothing else complains."""
+
+from __future__ import annotations
+
+import shlex
+from typing import NamedTuple
+
+import pytest
+
+from controllers.composition import compose, examine
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.config.rules import DISCOUNTED, GROUP_BASELINES, RL_RULES, RULES, VLLM_ARGS_FIXED, VLLM_ARGS_OF_OTHER_KEYS
+from verl_ray.config.schema import RLConfig
+
+INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
+
+
+class Case(NamedTuple):
+    rule: str
+    overrides: str
+    key: str
+    says: str
+    fix: str
+    root: str = "quickstart"
+
+
+CASES = [
+    Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
+    Case("run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"),
+    Case("resume_is_a_choice_or_a_path", "run.resume=Auto", "run.resume", "no such choice", "auto, none, or the path"),
+    Case(
+        "evaluation_has_data",
+        "model.path=/m data.train_path=t data.validation_path=null",
+        "data.validation_path",
+        "run.evaluate_every=10 needs held-out problems",
+        "run.evaluate_every=0",
+        "ppo",
+    ),
+    Case(
+        "evaluation_is_used",
+        "prepare.min_gain=0 run.evaluate_every=0 evaluation.samples=3",
+        "evaluation.samples",
+        "run.evaluate_every=0 turns evaluation off",
+        "Leave it out",
+    ),
+    Case(
+        "checkpoints_are_kept",
+        "run.checkpoint_every=0 run.keep_checkpoints=9",
+        "run.keep_checkpoints",
+        "writes no checkpoints",
+        "Leave it out",
+    ),
+    Case(
+        "wandb_settings_are_used",
+        "tracking.wandb.mode=disabled tracking.wandb.project=mine",
+        "tracking.wandb.project",
+        "mode=disabled writes nothing",
+        "Leave it out",
+    ),
+    Case(
+        "schedule_settings_are_used",
+        "actor.optimizer.min_lr_fraction=0.1",
+        "actor.optimizer.min_lr_fraction",
+        "actor.optimizer.schedule=constant has no end",
+        "Leave it out",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        "actor.backend.micro_batch_tokens_per_rank=20",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "a row may have 24 tokens (data.max_prompt_tokens + rollout.max_response_tokens)",
+        "nearest value that works is 24",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        "model.path=/m data.train_path=t data.validation_path=v sft.max_tokens=9000",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "9000 tokens (sft.max_tokens)",
+        "9000",
+        "sft",
+    ),
+    Case(
+        "mini_batches_divide_the_rows",
+        "actor.mini_batch_size=100",
+        "actor.mini_batch_size",
+        "must divide the 256 rows of a step, data.prompts_per_step=32 x rollout.group_size=8",
+        "64 or 128",
+    ),
+    Case(
+        "group_baseline_has_a_group",
+        "algorithm=grpo rollout.group_size=1 actor.mini_batch_size=null",
+        "rollout.group_size",
+        "algorithm.advantage=grpo compares the responses",
+        "at least 2",
+    ),
+    Case(
+        "shared_processes_have_equal_ranks",
+        "critic.num_ranks=2",
+        "critic.num_ranks",
+        "share a process per rank, and actor.num_ranks=1",
+        "critic.num_ranks=1, actor.num_ranks=2, placement=separate",
+    ),
+    Case("advantage_has_its_settings", "algorithm.lam=null", "algorithm.lam", "gae needs it", "0.95 is usual"),
+    Case(
+        "advantage_has_its_settings",
+        "algorithm=grpo algorithm.gamma=1.0",
+        "algorithm.gamma",
+        "algorithm.advantage=grpo does not use it",
+        "null",
+    ),
+    Case("gae_has_a_critic", "algorithm.value_loss=null", "algorithm.value_loss", "gae needs a critic", "clip: 0.2"),
+    Case(
+        "gae_has_a_critic",
+        "'algorithm=grpo' 'algorithm.value_loss={clip: null, aggregation: token_mean}'",
+        "algorithm.value_loss",
+        "grpo uses no critic",
+        "algorithm.value_loss=null",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo critic.optimizer.lr=0.1",
+        "critic.optimizer.lr",
+        "algorithm=grpo makes no critic",
+        "Leave it out",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo backend@critic.backend=fsdp",
+        "critic.backend",
+        "algorithm=grpo makes no critic",
+        "Leave it out",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo algorithm.critic_warmup_steps=3",
+        "algorithm.critic_warmup_steps",
+        "makes no critic",
+        "algorithm=ppo",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm.critic_warmup_steps=150",
+        "algorithm.critic_warmup_steps",
+        "the actor would never learn",
+        "at most 149",
+    ),
+    Case(
+        "reference_settings_are_used",
+        "algorithm=dr_grpo reference.num_ranks=1",
+        "reference.num_ranks",
+        "algorithm.kl.place=none makes no reference",
+        "Leave it out",
+    ),
+    Case("kl_is_complete", "algorithm.kl.estimator=null", "algorithm.kl.estimator", "place=reward needs it", "k3"),
+    Case(
+        "kl_is_complete",
+        "algorithm=dr_grpo algorithm.kl.coefficient=0.1",
+        "algorithm.kl.coefficient",
+        "algorithm.kl.place=none does not use it",
+        "null",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm.kl.controller=adaptive algorithm.kl.horizon=100",
+        "algorithm.kl.target",
+        "algorithm.kl.controller=adaptive needs it",
+        "6.0 is usual",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm.kl.target=6.0",
+        "algorithm.kl.target",
+        "algorithm.kl.controller=fixed does not use it",
+        "null",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm=grpo algorithm.kl.controller=adaptive algorithm.kl.horizon=100 algorithm.kl.target=1.0",
+        "algorithm.kl.controller",
+        "steers a penalty in the reward",
+        "algorithm.kl.place=reward",
+    ),
+    Case("clipping_belongs_to_ppo", "algorithm.clip_low=null", "algorithm.clip_low", "ppo_clip needs it", "0.2"),
+    Case(
+        "clipping_belongs_to_ppo",
+        "algorithm=rloo algorithm.dual_clip=3.0",
+        "algorithm.dual_clip",
+        "algorithm.policy_loss=reinforce does not use it",
+        "null",
+    ),
+    Case(
+        "horizon_belongs_to_its_aggregation",
+        "algorithm.aggregation=seq_mean_token_sum_norm",
+        "algorithm.aggregation_horizon",
+        "seq_mean_token_sum_norm needs it",
+        "8 is usual",
+    ),
+    Case(
+        "horizon_belongs_to_its_aggregation",
+        "algorithm.value_loss.aggregation=seq_mean_token_sum_norm",
+        "algorithm.value_loss.aggregation",
+        "no horizon to normalise by",
+        "token_mean",
+    ),
+    Case(
+        "bootstrapping_needs_values",
+        "algorithm=grpo algorithm.truncated=bootstrap",
+        "algorithm.truncated",
+        "algorithm.advantage=grpo has none",
+        "score or mask",
+    ),
+    Case("algorithm_name_is_its_group", "algorithm.name=grpo", "algorithm.name", "changes nothing", "algorithm=grpo"),
+    Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
+    Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
+    Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),
+    Case(
+        "greedy_evaluation_needs_one_response",
+        "evaluation.group_size=4",
+        "evaluation.group_size",
+        "all responses to a problem are the same",
+        "Use 1",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.seed=1",
+        "rollout.vllm_args.seed",
+        "run.seed sets this argument",
+        "set run.seed",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.logprobs_mode=raw_logprobs",
+        "rollout.vllm_args.logprobs_mode",
+        "may not change: the trainer compares",
+        "Leave it out",
+    ),
+    Case(
+        "rewards_have_a_function",
+        "~reward.functions.default ~reward.functions.gsm8k",
+        "reward.functions",
+        "no data source has a reward function",
+        "default: exact_match",
+    ),
+    Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
+    Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 67"),
+    Case(
+        "prepared_model_is_possible",
+        "prepare.model.num_kv_heads=3",
+        "prepare.model.num_kv_heads",
+        "must divide prepare.model.num_heads=4",
+        "2 or 4",
+    ),
+    Case(
+        "prepared_model_is_possible",
+        "prepare.model.head_size=16",
+        "prepare.model.head_size",
+        "does not take this size on a CPU",
+        "32 or 48",
+    ),
+    Case(
+        "warm_start_leaves_room",
+        "prepare.warm_start.accuracy_low=0.5",
+        "prepare.warm_start.accuracy_low",
+        "accuracy_high=0.5",
+        "below accuracy_high",
+    ),
+    Case("warm_start_leaves_room", "prepare.min_gain=0.6", "prepare.min_gain", "cannot rise", "at most 0.5"),
+    Case("warm_start_leaves_room", "run.evaluate_every=0", "prepare.min_gain", "turns that off", "Use 0"),
+    Case("warm_start_leaves_room", "evaluation.temperature=1.0", "evaluation.temperature", "greedy", "Use 0"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.rule}-{case.key}")
+def test_message(case: Case) -> None:
+    problems = examine(case.root, shlex.split(case.overrides)).problems
+    assert [problem.key for problem in problems if problem.key == case.key] == [case.key]
+    (problem,) = (problem for problem in problems if problem.key == case.key)
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *RL_RULES)}
+
+
+def test_every_rule_runs_and_all_are_reported_at_once() -> None:
+    overrides = ["rollout.top_p=0.5", "actor.mini_batch_size=100", "critic.num_ranks=3", "algorithm.lam=null"]
+    keys = {problem.key for problem in examine("quickstart", overrides).problems}
+    assert keys == {"rollout.top_p", "actor.mini_batch_size", "critic.num_ranks", "algorithm.lam"}
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+@pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
+def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
+    config = compose(root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)])
+    assert isinstance(config, RLConfig)
+    assert config.algorithm.name == algorithm
+    assert config.has_critic == (algorithm == "ppo")
+
+
+def test_ranks_may_differ_where_no_process_is_shared() -> None:
+    compose("quickstart", ["critic.num_ranks=2", "placement=separate"])
+    compose("quickstart", ["critic.num_ranks=2", "backend@critic.backend=fsdp"])
+    compose("quickstart", ["algorithm=grpo", "actor.num_ranks=2"])
+
+
+def test_the_rules_know_the_advantages_that_exist() -> None:
+    assert {name for name, advantage in ADVANTAGES.items() if advantage.needs_group} == GROUP_BASELINES
+    assert {name for name, advantage in ADVANTAGES.items() if advantage.level == "token"} == DISCOUNTED
+
+
+def test_an_engine_argument_is_listed_once() -> None:
+    assert not VLLM_ARGS_OF_OTHER_KEYS.keys() & VLLM_ARGS_FIXED.keys()

@@ -1,0 +1,263 @@
+"""Overrides, choices and commands, as a user types them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from controllers.command_line import compose, main
+from controllers.composition import examine
+from verl_ray.config.schema import RLConfig, SFTConfig
+from verl_ray.errors import ConfigError, Problem
+
+INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
+
+
+def quickstart(*overrides: str) -> RLConfig:
+    config = compose("quickstart", overrides)
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def problems(root: str, *overrides: str, config_dir: str | None = None) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        compose(root, overrides, config_dir)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+# ------------------------------------------------------------------------------------------------- backends
+
+
+def kinds(config: RLConfig) -> tuple[str, str, str]:
+    return config.actor.backend.kind, config.critic.backend.kind, config.reference.backend.kind
+
+
+def test_backend_switches_all_roles() -> None:
+    assert kinds(quickstart()) == ("engine", "engine", "engine")
+    assert kinds(quickstart("backend=fsdp")) == ("fsdp", "fsdp", "fsdp")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_role_keeps_its_own_backend_in_either_order(order: int) -> None:
+    overrides = ["backend=fsdp", "backend@critic.backend=engine"][::order]
+    assert kinds(quickstart(*overrides)) == ("fsdp", "engine", "fsdp")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_backend_setting_reaches_all_roles_and_a_roles_own_wins(order: int) -> None:
+    config = quickstart(*["backend.dtype=bfloat16", "critic.backend.dtype=float32"][::order])
+    assert config.actor.backend.dtype == config.reference.backend.dtype == "bfloat16"
+    assert config.critic.backend.dtype == "float32"
+
+
+def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
+    config = quickstart("backend=fsdp", "backend@critic.backend=engine", "backend.reshard_after_forward=false")
+    assert config.actor.backend.kind == "fsdp" and config.actor.backend.reshard_after_forward is False
+    assert config.critic.backend.kind == "engine"
+
+
+def test_backend_mistakes() -> None:
+    found = problems("quickstart", "backend=megatron")["backend"]
+    assert (found.rule, found.fix) == (
+        "this backend comes with a later version",
+        "Choose backend=engine or backend=fsdp.",
+    )
+    found = problems("quickstart", "backend@critic.backend=megatron")["backend@critic.backend"]
+    assert found.fix == "Choose backend@critic.backend=engine or backend@critic.backend=fsdp."
+    found = problems("quickstart", "backend.reshard_after_forward=true")["backend.reshard_after_forward"]
+    assert found.fix == "It belongs to backend=fsdp."
+    found = problems("quickstart", "actor.backend.reshard_after_forward=true")["actor.backend.reshard_after_forward"]
+    assert found.fix == "It belongs to backend@actor.backend=fsdp."
+    found = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
+    assert found.fix == "Choose it with backend@actor.backend=fsdp."
+    assert "backend.dtype" in problems("quickstart", "backend.dtyp=float32")["backend.dtyp"].fix
+    assert problems("quickstart", "backend@critc.backend=fsdp")["backend@critc.backend"].fix.startswith(
+        "Did you mean backend@critic.backend"
+    )
+
+
+# ------------------------------------------------------------------------------------------------ overrides
+
+
+def test_all_bad_overrides_are_reported_at_once() -> None:
+    found = problems(
+        "quickstart",
+        "rolout.group_size=3",
+        "algoritm=grpo",
+        "algorithm=gpro",
+        "a=[1",
+        "run.total_steps=1,2",
+        "actor.num_ranks=two",
+        "run.seed=-1",
+        "~critic",
+        "+foo=1",
+        "reference.model.path=${nowhere}",
+        "task=sft",
+        "rollout.top_k=3",
+    )
+    assert found["rolout.group_size"].fix.startswith("Did you mean rollout.group_size")
+    assert found["algoritm"].fix.startswith("Did you mean algorithm")
+    assert found["algorithm"].fix.startswith("Did you mean grpo")
+    assert found["a"].rule == "this override cannot be read"
+    assert "'run.total_steps=[...]'" in found["run.total_steps"].fix
+    assert found["actor.num_ranks"].fix == "Use a whole number."
+    assert found["run.seed"].fix == "Use a number of at least 0."
+    assert "cannot be left out" in found["~critic"].rule
+    assert found["foo"].fix.startswith("Every key begins with one of actor, algorithm")
+    assert "nowhere" in found["reference.model.path"].rule
+    assert "--config-name" in found["task"].fix
+    assert "rollout.top_k" in found  # a rule over several fields ran, too
+    assert "critic.num_ranks" not in found  # it copies actor.num_ranks, which is reported
+
+
+def test_missing_inputs_are_named() -> None:
+    for root in ("ppo", "grpo", "sft"):
+        found = problems(root)
+        assert set(found) == {"model.path", "data.train_path", "data.validation_path"}
+        assert found["model.path"].fix == "Give it on the command line: model.path=..."
+
+
+def test_a_setting_inside_null_is_refused() -> None:
+    assert "prepare is null" in problems("quickstart", "prepare.min_gain=0.1", "prepare=null")["prepare.min_gain"].rule
+    key = "algorithm.value_loss.clip"
+    assert "algorithm.value_loss is null" in problems("quickstart", "algorithm=grpo", f"{key}=0.1")[key].rule
+
+
+def test_free_sections_take_new_keys() -> None:
+    config = quickstart("rollout.vllm_args.enforce_eager=true", "reward.functions.mine=grader.py:grade")
+    assert config.rollout.vllm_args == {"enforce_eager": True}
+    assert config.reward.functions["mine"] == "grader.py:grade"
+
+
+def test_plus_signs_and_dicts_are_understood() -> None:
+    config = quickstart("+run.seed=3", "++run.total_steps=9", "actor.optimizer={lr: 0.5, eps: 1e-6}")
+    assert (config.run.seed, config.run.total_steps) == (3, 9)
+    assert (config.actor.optimizer.lr, config.actor.optimizer.eps) == (0.5, 1e-6)
+    assert config.actor.optimizer.betas == (0.9, 0.999)
+
+
+def test_an_unknown_root_config_is_refused() -> None:
+    assert problems("quikstart")["--config-name"].fix.startswith("Did you mean quickstart?")
+
+
+# -------------------------------------------------------------------------------------------------- values
+
+
+def test_roles_follow_the_model_and_the_actor_unless_they_differ() -> None:
+    config = compose("ppo", [*INPUTS, "critic.model.path=/other", "actor.num_ranks=2"])
+    assert isinstance(config, RLConfig)
+    assert (config.actor.model.path, config.critic.model.path, config.reference.model.path) == ("/m", "/other", "/m")
+    assert (config.critic.num_ranks, config.reference.num_ranks) == (2, 2)
+
+
+def test_a_run_is_named_after_its_root_config_and_writes_to_a_folder_of_that_name() -> None:
+    for root, inputs in (("quickstart", []), ("ppo", INPUTS), ("grpo", INPUTS), ("sft", INPUTS)):
+        config = compose(root, inputs)
+        assert config.run.name.startswith(f"{root}-2")
+        assert config.run.dir == f"outputs/{config.run.name}"
+    config = quickstart("run.name=mine")
+    assert (config.run.dir, config.model.path) == ("outputs/mine", "outputs/mine/inputs/model")
+    assert quickstart("run.dir=/tmp/x").data.train_path == "/tmp/x/inputs/train.jsonl"
+
+
+def test_roots_are_what_they_say() -> None:
+    ppo, grpo, sft = (compose(root, INPUTS) for root in ("ppo", "grpo", "sft"))
+    assert isinstance(ppo, RLConfig) and isinstance(grpo, RLConfig) and isinstance(sft, SFTConfig)
+    assert (ppo.algorithm.advantage, ppo.has_critic, ppo.prepare) == ("gae", True, None)
+    assert (grpo.algorithm.advantage, grpo.has_critic) == ("grpo", False)
+    kl = grpo.algorithm.kl
+    assert (kl.place, kl.estimator, kl.coefficient) == ("loss", "k3", 0.001)
+    assert ppo.tracking.wandb.mode == sft.tracking.wandb.mode == "offline"
+
+
+def test_configs_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\nrun: {total_steps: 7}\n")
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "wide.yaml").write_text("defaults: [ppo, _self_]\nname: wide\nclip_high: 0.28\n")
+    config = compose("mine", ["algorithm=wide"], str(tmp_path))
+    assert isinstance(config, RLConfig)
+    assert (config.run.total_steps, config.algorithm.clip_high, config.algorithm.clip_low) == (7, 0.28, 0.2)
+    assert "Did you mean wide" in problems("mine", "algorithm=wied", config_dir=str(tmp_path))["algorithm"].fix
+    assert "no such folder" in problems("mine", config_dir=str(tmp_path / "x"))["--config-dir"].rule
+
+
+def test_a_backend_in_the_body_of_a_users_yaml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\nbackend: {dtype: bfloat16}\n")
+    assert "reaches no role" in problems("mine", config_dir=str(tmp_path))["backend.dtype"].rule
+
+
+def test_a_broken_yaml_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [nowhere/quickstart]\n")
+    composition = examine("mine", [], str(tmp_path))
+    assert composition.config is None
+    assert "nowhere/quickstart" in composition.problems[0].rule
+
+
+# ------------------------------------------------------------------------------------------------ commands
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["train", "-h"], ["evaluate", "-h"], ["check", "-h"], ["bench"]])
+def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:  # argparse ends --help this way
+        code = 0 if stop.code is None else int(stop.code)
+    text = capsys.readouterr().out
+    assert code == 0
+    assert "usage: verl-ray" in text
+    if "-h" in arguments:
+        for word in ("root configs", "overrides", "examples:", "exit codes:"):
+            assert word in text
+
+
+def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian"]) == 2
+    assert "Did you mean train" in capsys.readouterr().err
+
+
+def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.seed=1", "--config-name", "quickstart", "run.total_steps=0"]) == 2
+    assert "run.total_steps = 0" in capsys.readouterr().err
+
+
+def test_train_checks_first_and_imports_nothing_for_it() -> None:
+    code = (
+        "import sys; from controllers.command_line import main\n"
+        "code = main(['train', '--config-name', 'ppo', 'model.path=/nowhere'])\n"
+        "print(code, [name for name in ('torch', 'ray', 'vllm') if name in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "2 []"
+    assert "model.path = /nowhere" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signal.Signals) -> None:
+    code = (
+        "import sys, time, types\n"
+        "def train(config):\n"
+        "    try:\n"
+        "        print('working', flush=True)\n"
+        "        time.sleep(60)\n"
+        "    finally:\n"
+        "        print('gave back', flush=True)\n"
+        "module = types.ModuleType('controllers.training')\n"
+        "module.train = train\n"
+        "sys.modules['controllers.training'] = module\n"
+        "from controllers.command_line import main\n"
+        "sys.exit(main(['train']))\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "working\n"
+    process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out == "gave back\n"
+    assert f"stopped by {number.name}" in err
+    assert "Traceback" not in err
