@@ -83,7 +83,7 @@ def _batch_table(config: Config) -> Table:
     for role in sizes.roles:
         mini = "-" if role.mini_batch_size is None else str(role.mini_batch_size)
         per_rank = "-" if role.mini_batch_size_per_rank is None else str(role.mini_batch_size_per_rank)
-        counts = (role.ranks, role.rows_per_rank, mini, per_rank, role.updates_per_step)
+        counts = (role.ranks, role.rows_per_rank, mini, per_rank, role.updates_per_step or "-")
         table.add_row(role.role, *map(str, counts), f"<= {role.micro_batch_tokens_per_rank}")
     return table
 

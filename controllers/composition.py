@@ -109,9 +109,7 @@ def _compose_into(result: Composition, config_name: str, overrides: Sequence[str
     for key, override in accepted:
         _apply(composed, key, override)
     sources = _sources(_plain(composed))
-    defaults = _resolved(base, [])
-    tree = _resolved(composed, result.problems)
-    result.config = _parsed_tree(tree, defaults, result.problems)
+    result.config = _typed(_resolved(composed, result.problems), base, result.problems)
     if result.config is not None:
         touched = {key for override in parsed for key in _touched(override)}
         known_bad = {problem.key for problem in result.problems}
@@ -382,13 +380,14 @@ def _resolved(tree: DictConfig, problems: list[Problem]) -> Tree:
     return {str(key): value for key, value in resolved.items()}
 
 
-def _parsed_tree(tree: Tree, defaults: Tree, problems: list[Problem]) -> Config | None:
-    """`tree` typed. Values that do not fit become problems and are replaced by those of `defaults`."""
+def _typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | None:
+    """`tree` typed. Values that do not fit become problems and are replaced by those of `base`."""
     try:
         return parse(tree)
     except ConfigError as error:
         known_bad = {problem.key for problem in problems}
         problems += [problem for problem in error.problems if problem.key not in known_bad]
+        defaults = _resolved(base, [])
         for problem in error.problems:
             _replace(tree, defaults, problem.key.split("."))
     try:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.config.schema import DataConfig
+from verl_ray.config.schema import DataFilesConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import Message, SupervisedRecord, read_supervised
@@ -35,7 +35,7 @@ class SupervisedSource:
     """
 
     def __init__(
-        self, path: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, max_tokens: int, seed: int
+        self, path: str, tokenizer: PreTrainedTokenizerBase, config: DataFilesConfig, *, max_tokens: int, seed: int
     ) -> None:
         records = read_supervised(path)
         if not records:
