@@ -11,6 +11,7 @@ import contextlib
 import mmap
 import os
 import re
+import secrets
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,9 @@ def create(session: str, slot_bytes: int, slots: int = 2) -> SharedMemoryAddress
     """
     _remove_stale()
     slot_bytes = max(slot_bytes, 1)
-    owner = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}"
-    address = SharedMemoryAddress(tuple(str(FOLDER / f"{owner}-{session}-{i}") for i in range(slots)), slot_bytes)
+    # Never the name of an earlier file: receivers keep what they have opened by its address.
+    name = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{session}-{secrets.token_hex(4)}"
+    address = SharedMemoryAddress(tuple(str(FOLDER / f"{name}-{i}") for i in range(slots)), slot_bytes)
     for path in address.paths:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:

@@ -1,0 +1,145 @@
+"""Small models, the weights of a transformers model on the wire, and vLLM engines that leave the process as it was."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from verl_ray.config.schema import RolloutConfig, TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import Architecture, make_tiny
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.vllm_engine import VllmEngine, environment
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.shared_memory import create, remove
+
+MAX_MODEL_LEN = 96
+
+ModelMaker = Callable[..., Path]
+
+
+@pytest.fixture(scope="session")
+def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
+    def make(architecture: Architecture, *, tie: bool, seed: int = 0) -> Path:
+        folder = tmp_path_factory.mktemp(f"{architecture}-{tie}-{seed}")
+        character_tokenizer(folder / "tokenizer", "0123456789+= ")
+        config = TinyModelConfig(
+            hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=192,
+            tie_embeddings=tie,
+        )  # fmt: skip
+        return make_tiny(architecture, folder / "model", folder / "tokenizer", config, seed)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def rollout_config() -> Callable[..., RolloutConfig]:
+    def config(**changes: object) -> RolloutConfig:
+        values: dict[str, object] = dict(
+            group_size=2, max_response_tokens=16, temperature=1.0, top_p=1.0, top_k=-1, num_replicas=1,
+            tensor_parallel=1, dtype="float32", kv_cache_gib=0.03125, stream_rows=1, sleep="never", vllm_args={},
+        )  # fmt: skip
+        return RolloutConfig.model_validate(values | changes)
+
+    return config
+
+
+EngineStarter = Callable[..., VllmEngine]
+
+
+@pytest.fixture(scope="module")
+def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineStarter]:
+    """Starts engines in this process and closes them at the end of the module; one at a time."""
+    before, set_num_threads = dict(os.environ), torch.set_num_threads
+    os.environ.update(environment("cpu", threads=1))
+    from torch._dynamo import config as dynamo
+
+    dynamo.disable = True  # the environment variable is too late when torch is imported already
+    started: list[VllmEngine] = []
+
+    def start(model: Path, *, initial_version: int | None = None, **changes: object) -> VllmEngine:
+        while started:
+            started.pop().close()
+        engine = VllmEngine(
+            str(model), rollout_config(**changes), max_model_len=MAX_MODEL_LEN, seed=0, device="cpu",
+            initial_version=initial_version,
+        )  # fmt: skip
+        started.append(engine)
+        return engine
+
+    yield start
+    while started:
+        started.pop().close()
+    dynamo.disable = False
+    torch.set_num_threads = set_num_threads
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def manifest_of(model: PreTrainedModel) -> Manifest:
+    names: dict[int, str] = {}
+    parameters = []
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        owner = names.setdefault(id(tensor), name)
+        tied_to = None if owner == name else owner
+        parameters.append(Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tied_to))
+    return Manifest(tuple(parameters))
+
+
+Publish = Callable[[RolloutEngine, PreTrainedModel, int], dict[str, Fingerprint]]
+
+
+@pytest.fixture(scope="session")
+def publish() -> Publish:
+    """Sends a model's weights as two ranks would, each with its half of the rows, in buckets that split layers."""
+
+    def send(engine: RolloutEngine, model: PreTrainedModel, version: int) -> dict[str, Fingerprint]:
+        manifest, state = manifest_of(model), model.state_dict()
+        buckets = plan_buckets(manifest, 100_000)
+        assert len(buckets) > 4
+        address = create("rollout-test", max(bucket.nbytes for bucket in buckets))
+        transport, sent = address.open(), dict[str, Fingerprint]()
+        engine.begin_update(manifest, version)
+        for bucket in buckets:
+            for rank in range(2):
+                shards = []
+                for entry in bucket.entries:
+                    tensor, half = state[entry.parameter.name], entry.parameter.shape[0] // 2
+                    part = tensor[:half] if rank == 0 else tensor[half:]
+                    start = (0 if rank == 0 else half, *[0] * (tensor.dim() - 1))
+                    shards.append((Slice(entry.parameter.name, start, tuple(part.shape)), part))
+                for name, found in transport.write(bucket, shards).items():
+                    sent[name] = sent.get(name, Fingerprint(0, 0)) + found
+            engine.receive(bucket, address)
+        remove(address)
+        return engine.commit(expected=sent)
+
+    return send
+
+
+LogProbs = Callable[..., np.ndarray]
+
+
+@pytest.fixture(scope="session")
+def reference_log_probs() -> LogProbs:
+    """Log-probs of `response` after `prompt` by transformers, float32 [response tokens]."""
+
+    def log_probs(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0):
+        row = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+        with torch.no_grad():
+            logits = model(row).logits[0, len(prompt) - 1 : -1].float() / temperature
+        picked = logits.log_softmax(-1).gather(-1, row[0, len(prompt) :, None])
+        return picked[:, 0].numpy()
+
+    return log_probs
+
+
+@pytest.fixture(scope="session")
+def load_reference() -> Callable[[Path], PreTrainedModel]:
+    return lambda path: AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)

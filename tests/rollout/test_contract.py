@@ -1,0 +1,246 @@
+"""One body over every engine: delivery, aborts, pauses, states, and the weight update as a transaction."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from verl_ray.data.stages import Finish
+from verl_ray.errors import RolloutError, WeightSyncError
+from verl_ray.rollout.base import Chunk, Request, RolloutEngine, Sampling, generate
+from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.shared_memory import create, remove
+
+
+def _request(request_id: int, max_tokens: int = 6, **kw: object) -> Request:
+    return Request(request_id, np.array([3, 4, 5], np.int32), Sampling(1.0, 1.0, -1, max_tokens, ()), seed=7, **kw)  # type: ignore[arg-type]
+
+
+def _join(chunks: list[Chunk], request_id: int) -> tuple[list[int], list[float], list[Finish | None]]:
+    own = [chunk for chunk in chunks if chunk.request_id == request_id]
+    at = 0
+    for chunk in own:
+        assert chunk.first_token == at
+        assert len(chunk.tokens) == len(chunk.log_probs)
+        at += len(chunk.tokens)
+    return (
+        [int(token) for chunk in own for token in chunk.tokens],
+        [float(value) for chunk in own for value in chunk.log_probs],
+        [chunk.finish for chunk in own],
+    )
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Callable[..., Path], load_reference: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
+    return load_reference(make_model("qwen3", tie=False))
+
+
+@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
+def shared(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> RolloutEngine:
+    if request.param == "scripted":
+        return ScriptedEngine(lambda asked: [(int(asked.tokens[0]) + i, -0.5 * i) for i in range(1000)])
+    return request.getfixturevalue("start_vllm")(make_model("qwen3", tie=False))
+
+
+@pytest.fixture
+def fresh(shared: RolloutEngine) -> Iterator[RolloutEngine]:
+    """Awake, idle, no update open; whether a version is committed depends on the test before."""
+    yield shared
+    shared.resume()
+    shared.abort_update()
+    shared.wake("weights")
+    shared.wake("kv_cache")
+    if shared.unfinished:
+        shared.abort()
+        shared.step()
+
+
+@pytest.fixture
+def engine(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> RolloutEngine:
+    """At version 5."""
+    if fresh.policy_version != 5:
+        publish(fresh, model, 5)
+    return fresh
+
+
+def test_no_token_before_the_first_commit(fresh: RolloutEngine) -> None:
+    assert fresh.policy_version is None
+    with pytest.raises(RolloutError, match="no policy version is committed; send the weights"):
+        fresh.submit([_request(1)])
+
+
+def test_one_chunk_at_the_end_or_many_with_the_same_content(engine: RolloutEngine) -> None:
+    (whole,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
+    assert (whole.finish, whole.policy_version, whole.first_token, len(whole.tokens)) == (Finish.LENGTH, 5, 0, 6)
+    assert whole.tokens.dtype == np.int32 and whole.log_probs.dtype == np.float32
+    chunks = [chunk for step in generate(engine, [_request(1, stream=True), _request(2)]) for chunk in step]
+    tokens, log_probs, finishes = _join(chunks, 1)
+    assert tokens == whole.tokens.tolist()
+    assert log_probs == pytest.approx(whole.log_probs.tolist(), abs=1e-6)
+    assert finishes == [None] * 5 + [Finish.LENGTH]
+    assert _join(chunks, 2)[0] == tokens
+    assert engine.unfinished == 0
+
+
+def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
+    engine.submit([_request(1, 20), _request(2, 20, stream=True), _request(3, 3)])
+    chunks = engine.step() + engine.step()
+    engine.abort([1, 99])
+    chunks += engine.step()
+    assert len(_join(chunks, 1)[0]) == 2 and _join(chunks, 1)[2] == [Finish.ABORTED]
+    assert _join(chunks, 3)[2] == [Finish.LENGTH]
+    engine.abort()
+    chunks += engine.step()
+    tokens, _, finishes = _join(chunks, 2)
+    assert len(tokens) == 3 and finishes[-1] is Finish.ABORTED
+    assert engine.unfinished == 0 and engine.step() == []
+    # An abort that finds nothing in flight does not hit what comes later.
+    engine.abort()
+    assert [chunk.finish for step in generate(engine, [_request(1)]) for chunk in step] == [Finish.LENGTH]
+
+
+def test_an_abort_from_another_thread_ends_a_step_loop(engine: RolloutEngine) -> None:
+    timer = threading.Timer(0.1, engine.abort)
+    timer.start()
+    engine.pause()  # an engine that never gets on by itself
+    chunks = [chunk for step in generate(engine, [_request(1), _request(2)]) for chunk in step]
+    timer.join()
+    assert [chunk.finish for chunk in chunks] == [Finish.ABORTED] * 2
+
+
+def test_a_pause_keeps_requests_where_they_are(engine: RolloutEngine) -> None:
+    (undisturbed,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
+    engine.submit([_request(1)])
+    engine.step()
+    engine.pause()
+    began = time.monotonic()
+    assert [engine.step() for _ in range(3)] == [[]] * 3
+    assert time.monotonic() - began > 0.1  # it waits instead of spinning
+    engine.resume()
+    chunks = []
+    while engine.unfinished:
+        chunks += engine.step()
+    assert _join(chunks, 1)[0] == undisturbed.tokens.tolist()
+
+
+def test_requests_that_cannot_be_served(engine: RolloutEngine) -> None:
+    engine.submit([_request(1)])
+    with pytest.raises(RolloutError, match=r"unique among those in flight, found again: \[1\]"):
+        engine.submit([_request(1)])
+    bad = Request(2, np.array([], np.int32), Sampling(1.0, 1.0, -1, 4), seed=0)
+    with pytest.raises(RolloutError, match=r"request 2: expected a non-empty int32 vector"):
+        engine.submit([bad])
+    assert engine.unfinished == 1
+
+
+def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> None:
+    before = [chunk.tokens.tolist() for step in generate(engine, [_request(1)]) for chunk in step]
+    engine.sleep("kv_cache")
+    engine.sleep("kv_cache")
+    assert engine.policy_version == 5
+    with pytest.raises(RolloutError, match=r'asleep; call wake\("kv_cache"\) first'):
+        engine.submit([_request(1)])
+    engine.wake("kv_cache")
+    engine.wake("kv_cache")
+    assert [chunk.tokens.tolist() for step in generate(engine, [_request(1)]) for chunk in step] == before
+
+    engine.sleep("kv_cache")
+    engine.sleep("weights")
+    assert engine.policy_version is None
+    with pytest.raises(RolloutError, match=r'asleep; call wake\("weights"\) and wake\("kv_cache"\) first'):
+        engine.step()
+    with pytest.raises(RolloutError, match=r'the weights are asleep; call wake\("weights"\)'):
+        engine.begin_update(Manifest(()), 6)
+    engine.wake("weights")
+    with pytest.raises(RolloutError, match="asleep"):
+        engine.submit([_request(1)])
+    publish(engine, model, 6)  # while the KV cache still sleeps: the second phase of waking
+    engine.wake("kv_cache")
+    chunks = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
+    assert [chunk.tokens.tolist() for chunk in chunks] == before
+    assert chunks[0].policy_version == 6
+
+
+def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
+    engine.submit([_request(1), _request(2)])
+    for verb in (lambda: engine.sleep("kv_cache"), lambda: engine.begin_update(Manifest(()), 6)):
+        with pytest.raises(RolloutError, match="2 requests are in flight; let them end, or abort them, first"):
+            verb()
+
+
+def test_an_open_update_forbids_generating(engine: RolloutEngine, model: PreTrainedModel) -> None:
+    engine.begin_update(Manifest((Parameter("model.norm.weight", (128,), "float32"),)), 8)
+    with pytest.raises(RolloutError, match="the update to version 8 is open; commit it"):
+        engine.submit([_request(1)])
+    with pytest.raises(RolloutError, match="the update to version 8 is open"):
+        engine.begin_update(Manifest(()), 9)
+    with pytest.raises(RolloutError, match="the update to version 8 is open"):
+        engine.sleep("weights")
+    engine.abort_update()
+    engine.abort_update()
+    with pytest.raises(RolloutError, match="no policy version is committed"):
+        engine.submit([_request(1)])
+    with pytest.raises(WeightSyncError, match="commit: no weight update is open; call begin_update first"):
+        engine.commit()
+
+
+def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> None:
+    norms = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
+    manifest = Manifest(tuple(Parameter(name, (128,), "float32") for name in norms))
+    both = plan_buckets(manifest, 1 << 20)[0]
+    first, second = plan_buckets(manifest, 512)
+    address = create("refused", both.nbytes)
+    transport = address.open()
+    shards = [
+        (Slice(name, (0,), (128,)), torch.arange(128.0) * scale) for name, scale in zip(norms, (1, 2), strict=True)
+    ]
+
+    transport.write(first, shards[:1])
+    fresh.begin_update(manifest, 1)
+    fresh.receive(first, address)
+    with pytest.raises(WeightSyncError, match=r"brings what is not awaited, or came before: \['model.norm.weight'\]"):
+        fresh.receive(first, address)
+
+    fresh.begin_update(manifest, 1)
+    fresh.receive(first, address)
+    with pytest.raises(WeightSyncError, match=r"version 1: not received: \['model.layers.0.input_layernorm.weight'\]"):
+        fresh.commit()
+
+    # The receiver reads the file of one bucket while the other bucket lies in it.
+    sent = transport.write(both, shards)
+    swapped = plan_buckets(Manifest(manifest.parameters[::-1]), 1 << 20)[0]
+    fresh.begin_update(manifest, 1)
+    fresh.receive(swapped, address)
+    with pytest.raises(
+        WeightSyncError, match=r"sent and received differ in \['model.layers.0.*', 'model.norm.weight'\]"
+    ):
+        fresh.commit(expected=sent)
+
+    # Sender and receiver disagree about the type.
+    halved = Manifest((Parameter("model.norm.weight", (128,), "bfloat16"),))
+    fresh.begin_update(halved, 1)
+    fresh.receive(plan_buckets(halved, 512)[0], address)
+    with pytest.raises(WeightSyncError, match=r"sent and received differ in \['model.norm.weight'\]"):
+        fresh.commit(expected={"model.norm.weight": sent["model.norm.weight"]})
+    remove(address)
+
+    assert fresh.policy_version is None
+    publish(fresh, model, 5)
+    assert fresh.policy_version == 5
+
+
+def test_a_commit_returns_the_fingerprints(
+    fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., dict[str, Fingerprint]]
+) -> None:
+    prints = publish(fresh, model, 5)
+    assert {name: found.numel for name, found in prints.items()} == {
+        name: tensor.numel() for name, tensor in model.state_dict().items()
+    }

@@ -1,0 +1,222 @@
+"""What only real vLLM shows: numbers against transformers, seeds, memory. One engine with separate embeddings."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from verl_ray.data.stages import Finish
+from verl_ray.errors import RolloutError, WeightSyncError
+from verl_ray.rollout.base import Chunk, Request, Sampling, generate
+from verl_ray.rollout.vllm_engine import VllmEngine, environment
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.shared_memory import create, remove
+
+pytestmark = pytest.mark.vllm
+
+KV_BYTES = 256 << 20
+EOS = 1  # of character_tokenizer
+
+
+@pytest.fixture(scope="module")
+def path(make_model: Callable[..., Path]) -> Path:
+    return make_model("qwen3", tie=False)
+
+
+@pytest.fixture(scope="module")
+def model(path: Path, load_reference: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
+    return load_reference(path)
+
+
+@pytest.fixture(scope="module")
+def shared(start_vllm: Callable[..., VllmEngine], path: Path) -> VllmEngine:
+    return start_vllm(path, initial_version=0, kv_cache_gib=KV_BYTES / 2**30)
+
+
+@pytest.fixture
+def engine(shared: VllmEngine, model: PreTrainedModel, publish: Callable[..., object]) -> Iterator[VllmEngine]:
+    """With the model's weights: from disk at first, synced again where a test has left others."""
+    if shared.policy_version != 0:
+        publish(shared, model, 0)
+    yield shared
+    shared.wake("weights")
+    shared.wake("kv_cache")
+
+
+def _sampling(max_tokens: int = 12, stop: tuple[int, ...] | None = (), **kw: float) -> Sampling:
+    return Sampling(kw.get("temperature", 1.0), kw.get("top_p", 1.0), int(kw.get("top_k", -1)), max_tokens, stop)
+
+
+def _prompts(count: int, length: int = 7) -> list[np.ndarray]:
+    return list(np.random.default_rng(0).integers(2, 15, size=(count, length)).astype(np.int32))
+
+
+def _run(engine: VllmEngine, requests: list[Request]) -> list[Chunk]:
+    chunks = [chunk for step in generate(engine, requests) for chunk in step]
+    return sorted(chunks, key=lambda chunk: chunk.request_id)
+
+
+def _worst(engine: VllmEngine, model: PreTrainedModel, reference: Callable[..., np.ndarray], **kw: float) -> float:
+    prompts = _prompts(4)
+    chunks = _run(engine, [Request(i, p, _sampling(**kw), seed=i) for i, p in enumerate(prompts)])
+    temperature = kw.get("temperature", 1.0) or 1.0
+    return max(
+        float(np.abs(chunk.log_probs - reference(model, prompt, chunk.tokens, temperature)).max())
+        for chunk, prompt in zip(chunks, prompts, strict=True)
+    )
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.6, 0.0])
+def test_log_probs_are_those_of_transformers(
+    engine: VllmEngine, model: PreTrainedModel, reference_log_probs: Callable[..., np.ndarray], temperature: float
+) -> None:
+    assert _worst(engine, model, reference_log_probs, temperature=temperature) < 1e-4
+
+
+def test_greedy_takes_the_most_likely_token(engine: VllmEngine, model: PreTrainedModel) -> None:
+    prompt = _prompts(1)[0]
+    (chunk,) = _run(engine, [Request(0, prompt, _sampling(temperature=0.0), seed=3)])
+    row = np.concatenate([prompt, chunk.tokens])
+    with torch.no_grad():
+        best = model(torch.from_numpy(row).long()[None]).logits[0].argmax(-1).numpy()
+    assert chunk.tokens.tolist() == best[len(prompt) - 1 : -1].tolist()
+
+
+def test_truncation_is_in_the_log_probs(engine: VllmEngine, model: PreTrainedModel) -> None:
+    """With top_k = 2 the two probabilities sum to one: p = 1 / (1 + exp(-difference of the two best logits))."""
+    prompt = _prompts(1)[0]
+    chunks = _run(engine, [Request(i, prompt, _sampling(1, top_k=2), seed=i) for i in range(64)])
+    with torch.no_grad():
+        logits, tokens = model(torch.from_numpy(prompt).long()[None]).logits[0, -1].topk(2)
+    expected = dict(zip(tokens.tolist(), logits.log_softmax(-1).tolist(), strict=True))
+    assert {int(chunk.tokens[0]) for chunk in chunks} == set(expected)
+    for chunk in chunks:
+        assert chunk.log_probs[0] == pytest.approx(expected[int(chunk.tokens[0])], abs=1e-4)
+    assert all(
+        chunk.log_probs[0] == 0 for chunk in _run(engine, [Request(0, prompt, _sampling(1, top_p=1e-6), seed=0)])
+    )
+
+
+def test_seeds_decide_whatever_runs_beside(engine: VllmEngine) -> None:
+    requests = [Request(i, prompt, _sampling(), seed=100 + i) for i, prompt in enumerate(_prompts(12))]
+    together = [chunk.tokens.tolist() for chunk in _run(engine, requests)]
+    reordered = {chunk.request_id: chunk.tokens.tolist() for chunk in _run(engine, requests[::-1])}
+    alone = [_run(engine, [request])[0].tokens.tolist() for request in requests]
+    assert together == alone == [reordered[i] for i in range(12)]
+    same_prompt = [Request(i, requests[0].tokens, _sampling(), seed=i) for i in range(12)]
+    assert len({tuple(chunk.tokens) for chunk in _run(engine, same_prompt)}) > 8
+
+
+def test_a_response_ends_with_its_end_token(engine: VllmEngine) -> None:
+    requests = [Request(i, prompt, _sampling(60, None), seed=i) for i, prompt in enumerate(_prompts(24))]
+    chunks = _run(engine, requests)
+    stopped = [chunk for chunk in chunks if chunk.finish is Finish.STOP]
+    assert len(stopped) > 12
+    assert all(chunk.tokens[-1] == EOS and EOS not in chunk.tokens[:-1] for chunk in stopped)
+    assert all(len(chunk.tokens) == 60 and EOS not in chunk.tokens for chunk in chunks if chunk.finish is Finish.LENGTH)
+    # A caller's own stop tokens replace the model's.
+    other = _run(engine, [Request(i, prompt, _sampling(60, (5,)), seed=i) for i, prompt in enumerate(_prompts(24))])
+    assert all(chunk.tokens[-1] == 5 for chunk in other if chunk.finish is Finish.STOP)
+    assert any(EOS in chunk.tokens for chunk in other)
+
+
+def test_requests_beyond_the_engine_are_refused(engine: VllmEngine) -> None:
+    with pytest.raises(
+        RolloutError, match="90 prompt tokens and up to 12 response tokens are more than the engine's 96"
+    ):
+        engine.submit([Request(0, np.full(90, 3, np.int32), _sampling(), seed=0)])
+    with pytest.raises(RolloutError, match="rollout.temperature = 3.0: vLLM samples at 0"):
+        engine.submit([Request(0, _prompts(1)[0], _sampling(temperature=3.0), seed=0)])
+    with pytest.raises(RolloutError, match="no adapter 'a' is loaded"):
+        engine.submit([Request(0, _prompts(1)[0], _sampling(), seed=0, adapter="a")])
+    assert engine.unfinished == 0
+
+
+def test_a_sync_changes_what_is_sampled(
+    engine: VllmEngine,
+    make_model: Callable[..., Path],
+    load_reference: Callable[[Path], PreTrainedModel],
+    publish: Callable[..., object],
+    reference_log_probs: Callable[..., np.ndarray],
+    model: PreTrainedModel,
+) -> None:
+    other = load_reference(make_model("qwen3", tie=False, seed=1))
+    # A prompt of more than one block of the KV cache, so that stale cached prefixes would show.
+    prompt = _prompts(1, length=70)[0]
+    request = Request(0, prompt, _sampling(), seed=0)
+    for version, weights in ((1, other), (2, model), (3, other)):
+        publish(engine, weights, version)
+        for _ in range(2):  # the second time from the prefix cache
+            (chunk,) = _run(engine, [request])
+            assert chunk.policy_version == version
+            assert np.abs(chunk.log_probs - reference_log_probs(weights, prompt, chunk.tokens)).max() < 1e-4
+    assert np.abs(chunk.log_probs - reference_log_probs(model, prompt, chunk.tokens)).max() > 0.1
+
+
+def test_a_manifest_that_does_not_fill_the_model_is_refused(engine: VllmEngine, model: PreTrainedModel) -> None:
+    state = model.state_dict()
+    for left_out, module in (("model.layers.1.self_attn.k_proj.weight", "qkv_proj"), ("lm_head.weight", "lm_head")):
+        manifest = Manifest(tuple(Parameter(n, tuple(t.shape), "float32") for n, t in state.items() if n != left_out))
+        (bucket,) = plan_buckets(manifest, 1 << 30)
+        address = create("partial", bucket.nbytes)
+        shards = [(Slice(p.name, (0,) * len(p.shape), p.shape), state[p.name]) for p in manifest.parameters]
+        address.open().write(bucket, shards)
+        engine.begin_update(manifest, 1)
+        engine.receive(bucket, address)
+        with pytest.raises(
+            WeightSyncError, match=rf"not loaded completely; parameters are missing for \['.*{module}'\]"
+        ):
+            engine.commit()
+        remove(address)
+        assert engine.policy_version is None
+
+
+def test_sleep_gives_memory_back_and_wake_takes_it_again(
+    engine: VllmEngine,
+    model: PreTrainedModel,
+    publish: Callable[..., object],
+    reference_log_probs: Callable[..., np.ndarray],
+) -> None:
+    awake = engine.memory_bytes
+    engine.sleep("kv_cache")
+    assert awake - engine.memory_bytes > 0.95 * KV_BYTES
+    engine.wake("kv_cache")
+    assert abs(engine.memory_bytes - awake) < 0.1 * KV_BYTES
+    assert _worst(engine, model, reference_log_probs) < 1e-4  # the weights stayed
+
+    engine.sleep("weights")
+    assert awake - engine.memory_bytes > 0.95 * KV_BYTES
+    engine.wake("weights")
+    publish(engine, model, 4)
+    assert awake - engine.memory_bytes > 0.9 * KV_BYTES  # the KV cache still sleeps
+    engine.wake("kv_cache")
+    assert abs(engine.memory_bytes - awake) < 0.1 * KV_BYTES
+    assert _worst(engine, model, reference_log_probs) < 1e-4
+
+
+def test_an_engine_that_fails_says_so_and_stays_failed(
+    start_vllm: Callable[..., VllmEngine], path: Path, rollout_config: Callable[..., object]
+) -> None:
+    with pytest.raises(RolloutError, match="is not a local model directory: it has no config.json"):
+        start_vllm(path / "nothing")
+    with pytest.raises(RolloutError, match=r"rollout.vllm_args sets \['max_model_len'\], which other keys"):
+        start_vllm(path, vllm_args={"max_model_len": 12})
+    engine = start_vllm(path, initial_version=0, vllm_args={"max_num_seqs": 2})
+    requests = [Request(i, prompt, _sampling(4), seed=i) for i, prompt in enumerate(_prompts(5))]
+    assert [len(chunk.tokens) for chunk in _run(engine, requests)] == [4] * 5  # more requests than fit a batch
+    engine.submit([Request(0, np.array([3], np.int32), _sampling(), seed=0)])
+    del engine._core.engine_core.model_executor.driver_worker.worker.model_runner.model  # breaks the next step
+    with pytest.raises(RolloutError, match="rollout engine: a step failed"):
+        engine.step()
+    with pytest.raises(RolloutError, match="of no more use, start another: a step failed"):
+        engine.submit([Request(1, np.array([3], np.int32), _sampling(), seed=0)])
+
+
+def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:
+    assert environment("cpu", 1)["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert environment("cpu", 1, tensor_parallel=2)["VLLM_CPU_OMP_THREADS_BIND"].count("|") == 1
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 4)

@@ -1,0 +1,70 @@
+"""Weight updates of other architectures, of tied heads, and over two ranks: each an engine of its own."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from transformers import PreTrainedModel
+
+from verl_ray.models.tiny import Architecture
+from verl_ray.rollout.base import Request, Sampling, generate
+from verl_ray.rollout.vllm_engine import VllmEngine, environment
+
+pytestmark = pytest.mark.vllm
+
+Reference = Callable[..., np.ndarray]
+Load = Callable[[Path], PreTrainedModel]
+
+
+def _worst(engine: VllmEngine, model: PreTrainedModel, reference: Reference) -> float:
+    prompts = np.random.default_rng(1).integers(2, 15, size=(4, 9)).astype(np.int32)
+    requests = [Request(i, p, Sampling(0.8, 1.0, -1, 10, ()), seed=i) for i, p in enumerate(prompts)]
+    differences = [
+        np.abs(chunk.log_probs - reference(model, prompts[chunk.request_id], chunk.tokens, 0.8)).max()
+        for step in generate(engine, requests)
+        for chunk in step
+    ]
+    assert len(differences) == 4
+    return float(max(differences))
+
+
+@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("llama", True), ("qwen2", False)])
+def test_synced_weights_are_what_is_sampled_from(
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    publish: Callable[..., object],
+    reference_log_probs: Reference,
+    architecture: Architecture,
+    tie: bool,
+) -> None:
+    path = make_model(architecture, tie=tie)
+    engine = start_vllm(path)
+    first, second = load_reference(path), load_reference(make_model(architecture, tie=tie, seed=1))
+    for version, model in enumerate((first, second, first)):
+        publish(engine, model, version)
+        assert _worst(engine, model, reference_log_probs) < 1e-4
+    assert _worst(engine, second, reference_log_probs) > 0.1
+    engine.sleep("weights")
+    engine.wake("weights")
+    publish(engine, second, 3)
+    engine.wake("kv_cache")
+    assert _worst(engine, second, reference_log_probs) < 1e-4
+
+
+def test_two_ranks(
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    publish: Callable[..., object],
+    reference_log_probs: Reference,
+) -> None:
+    os.environ.update(environment("cpu", threads=1, tensor_parallel=2))
+    path = make_model("qwen3", tie=True)
+    engine = start_vllm(path, tensor_parallel=2)
+    for version, seed in enumerate((1, 0)):
+        model = load_reference(make_model("qwen3", tie=True, seed=seed))
+        publish(engine, model, version)
+        assert _worst(engine, model, reference_log_probs) < 1e-4

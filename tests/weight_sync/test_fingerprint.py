@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
+from verl_ray.weight_sync.manifest import Slice
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.uint8]
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(shape, generator=generator) * 100).to(dtype)
+
+
+def _splitmix(x: int) -> int:
+    m = (1 << 64) - 1
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & m
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & m
+    return x ^ (x >> 31)
+
+
+def test_a_small_one_by_hand() -> None:
+    # Two int64 lanes along the only dim: values 3 and 5.
+    hashes = [_splitmix((i + 0x9E3779B97F4A7C15) % 2**64) for i in range(2)]
+    expected = (3 * hashes[0] + 5 * hashes[1]) % 2**64
+    assert fingerprint(torch.tensor([3, 5])) == Fingerprint(expected, 2)
+    # Lanes are little-endian: eight bytes (3, 0, ...) are the integer 3.
+    assert fingerprint(torch.tensor([3] + [0] * 7 + [5], dtype=torch.uint8)) == Fingerprint(expected, 9)
+
+
+@given(
+    shape=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    dtype=st.sampled_from(DTYPES),
+    cuts=st.lists(st.floats(0, 1), min_size=3, max_size=3),
+)
+@settings(max_examples=150, deadline=None)
+def test_boxes_that_tile_a_tensor_add_up(shape: list[int], dtype: torch.dtype, cuts: list[float]) -> None:
+    tensor = _random(tuple(shape), dtype)
+    at = [round(cut * size) for cut, size in zip(cuts, shape, strict=False)]
+    total = EMPTY
+    for corner in np.ndindex(*[2] * len(shape)):
+        start = tuple(a if side else 0 for side, a in zip(corner, at, strict=True))
+        stop = tuple(size if side else a for side, a, size in zip(corner, at, shape, strict=True))
+        box = tensor[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
+        total += fingerprint(box, Slice("w", start, tuple(box.shape)))
+    assert total == fingerprint(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_it_sees(dtype: torch.dtype) -> None:
+    tensor = _random((12, 16), dtype)
+    changed = tensor.clone()
+    changed.view(torch.uint8)[7, 9] ^= 1  # one bit
+    others = {
+        "one bit": changed,
+        "two rows": tensor[[1, 0, *range(2, 12)]],
+        "two columns": tensor[:, [1, 0, *range(2, 16)]],
+        "two distant columns": tensor[:, [15, *range(1, 15), 0]],
+        "blocks of rows": torch.cat([tensor[6:], tensor[:6]]),
+        "blocks of columns": torch.cat([tensor[:, 8:], tensor[:, :8]], dim=1),
+        "shifted": tensor.roll(1),
+    }
+    prints = {name: fingerprint(other) for name, other in others.items()}
+    assert [name for name, found in prints.items() if found == fingerprint(tensor)] == []
+    assert len(set(prints.values())) == len(prints)
+
+
+def test_a_transposed_square_differs() -> None:
+    tensor = _random((16, 16), torch.float32)
+    assert fingerprint(tensor) != fingerprint(tensor.T)
+
+
+def test_numel_counts_coverage_and_scalars_work() -> None:
+    assert fingerprint(torch.zeros(3, 5)) == Fingerprint(0, 15)
+    assert fingerprint(torch.zeros(0, 5)) == EMPTY
+    assert fingerprint(torch.tensor(2.0)).numel == 1
+    assert Fingerprint(2**64 - 1, 1) + Fingerprint(2, 3) == Fingerprint(1, 4)

@@ -1,0 +1,118 @@
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+from verl_ray.weight_sync.shared_memory import FOLDER, SharedMemoryAddress, create, remove
+
+MANIFEST = Manifest(
+    (Parameter("w", (6, 10), "bfloat16"), Parameter("b", (7,), "float32"), Parameter("s", (), "float32"))
+)
+(BUCKET,) = plan_buckets(MANIFEST, 1 << 20)
+
+
+@pytest.fixture
+def address() -> Iterator[SharedMemoryAddress]:
+    made = create("test", BUCKET.nbytes)
+    yield made
+    remove(made)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {p.name: torch.randn(p.shape, generator=generator) for p in MANIFEST.parameters}
+
+
+def _send_half(
+    address: SharedMemoryAddress, rank: int, answers: "multiprocessing.Queue[dict[str, Fingerprint]]"
+) -> None:
+    """What one of two ranks does: half of the columns of w, a part of b; s belongs to rank 0."""
+    weights, transport = _weights(), address.open()
+    columns, rows = ((0, 5), (0, 4)) if rank == 0 else ((5, 10), (4, 7))
+    shards = [
+        (Slice("w", (0, columns[0]), (6, 5)), weights["w"][:, slice(*columns)]),
+        (Slice("b", (rows[0],), (rows[1] - rows[0],)), weights["b"][slice(*rows)]),
+    ]
+    if rank == 0:
+        shards.append((Slice("s", (), ()), weights["s"]))
+    answers.put(transport.write(BUCKET, shards))
+
+
+def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: SharedMemoryAddress) -> None:
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    ranks = [context.Process(target=_send_half, args=(address, rank, answers)) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    for rank in ranks:
+        rank.join()
+        assert rank.exitcode == 0
+
+    read = dict(address.open().read(BUCKET))
+    weights = _weights()
+    assert torch.equal(read["w"], weights["w"].to(torch.bfloat16))
+    assert torch.equal(read["b"], weights["b"])
+    assert torch.equal(read["s"], weights["s"])
+    sent = {name: first.get(name, Fingerprint(0, 0)) + second.get(name, Fingerprint(0, 0)) for name in read}
+    assert sent == {name: fingerprint(tensor) for name, tensor in read.items()}
+
+
+def test_reading_copies_nothing(address: SharedMemoryAddress) -> None:
+    writer, reader = address.open(), address.open()
+    read = dict(reader.read(BUCKET))
+    writer.write(BUCKET, [(Slice("b", (0,), (7,)), torch.arange(7.0))])
+    assert read["b"].tolist() == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_consecutive_buckets_use_different_slots(address: SharedMemoryAddress) -> None:
+    transport = address.open()
+    buckets = plan_buckets(MANIFEST, 64)
+    transport.write(buckets[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
+    transport.write(buckets[2], [(Slice("s", (), ()), torch.tensor(5.0))])
+    assert dict(transport.read(buckets[1]))["b"].tolist() == [1] * 7
+    assert dict(transport.read(buckets[2]))["s"].item() == 5
+
+
+def test_no_address_is_used_twice() -> None:
+    first = create("again", 64)
+    remove(first)
+    second = create("again", 64)
+    remove(second)
+    assert first != second
+
+
+def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> None:
+    transport = address.open()
+    with pytest.raises(WeightSyncError, match="x was sent with bucket 0, which does not hold it"):
+        transport.write(BUCKET, [(Slice("x", (0,), (1,)), torch.ones(1))])
+    with pytest.raises(WeightSyncError, match=r"b: a tensor of shape \(3,\) was sent as the slice \(4,\) at \(0,\)"):
+        transport.write(BUCKET, [(Slice("b", (0,), (4,)), torch.ones(3))])
+    with pytest.raises(WeightSyncError, match=r"slice \(4,\) at \(5,\) of \(7,\)"):
+        transport.write(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
+
+
+def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:
+    with pytest.raises(WeightSyncError, match=r"needs 2 x \d+ MiB in /dev/shm, found \d+ of \d+ MiB free"):
+        create("too-large", 1 << 50)
+    assert list(FOLDER.glob("*too-large*")) == []
+
+
+def test_files_of_a_dead_owner_are_removed_and_those_of_a_live_one_stay(address: SharedMemoryAddress) -> None:
+    code = "import os; from verl_ray.weight_sync.shared_memory import create; print(*create('dies', 64).paths); os._exit(9)"
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd())
+    left = died.stdout.split()
+    assert died.returncode == 9
+    assert len(left) == 2 and all(Path(path).exists() for path in left)
+    remove(create("next", 64))
+    assert not any(Path(path).exists() for path in left)
+    assert all(Path(path).exists() for path in address.paths)
