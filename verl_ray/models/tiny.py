@@ -46,6 +46,7 @@ def make_tiny(
         )
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.utils import logging
 
     specials = {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
     specials["pad_token_id"] = loaded.pad_token_id
@@ -70,6 +71,12 @@ def make_tiny(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     model.generation_config = GenerationConfig(**specials)
-    model.save_pretrained(str(directory))
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(str(directory))
+    finally:
+        if bars:
+            logging.enable_progress_bar()
     loaded.save_pretrained(str(directory))
     return Path(directory)

@@ -1,0 +1,109 @@
+"""Records read alike from every format, and errors that name the file, the line and the field."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from verl_ray.data.files import DataFiles, PromptRecord, read_prompts, read_supervised, write_records
+from verl_ray.errors import DataError
+
+CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
+
+
+def lines(tmp_path: Path, *records: object) -> Path:
+    path = tmp_path / "sums.jsonl"
+    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n", encoding="utf-8")
+    return path
+
+
+def refusal(tmp_path: Path, *records: object) -> str:
+    with pytest.raises(DataError) as caught:
+        read_prompts(lines(tmp_path, *records))
+    return str(caught.value)
+
+
+def formats(files: DataFiles) -> list[Path]:
+    return [files.jsonl, files.parquet, files.folder]
+
+
+def test_all_formats_give_the_same_records(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [
+        {"prompt": "1+1=", "answer": "2", "data_source": "sums", "extra": {"level": 3}},
+        {"prompt": "ä+ñ=", "answer": "€", "data_source": "signs", "extra": {"level": 4}},
+    ]
+    for path in formats(write_records(records, tmp_path, "train")):
+        found = read_prompts(path)
+        assert [(r.prompt, r.answer, r.data_source, json.loads(r.extra)) for r in found] == [
+            ("1+1=", "2", "sums", {"level": 3}),
+            ("ä+ñ=", "€", "signs", {"level": 4}),
+        ]
+        assert str(path) in found[1].where
+
+
+def test_chat_messages_and_defaults_in_all_formats(tmp_path: Path) -> None:
+    for path in formats(write_records([{"prompt": CHAT, "answer": "2"}], tmp_path, "chats")):
+        (record,) = read_prompts(path)
+        assert record == PromptRecord(record.where, CHAT, "2", "chats", "{}")
+
+
+def test_supervised_records(tmp_path: Path) -> None:
+    turn = {"role": "assistant", "content": "2"}
+    path = lines(
+        tmp_path, {"prompt": "1+1=", "response": "2"}, {"prompt": CHAT, "response": "2"}, {"messages": [*CHAT, turn]}
+    )
+    assert [r.content for r in read_supervised(path)] == [("1+1=", "2"), [*CHAT, turn], [*CHAT, turn]]
+    with pytest.raises(
+        DataError, match=r"line 1: no field 'response'; the fields found are 'prompt', 'reponse'; rename"
+    ):
+        read_supervised(lines(tmp_path, {"prompt": "1+1=", "reponse": "2"}))
+    with pytest.raises(DataError, match="line 1: no field 'prompt' or 'messages'"):
+        read_supervised(lines(tmp_path, {"response": "2"}))
+    with pytest.raises(DataError, match="no assistant turn"):
+        read_supervised(lines(tmp_path, {"messages": CHAT}))
+
+
+def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
+    good = {"prompt": "1+1=", "answer": "2"}
+    message = refusal(tmp_path, good, {"promt": "1+1=", "answer": "2"})
+    assert "sums.jsonl, line 2: no field 'prompt'; the fields found are 'promt', 'answer'; rename 'promt'" in message
+    assert "found field 'data_sources', expected 'data_source'" in refusal(tmp_path, {**good, "data_sources": "x"})
+    assert "no field 'answer'; the fields found are 'prompt', 'answer'" in refusal(tmp_path, {**good, "answer": None})
+    assert "answer is int '2', expected text" in refusal(tmp_path, {**good, "answer": 2})
+    assert "extra is str 'x', expected an object" in refusal(tmp_path, {**good, "extra": "x"})
+    assert "prompt is list '[]', expected a list of chat messages" in refusal(tmp_path, {**good, "prompt": []})
+    assert "line 1, prompt: no field 'content'" in refusal(tmp_path, {**good, "prompt": [{"role": "user"}]})
+    ends = [*CHAT, {"role": "assistant", "content": "2"}]
+    assert "ends with an assistant message" in refusal(tmp_path, {**good, "prompt": ends})
+    # A field that no one knows is somebody else's, and stays unread.
+    assert read_prompts(lines(tmp_path, {**good, "level": 3}))[0].extra == "{}"
+
+
+def test_broken_lines(tmp_path: Path) -> None:
+    good = {"prompt": "1+1=", "answer": "2"}
+    assert "line 3: not JSON" in refusal(tmp_path, good, "", '{"prompt": "1')
+    assert "line 1: found list, expected a JSON object" in refusal(tmp_path, "[1]")
+    assert "sums.jsonl does not exist" in refusal_of(tmp_path / "none" / "sums.jsonl")
+
+
+def refusal_of(path: Path) -> str:
+    with pytest.raises(DataError) as caught:
+        read_prompts(path)
+    return str(caught.value)
+
+
+def test_what_cannot_be_read_says_what_can(tmp_path: Path) -> None:
+    import datasets
+
+    (tmp_path / "sums.csv").write_text("prompt,answer\n")
+    assert "suffix '.csv', expected a .jsonl file, a .parquet file" in refusal_of(tmp_path / "sums.csv")
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1")
+    assert "torn.parquet: cannot be read as Parquet" in refusal_of(tmp_path / "torn.parquet")
+    (tmp_path / "folder").mkdir()
+    assert "folder: not a folder saved by Hugging Face datasets" in refusal_of(tmp_path / "folder")
+    split = datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "both"))
+    assert f"several splits; point data.train_path at one of them: {tmp_path / 'both' / 'train'}" in refusal_of(
+        tmp_path / "both"
+    )
+    assert len(read_prompts(tmp_path / "both" / "train")) == 1

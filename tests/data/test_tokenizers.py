@@ -1,0 +1,83 @@
+"""Tokenizers made here round-trip text and load from disk alone; what is not a tokenizer is refused at once."""
+
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from verl_ray.data.tokenizers import character_tokenizer, encode, load_tokenizer, render, train_bpe, wants_chat_template
+from verl_ray.errors import DataError, ModelError
+
+TEXTS = ["What is 12 plus 7? It is 19.", "Ünïcode, tabs\tand\nlines stay as they are  .", "漢字 🙂"]
+
+
+def test_characters_are_the_whole_vocabulary(tmp_path: Path) -> None:
+    character_tokenizer(tmp_path, "0123456789+=")
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) == 14
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (0, 1)
+    ids = encode(tokenizer, ["12+7=", "0"], special=True, where=str)
+    assert ids[0].tolist() == [3, 4, 12, 9, 13]
+    assert (ids.values.dtype, ids.offsets.tolist()) == (np.int32, [0, 5, 6])
+    assert tokenizer.decode([3, 4, 12, 9, 13, 1], skip_special_tokens=True) == "12+7="
+    assert tokenizer("9<eos>")["input_ids"] == [11, 1]
+
+
+def test_a_text_without_tokens_is_named(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(tmp_path, "01")
+    with pytest.raises(DataError, match=r"row 2: the tokenizer .* cannot encode 'a'"):
+        encode(tokenizer, ["0", "1", "a", "b"], special=True, where=lambda index: f"row {index}")
+    with pytest.raises(ModelError, match="a character occurs twice"):
+        character_tokenizer(tmp_path, "00")
+
+
+def test_bpe_round_trips_every_text(tmp_path: Path) -> None:
+    train_bpe(tmp_path, TEXTS[:1] * 20, 300)
+    tokenizer = load_tokenizer(tmp_path)
+    assert len(tokenizer) <= 300
+    ids = encode(tokenizer, TEXTS, special=False, where=str)
+    assert [tokenizer.decode(ids[row]) for row in range(3)] == TEXTS
+    assert len(ids[0]) < len(TEXTS[0]) / 2  # it has learnt merges
+    assert tokenizer.eos_token == "<|im_end|>"
+    with pytest.raises(ModelError, match="vocabulary of 258 tokens: expected at least 259"):
+        train_bpe(tmp_path, TEXTS, 258)
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    tokenizer = train_bpe(tmp_path / "chat", TEXTS, 280)
+    conversations: list[list[dict[str, object]]] = [[{"role": "user", "content": "1+1?"}]]
+    texts = render(tokenizer, conversations, add_generation_prompt=True, where=str)
+    assert texts == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"]
+    ids = encode(tokenizer, texts, special=False, where=str)[0]
+    assert np.isin(ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 3
+    assert wants_chat_template(load_tokenizer(tmp_path / "chat"), "auto") is True
+    assert wants_chat_template(tokenizer, False) is False
+    plain = character_tokenizer(tmp_path / "plain", "01")
+    assert wants_chat_template(plain, "auto") is False
+    with pytest.raises(DataError, match=r"data\.apply_chat_template = true, .* has no chat template"):
+        wants_chat_template(plain, True)
+    tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
+    with pytest.raises(DataError, match=r"0: the chat template refuses the messages .*no system messages"):
+        render(tokenizer, conversations, add_generation_prompt=True, where=str)
+
+
+def test_only_local_directories_are_loaded(tmp_path: Path) -> None:
+    start = time.monotonic()
+    with pytest.raises(ModelError, match=r"Qwen/Qwen3-0\.6B is not a directory; set model\.path"):
+        load_tokenizer("Qwen/Qwen3-0.6B")
+    assert time.monotonic() - start < 0.5  # no hub was asked
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"found config\.json, expected tokenizer\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{torn")
+    with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
+    tokenizer = character_tokenizer(tmp_path, "01")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(str(tmp_path))
+    with pytest.raises(ModelError, match="no eos_token, by which responses end"):
+        load_tokenizer(tmp_path)
