@@ -41,10 +41,11 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
 @pytest.fixture(scope="session")
 def rollout_config() -> Callable[..., RolloutConfig]:
     def config(**changes: object) -> RolloutConfig:
-        values: dict[str, object] = dict(
-            group_size=2, max_response_tokens=16, temperature=1.0, top_p=1.0, top_k=-1, num_replicas=1,
-            tensor_parallel=1, dtype="float32", kv_cache_gib=0.03125, stream_rows=1, sleep="never", vllm_args={},
-        )  # fmt: skip
+        values: dict[str, object] = {
+            "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+            "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
+            "sleep": "never", "vllm_args": {},
+        }  # fmt: skip
         return RolloutConfig.model_validate(values | changes)
 
     return config

@@ -196,7 +196,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     norms = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
     manifest = Manifest(tuple(Parameter(name, (128,), "float32") for name in norms))
     both = plan_buckets(manifest, 1 << 20)[0]
-    first, second = plan_buckets(manifest, 512)
+    first, _ = plan_buckets(manifest, 512)
     address = create("refused", both.nbytes)
     transport = address.open()
     shards = [

@@ -34,7 +34,8 @@ def model(path: Path, load_reference: Callable[[Path], PreTrainedModel]) -> PreT
 
 @pytest.fixture(scope="module")
 def shared(start_vllm: Callable[..., VllmEngine], path: Path) -> VllmEngine:
-    return start_vllm(path, initial_version=0, kv_cache_gib=KV_BYTES / 2**30)
+    # Blocks of 32 tokens, so that a prompt of 70 has some in the prefix cache.
+    return start_vllm(path, initial_version=0, kv_cache_gib=KV_BYTES / 2**30, vllm_args={"block_size": 32})
 
 
 @pytest.fixture
@@ -129,7 +130,7 @@ def test_requests_beyond_the_engine_are_refused(engine: VllmEngine) -> None:
         RolloutError, match="90 prompt tokens and up to 12 response tokens are more than the engine's 96"
     ):
         engine.submit([Request(0, np.full(90, 3, np.int32), _sampling(), seed=0)])
-    with pytest.raises(RolloutError, match="rollout.temperature = 3.0: vLLM samples at 0"):
+    with pytest.raises(RolloutError, match=r"rollout.temperature = 3.0: vLLM samples at 0"):
         engine.submit([Request(0, _prompts(1)[0], _sampling(temperature=3.0), seed=0)])
     with pytest.raises(RolloutError, match="no adapter 'a' is loaded"):
         engine.submit([Request(0, _prompts(1)[0], _sampling(), seed=0, adapter="a")])
@@ -190,6 +191,10 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
 
     engine.sleep("weights")
     assert awake - engine.memory_bytes > 0.95 * KV_BYTES
+    # This model is too small to be seen in the resident set: no storage is left, neither plain nor packed.
+    asleep = engine._core.engine_core.model_executor.driver_worker.worker.model_runner.model
+    assert sum(parameter.untyped_storage().nbytes() for parameter in asleep.parameters()) == 0
+    assert {getattr(module, "cpu_linear", None) for module in asleep.modules()} == {None}
     engine.wake("weights")
     publish(engine, model, 4)
     assert awake - engine.memory_bytes > 0.9 * KV_BYTES  # the KV cache still sleeps
@@ -198,10 +203,8 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
     assert _worst(engine, model, reference_log_probs) < 1e-4
 
 
-def test_an_engine_that_fails_says_so_and_stays_failed(
-    start_vllm: Callable[..., VllmEngine], path: Path, rollout_config: Callable[..., object]
-) -> None:
-    with pytest.raises(RolloutError, match="is not a local model directory: it has no config.json"):
+def test_an_engine_that_fails_says_so_and_stays_failed(start_vllm: Callable[..., VllmEngine], path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"is not a local model directory: it has no config.json"):
         start_vllm(path / "nothing")
     with pytest.raises(RolloutError, match=r"rollout.vllm_args sets \['max_model_len'\], which other keys"):
         start_vllm(path, vllm_args={"max_model_len": 12})

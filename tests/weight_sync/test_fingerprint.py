@@ -68,6 +68,14 @@ def test_what_it_sees(dtype: torch.dtype) -> None:
     assert len(set(prints.values())) == len(prints)
 
 
+@pytest.mark.parametrize("offset", range(9))
+def test_where_a_tensor_lies_in_memory_does_not_matter(offset: int) -> None:
+    flat = _random((9 + 24,), torch.bfloat16)
+    view = flat[offset : offset + 24]
+    for tensor in (view, view.view(3, 8), view.view(8, 3), view.view(8, 3).T, view.view(3, 8)[:, :1]):
+        assert fingerprint(tensor) == fingerprint(tensor.clone(memory_format=torch.contiguous_format))
+
+
 def test_a_transposed_square_differs() -> None:
     tensor = _random((16, 16), torch.float32)
     assert fingerprint(tensor) != fingerprint(tensor.T)

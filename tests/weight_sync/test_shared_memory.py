@@ -1,5 +1,4 @@
 import multiprocessing
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -108,8 +107,13 @@ def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:
 
 
 def test_files_of_a_dead_owner_are_removed_and_those_of_a_live_one_stay(address: SharedMemoryAddress) -> None:
-    code = "import os; from verl_ray.weight_sync.shared_memory import create; print(*create('dies', 64).paths); os._exit(9)"
-    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=os.getcwd())
+    code = """
+import os
+from verl_ray.weight_sync.shared_memory import create
+print(*create("dies", 64).paths, flush=True)
+os._exit(9)
+"""
+    died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = died.stdout.split()
     assert died.returncode == 9
     assert len(left) == 2 and all(Path(path).exists() for path in left)

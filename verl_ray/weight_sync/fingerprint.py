@@ -47,7 +47,8 @@ def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:
     """
     if tensor.numel() == 0:
         return EMPTY
-    bits = tensor.detach().reshape(tensor.shape or (1,)).contiguous()
+    shape = tensor.shape or (1,)
+    bits = tensor.detach().contiguous().view(-1).view(shape)  # the strides of dims of size 1 may be anything before
     start = part.start if part is not None and part.start else (0,) * bits.dim()
     per_lane = _LANE_BYTES // bits.element_size()
     bits = bits.view(_BITS[bits.element_size()])
@@ -55,6 +56,8 @@ def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:
     right = -(left + bits.shape[-1]) % per_lane
     if left or right:
         bits = torch.nn.functional.pad(bits, (left, right))
+    elif bits.storage_offset() % per_lane:
+        bits = bits.clone()  # lanes must begin where the memory of the storage has them
     lanes = bits.view(torch.int64)
     first = (*start[:-1], start[-1] // per_lane)
 
