@@ -47,6 +47,14 @@ def test_chat_messages_and_defaults_in_all_formats(tmp_path: Path) -> None:
         assert record == PromptRecord(record.where, CHAT, "2", "chats", "{}")
 
 
+def test_fields_of_other_messages_stay_absent(tmp_path: Path) -> None:
+    named = [{"role": "user", "content": "1+1?", "name": "Ann"}]
+    records: list[dict[str, object]] = [{"prompt": CHAT, "answer": "2"}, {"prompt": named, "answer": "2"}]
+    for path in formats(write_records(records, tmp_path, "chats")):
+        # Columnar formats store every message with every field, null where it has none.
+        assert [record.prompt for record in read_prompts(path)] == [CHAT, named]
+
+
 def test_supervised_records(tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "2"}
     path = lines(

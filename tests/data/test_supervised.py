@@ -27,12 +27,16 @@ def chat(tmp_path: Path) -> Any:
     return train_bpe(tmp_path / "chat", ["1+1?"], 270)
 
 
+def config(**changes: object) -> DataConfig:
+    values = {"train_path": "-", "validation_path": None, "prompts_per_step": 4, "max_prompt_tokens": 64}
+    values |= {"overlong": "refuse", "shuffle": False, "apply_chat_template": "auto", **changes}
+    return DataConfig.model_validate(values)
+
+
 def source(tmp_path: Path, tokenizer: Any, *records: dict[str, object], max_tokens: int = 64, **data: object) -> Any:
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    values = {"train_path": str(path), "validation_path": None, "prompts_per_step": 4, "max_prompt_tokens": 64}
-    values |= {"overlong": "refuse", "shuffle": False, "apply_chat_template": "auto", **data}
-    return SupervisedSource(str(path), tokenizer, DataConfig.model_validate(values), max_tokens=max_tokens, seed=0)
+    return SupervisedSource(str(path), tokenizer, config(**data), max_tokens=max_tokens, seed=0)
 
 
 def spelt(rows: Any, tokenizer: Any, row: int) -> tuple[str, str]:
@@ -57,14 +61,31 @@ def test_a_chat_turn_follows_what_a_rollout_starts_from(tmp_path: Path, chat: An
     records = [{"prompt": [USER], "response": "2"}, {"prompt": "1+1?", "response": "2"}, {"messages": [USER, TWO]}]
     rows = source(tmp_path, chat, *records).all()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": [USER], "answer": "2"}))
-    values = {"train_path": "-", "validation_path": None, "prompts_per_step": 1, "max_prompt_tokens": 64}
-    values |= {"overlong": "refuse", "shuffle": False, "apply_chat_template": "auto"}
-    prompt = PromptSource(str(tmp_path / "prompts.jsonl"), chat, DataConfig.model_validate(values), seed=0).all()
+    prompt = PromptSource(str(tmp_path / "prompts.jsonl"), chat, config(), seed=0).all()
     for row in range(3):
         one = rows.select([row])
         assert one.tokens[~one.response_mask].tolist() == prompt.tokens.tolist()
         assert spelt(rows, chat, row)[1] == "2<|im_end|>"
         assert one.tokens[-1] == chat.eos_token_id
+
+
+def test_the_first_token_of_a_text_stands_once(tmp_path: Path, chat: Any) -> None:
+    """A tokenizer that opens every text with a token of its own: in front of a row, never in the middle."""
+    from tokenizers.processors import TemplateProcessing
+
+    opening = chat.convert_tokens_to_ids("<|endoftext|>")
+    chat.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", opening)]
+    )
+    pair = {"prompt": "1+1=", "response": "2"}
+    text = source(tmp_path, chat, pair, apply_chat_template=False).all()
+    assert spelt(text, chat, 0) == ("<|endoftext|>1+1=2<|im_end|>", "2<|im_end|>")
+    assert opening not in source(tmp_path, chat, pair).all().tokens  # the template writes its own
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}))
+    for choice, count in ((False, 1), (True, 0)):
+        drawn = PromptSource(str(prompts), chat, config(apply_chat_template=choice), seed=0).all()
+        assert drawn.tokens.tolist().count(opening) == count
 
 
 def test_every_assistant_turn_is_learnt(tmp_path: Path, chat: Any) -> None:
