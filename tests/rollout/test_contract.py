@@ -244,3 +244,13 @@ def test_a_commit_returns_the_fingerprints(
     assert {name: found.numel for name, found in prints.items()} == {
         name: tensor.numel() for name, tensor in model.state_dict().items()
     }
+
+
+def test_a_closed_engine_is_of_no_more_use() -> None:
+    engine = ScriptedEngine(lambda asked: [(1, -1.0)], initial_version=0)
+    engine.submit([_request(1)])
+    engine.close()
+    engine.close()
+    assert engine.unfinished == 0
+    with pytest.raises(RolloutError, match="of no more use, start another: it was closed"):
+        engine.step()

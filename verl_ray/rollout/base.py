@@ -102,6 +102,7 @@ class RolloutEngine(ABC):
         self._update: _Update | None = None
         self._asleep: frozenset[Part] = frozenset()
         self._failure: str | None = None
+        self._closed = False
         self._open: dict[int, _Open] = {}
         self._changed = threading.Condition()  # guards the three below
         self._paused = False
@@ -266,6 +267,14 @@ class RolloutEngine(ABC):
             self._update = None
             self._abandon_load()
 
+    def close(self) -> None:
+        """Release everything; the engine is of no more use. Again is no error."""
+        if not self._closed:
+            self._closed = True
+            self._failure = self._failure or "it was closed"
+            self._open.clear()
+            self._release()
+
     # ------------------------------------------------------------------------------------ what an engine implements
 
     @property
@@ -274,8 +283,7 @@ class RolloutEngine(ABC):
         """On a CPU the resident set of all processes of the engine; on GPUs what is in use on its devices."""
 
     @abstractmethod
-    def close(self) -> None:
-        """Release everything. The engine is of no more use."""
+    def _release(self) -> None: ...
 
     @abstractmethod
     def _add(self, requests: Sequence[Request]) -> None: ...

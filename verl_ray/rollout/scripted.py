@@ -33,9 +33,7 @@ class ScriptedEngine(RolloutEngine):
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
-    def close(self) -> None:
-        self._failure = self._failure or "it was closed"
-        self._open.clear()
+    def _release(self) -> None:
         self._left.clear()
         self.weights.clear()
 

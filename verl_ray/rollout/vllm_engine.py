@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from verl_ray.config.schema import RolloutConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import RolloutError
+from verl_ray.errors import RolloutError, VerlRayError
 from verl_ray.rollout.base import Part, Progress, Request, RolloutEngine, Sampling
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -92,12 +92,13 @@ class VllmEngine(RolloutEngine):
         self._max_model_len = max_model_len
         try:
             vllm_config = _vllm_config(model_path, config, max_model_len, seed, device, initial_version is None)
+            self._end_tokens = _end_tokens(model_path, vllm_config)
             self._core: InprocClient = _start(vllm_config)
-        except RolloutError:
+        except VerlRayError:
             raise
         except Exception as error:
             raise RolloutError(f"vLLM did not start on {model_path} ({device}): {error}") from error
-        self._end_tokens = _end_tokens(model_path, vllm_config)
+        self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
         self._params: dict[Sampling, SamplingParams] = {}
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -178,6 +179,8 @@ class VllmEngine(RolloutEngine):
     # ---------------------------------------------------------------------------------------------------- memory
 
     def _free(self, parts: frozenset[Part]) -> None:
+        if not self._can_sleep:
+            raise RolloutError("the rollout engine was started with rollout.sleep = never and cannot sleep")
         core = self._core.engine_core
         while core.scheduler.has_requests():
             self._core.get_output()  # the workers are told of ended requests with the next, empty, batch
@@ -214,9 +217,7 @@ class VllmEngine(RolloutEngine):
     def _abandon_load(self) -> None:
         self._core.collective_rpc("weights_abandon")
 
-    def close(self) -> None:
-        self._failure = self._failure or "it was closed"
-        self._open.clear()
+    def _release(self) -> None:
         self._core.collective_rpc("weights_close")
         self._core.shutdown()
         del self._core
@@ -257,6 +258,7 @@ def _vllm_config(
         "load_format": "dummy" if without_weights else "auto",
         "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
         "disable_log_stats": True,
+        "use_tqdm_on_load": False,
     }
     preferred: dict[str, Any] = {"enable_prefix_caching": True}
     if device == "cpu":
