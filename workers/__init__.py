@@ -1,0 +1,1 @@
+"""The roles: one class each over the engine contracts, one Ray process per rank. They know no driver."""

@@ -22,6 +22,7 @@ class LossInputs:
     """Columns of a TrainingBatch at the tokens a loss looks at, float32 [read]; absent ones are None."""
 
     row: Tensor  # int64 [read]: which row of the micro-batch each token belongs to
+    rollout_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
@@ -81,7 +82,19 @@ class PolicyObjective:
             divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
             loss = loss + self.kl_coefficient * divergence
             metrics["actor/kl_loss"] = divergence.detach()
+        if inputs.rollout_log_probs is not None:
+            metrics |= _mismatch(log_probs.detach(), inputs.rollout_log_probs)
         return TokenLoss(loss, metrics)
+
+
+def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
+    """How far what the trainer computes is from what the sampler said; 0 but for rounding while both hold one policy."""
+    difference = log_probs.exp() - rollout_log_probs.exp()
+    return {
+        "training/rollout_probs_diff_mean": difference.abs(),
+        "rollout_corr/kl": KL_ESTIMATORS["k1"](rollout_log_probs, log_probs),
+        "rollout_corr/k3_kl": KL_ESTIMATORS["k3"](rollout_log_probs, log_probs),
+    }
 
 
 @dataclass(frozen=True)
@@ -114,5 +127,5 @@ class SupervisedObjective:
         log_probs = _given(outputs.log_probs, "log_probs")
         greedy = _given(outputs.greedy, "greedy")
         return TokenLoss(
-            -log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.to(torch.float32)}
+            -log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.float()}
         )

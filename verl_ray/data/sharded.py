@@ -85,9 +85,13 @@ class Sharded(Generic[B]):
         return self.columns[name]
 
     def select(self, rows: npt.ArrayLike) -> Sharded[B]:
-        """The given rows, in the given order. Parts that no row refers to any more are let go."""
+        """The given rows, in the given order. Parts that no row refers to any more are let go, but for one: no rows
+        at all still have columns, and only a stored batch knows which.
+        """
         rows = np.asarray(rows, dtype=np.int64)
         used, part = np.unique(self.part[rows], return_inverse=True)
+        if not len(used):
+            used = np.arange(min(1, len(self.parts)))
         return Sharded(
             self.stage,
             tuple(self.parts[i] for i in used.tolist()),

@@ -71,6 +71,13 @@ class Scores(Batch):
     health: npt.NDArray[np.int8] = row(np.int8)  # a rewards.Health
     detail: Ragged = ragged(np.uint8)  # UTF-8: why it failed; empty where it did not
 
+    @classmethod
+    def ok(cls, score: Float32) -> Scores:
+        """Scores that no function can fail to give."""
+        rows = len(score)
+        nothing = Ragged(np.empty(0, np.uint8), np.zeros(rows + 1, np.int64))
+        return cls(offsets=nothing.offsets, score=score, health=np.zeros(rows, np.int8), detail=nothing)
+
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogProbs(Batch):
@@ -82,9 +89,29 @@ class LogProbs(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Values(Batch):
-    """The critic's estimate before each token."""
+    """The critic's estimate before each token, and after the last one."""
 
     values: Float32 = token(np.float32)  # 0 outside the response mask
+    final_value: Float32 = row(np.float32)  # after the row's last token
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Divergence(Batch):
+    """How far the policy is from the reference on each response. No token columns: every row has length 0."""
+
+    kl: Float32 = row(np.float32)  # sum over the response tokens
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class RowRewards(Batch):
+    """What the driver decided about each response from the scores. No token columns: every row has length 0."""
+
+    reward: Float32 = row(np.float32)  # of the whole response, after shaping; 0 where there is none
+    advantage: Float32 = row(np.float32)  # against the response's group; 0 where the baseline is per token
+    in_loss: Bool = row(np.bool_)  # False: no score, or kept out by the algorithm; its tokens are not learned from
+
+
+Statistics = npt.NDArray[np.float64]  # [rows, 4]: sum, sum of squares, maximum, minimum over the response tokens
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -93,10 +120,13 @@ class Credit(Batch):
 
     advantages: Float32 = token(np.float32)  # 0 outside the response mask
     returns: Float32 | None = token(np.float32, optional=True)  # targets of the critic; absent without one
-    reward: Float32 = row(np.float32)  # of the whole response, after shaping
-    kl_penalty: Float32 = row(np.float32)  # sum over the response of the divergence charged, before its coefficient
-    advantage_sum: npt.NDArray[np.float64] = row(np.float64)
-    advantage_square_sum: npt.NDArray[np.float64] = row(np.float64)
+    in_loss: Bool = row(np.bool_)  # as in RowRewards
+    reward: Float32 = row(np.float32)  # of the whole response, the divergence charged included
+    kl: Float32 = row(np.float32)  # divergence from the reference over the response, before its coefficient
+    advantage_statistics: Statistics = row(np.float64, 4)
+    return_statistics: Statistics | None = row(np.float64, 4, optional=True)
+    value_statistics: Statistics | None = row(np.float64, 4, optional=True)
+    residual_statistics: Statistics | None = row(np.float64, 4, optional=True)  # of returns - values
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -104,6 +134,7 @@ class TrainingBatch(Rows):
     """What a loss may look at: the tokens under the response mask. Columns that an algorithm does not use are absent."""
 
     loss_weight: Float32 = row(np.float32)  # of each of the row's token losses: aggregation as one number per row
+    rollout_log_probs: Float32 | None = token(np.float32, optional=True)
     old_log_probs: Float32 | None = token(np.float32, optional=True)
     ref_log_probs: Float32 | None = token(np.float32, optional=True)
     advantages: Float32 | None = token(np.float32, optional=True)

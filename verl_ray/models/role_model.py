@@ -22,9 +22,6 @@ HeadKind = Literal["policy", "value"]
 VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
 LANGUAGE_HEAD = "lm_head.weight"
 
-# Tokens whose logits are held at once: 4,096 x a vocabulary of 150,000 is 2.4 GB in float32.
-CHUNK_TOKENS = 4096
-
 
 @dataclass(frozen=True)
 class Outputs:
@@ -85,7 +82,7 @@ class RoleModel(nn.Module):
         head = self.hf.get_output_embeddings()
         found = head_log_probs(
             read, head.weight, rows.targets, temperature=outputs.temperature, with_entropy=outputs.entropy,
-            with_greedy=outputs.greedy, chunk_tokens=CHUNK_TOKENS,
+            with_greedy=outputs.greedy,
         )  # fmt: skip
         return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy)
 

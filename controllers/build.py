@@ -1,0 +1,169 @@
+"""From a configuration to wired worker groups: which processes, which roles in them, on which bundles.
+
+Invariant: the plan is a pure function of the configuration and the machine's shape; starting it is one transaction.
+Deliberately not here: what the groups are asked to do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.cluster.placement import ProcessSet, cpu_share
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import Config, ModelRole, RLConfig, SupervisedRole, TrainedRole
+from verl_ray.engine.base import EngineSpec
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.rollout import RolloutSpec, RolloutWorker
+
+ROLES = ("actor", "critic", "reference", "reward", "rollout")
+SHARED = "shared"  # the bundles that colocated processes sit in
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the plan must know of the cluster: cores of its smallest node, all cores, all GPUs."""
+
+    cores_per_node: int
+    cores: int
+    gpus: int
+
+    @classmethod
+    def of(cls, session: Session) -> Shape:
+        nodes = [node.total for node in session.resources()]
+        cores = [int(node.get("CPU", 0)) for node in nodes]
+        return cls(max(1, min(cores)), max(1, sum(cores)), int(sum(node.get("GPU", 0) for node in nodes)))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `start_groups` needs, and what the user should know about it."""
+
+    sets: tuple[ProcessSet, ...]
+    roles: Mapping[str, Role[Any]]
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class System:
+    """The running groups of one job. A role that the algorithm does without is None."""
+
+    groups: Groups
+    actor: WorkerGroup[ActorWorker]
+    critic: WorkerGroup[CriticWorker] | None
+    reference: WorkerGroup[ReferenceWorker] | None
+    reward: WorkerGroup[RewardWorker] | None
+    rollout: WorkerGroup[RolloutWorker] | None
+    has_gpus: bool
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.groups.close()
+
+
+def start(config: Config, session: Session) -> System:
+    """Start every role of the job, or nothing."""
+    shape = Shape.of(session)
+    plan = plan_processes(config, shape)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    groups = start_groups(
+        plan.sets,
+        list(plan.roles.values()),
+        start_deadline_s=config.run.start_deadline_s,
+        call_deadline_s=config.run.call_deadline_s,
+        log_dir=Path(config.run.dir) / "logs",
+    )
+
+    def group(name: str) -> Any:
+        return groups[plan.roles[name]] if name in plan.roles else None
+
+    return System(groups, *(group(name) for name in ROLES), has_gpus=shape.gpus > 0)
+
+
+def plan_processes(config: Config, shape: Shape) -> Plan:
+    """Process sets and roles of a job.
+
+    Colocated, the model roles of one backend share a process per rank; different backends never share one. The
+    rollout engine has processes of its own, in the same bundles. Grading needs no device, and has its own bundles.
+    """
+    gpu = 1 if shape.gpus else 0
+    colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
+    home: dict[str, str] = {
+        name: f"{role.backend.kind} trainer" if colocated else name for name, role in config.model_roles.items()
+    }
+    counts = {home[name]: role.num_ranks for name, role in config.model_roles.items()}
+    if isinstance(config, RLConfig):
+        counts |= {"rollout": config.rollout.num_replicas, "reward": config.reward.num_ranks}
+    processes = sum(counts.values())
+    share, warning = cpu_share(processes, shape.cores)
+    threads = threads_per_rank(config, counts, shape)
+
+    def one(name: str, gpus: int, process_group: bool, bundles: str) -> ProcessSet:
+        return ProcessSet(name, counts[name], share, gpus, bundles, threads.get(name, 1), process_group)
+
+    sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
+    roles: dict[str, Role[Any]] = {
+        name: Role(name, home[name], FACTORIES[name], (engine_spec(name, role, config),))
+        for name, role in config.model_roles.items()
+    }
+    if isinstance(config, RLConfig):
+        sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, SHARED if colocated else "rollout"))
+        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
+        sets.append(one("reward", 0, False, "reward"))
+        roles["reward"] = Role("reward", "reward", RewardWorker, (config.reward, config.actor.model.path))
+    return Plan(tuple(sets), roles, () if warning is None or gpu else (warning,))
+
+
+FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker}
+
+
+def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) -> dict[str, int]:
+    """CPU threads of each process of a set.
+
+    Trainers and rollout engines take turns, so each may use all cores of its node; processes of one set, and sets of
+    trainers, work at the same time and divide them.
+    """
+    if config.run.threads_per_rank != "auto":
+        return dict.fromkeys(counts, config.run.threads_per_rank)
+    trainers = sum(count for name, count in counts.items() if name not in ("rollout", "reward"))
+    working = {name: counts[name] if name in ("rollout", "reward") else trainers for name in counts}
+    return {name: max(1, shape.cores_per_node // count) if name != "reward" else 1 for name, count in working.items()}
+
+
+def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
+    learns = isinstance(role, SupervisedRole)
+    return EngineSpec(
+        role=name,
+        model_path=role.model.path,
+        head="value" if name == "critic" else "policy",
+        backend=role.backend,
+        optimizer=role.optimizer if learns else None,
+        schedule_steps=config.run.total_steps * updates_per_step(role, config) if learns else 0,
+        seed=config.run.seed,
+    )
+
+
+def updates_per_step(role: SupervisedRole, config: Config) -> int:
+    """Optimizer steps of one training step."""
+    if not isinstance(config, RLConfig) or not isinstance(role, TrainedRole):
+        return 1
+    rows = config.data.prompts_per_step * config.rollout.group_size
+    return role.epochs * -(-rows // (role.mini_batch_size or rows))
+
+
+def rollout_spec(config: RLConfig) -> RolloutSpec:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed)

@@ -1,0 +1,83 @@
+"""Held-out problems: greedy or sampled responses, their accuracy per data source, and rollouts for people to read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from controllers import measures
+from controllers.generation import Producer
+from controllers.measures import Metrics
+from verl_ray.cluster.store import read
+from verl_ray.config.schema import Config, RLConfig
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.stages import Finish
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.health import Health
+from verl_ray.tracking.base import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Evaluator:
+    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        assert config.data.validation_path is not None, "the configuration requires it where there is an evaluation"
+        self._config, self._tokenizer = config, tokenizer
+        source = PromptSource(config.data.validation_path, tokenizer, config.data, config.run.seed)
+        self._prompts = source.all(config.evaluation.num_prompts)
+
+    def evaluate(self, producer: Producer, policy_version: int, timers: Timers) -> tuple[Metrics, list[Sample]]:
+        """Accuracy of the present policy on the held-out problems, and the first rollouts as text.
+
+        A response whose grading failed counts as wrong here, and val-aux/failed_scores counts it.
+        """
+        wanted = self._config.evaluation
+        with timers("testing"):
+            experience = producer.produce(self._prompts, policy_version, timers, producer.evaluation())
+        scores, failed = experience.scores.row("score"), experience.scores.row("health") != Health.OK
+        sources = np.repeat(self._prompts.data_source.texts(), wanted.group_size).tolist()
+        metrics = measures.accuracy(sources, np.where(failed, np.float32(0), scores), wanted.group_size)
+        metrics |= {
+            "val-aux/failed_scores": float(failed.sum()),
+            "val-aux/num_prompts": float(self._prompts.num_rows),
+            "val-aux/response_length/mean": float(experience.rollouts.row("response_length").mean()),
+        }
+        shown = np.arange(min(wanted.samples, len(experience.rollouts)))
+        rows = read(experience.rollouts.select(shown), self._config.run.call_deadline_s)
+        samples = [
+            Sample(
+                prompt=self._text(rows.tokens[start : start + prompt]),
+                response=self._text(rows.tokens[start + prompt : end]),
+                answer=answer,
+                data_source=source,
+                score=float(score),
+                truncated=bool(finish == Finish.LENGTH),
+            )
+            for start, end, prompt, answer, source, score, finish in zip(
+                rows.offsets, rows.offsets[1:], rows.prompt_length, rows.answer.texts(), rows.data_source.texts(),
+                scores[shown], rows.finish, strict=False,
+            )
+        ]  # fmt: skip
+        return metrics, samples
+
+    def _text(self, tokens: np.ndarray) -> str:
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def evaluate(config: Config) -> int:
+    """The command `evaluate`: one evaluation of model.path, or of the checkpoint that run.resume names."""
+    if not isinstance(config, RLConfig) or config.data.validation_path is None:
+        fix = "use --config-name ppo or grpo, with data.validation_path"
+        raise ConfigError([Problem("data.validation_path", None, "evaluation needs held-out problems", fix)])
+    from controllers.training import Job
+
+    with Job(config) as job:
+        metrics, samples = job.evaluate_once()
+    for name, value in metrics.items():
+        print(f"{name}: {value:.4f}")
+    for sample in samples:
+        print(f"{sample.prompt!r} -> {sample.response!r} (answer {sample.answer!r}, score {sample.score:g})")
+    return 0

@@ -1,0 +1,63 @@
+"""Producing experience: responses to prompts, each scored while others are still being generated.
+
+Invariant: rows come back in the order of their ids, whichever replica was faster, so what follows does not depend on
+timing. Used for training and for evaluation alike; they differ in sampling and in the random streams of their seeds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verl_ray.cluster.calls import Call
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.store import put, read
+from verl_ray.config.schema import RLConfig
+from verl_ray.data.buffer import Experience
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Prompts, Rollouts, Scores
+from verl_ray.profiling.timers import Timers
+from verl_ray.rollout.base import Sampling
+from workers.reward import RewardWorker
+from workers.rollout import Generation, RolloutWorker
+
+
+class Producer:
+    def __init__(
+        self, config: RLConfig, rollout: WorkerGroup[RolloutWorker], reward: WorkerGroup[RewardWorker]
+    ) -> None:
+        self._config, self._rollout, self._reward = config, rollout, reward
+
+    def produce(
+        self, prompts: Prompts, policy_version: int, timers: Timers, generation: Generation | None = None
+    ) -> Experience:
+        """Responses to all prompts, with their scores. `generation`: what to draw; None = as for training."""
+        what = generation or self.training()
+        pieces: list[Sharded[Rollouts]] = []
+        scoring: list[Call[Sharded[Scores]]] = []
+        with timers("gen"), timers.waiting():
+            for piece in self._rollout.stream(RolloutWorker.generate, put(prompts), what):
+                pieces.append(piece)
+                scoring.append(self._reward.route(RewardWorker.score, piece))
+        with timers("reward"), timers.waiting():
+            scores = Sharded.concat([call.result() for call in scoring])
+        rollouts = Sharded.concat(pieces)
+        order = np.argsort(rollouts.row("row_id"), kind="stable")
+        return Experience(rollouts.select(order), scores.select(order), policy_version)
+
+    def training(self) -> Generation:
+        rollout = self._config.rollout
+        return self._generation("train", rollout.group_size, rollout.temperature, rollout.top_p, rollout.top_k)
+
+    def evaluation(self) -> Generation:
+        wanted = self._config.evaluation
+        return self._generation("evaluate", wanted.group_size, wanted.temperature, 1.0, -1)
+
+    def first_failure(self, scores: Sharded[Scores], ok: np.ndarray) -> str:
+        """Why the first failed score failed."""
+        failed = scores.select(np.flatnonzero(~ok)[:1])
+        return read(failed, self._config.run.call_deadline_s).detail.texts()[0]
+
+    def _generation(self, purpose: str, group_size: int, temperature: float, top_p: float, top_k: int) -> Generation:
+        rollout = self._config.rollout
+        sampling = Sampling(temperature, top_p, top_k, rollout.max_response_tokens)
+        return Generation(purpose, group_size, sampling, self._config.run.seed, rollout.stream_rows)

@@ -1,0 +1,116 @@
+"""The numbers of a step under their published names, from the per-row columns that the driver holds.
+
+Invariant: pure functions of columns with one value (or one row of sums) per response; no token is looked at, and
+failed scores are counted, never averaged in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
+from verl_ray.engine.base import LossReport
+from verl_ray.ops.masked import Moments, explained_variance
+from verl_ray.rewards.health import Health, health_metrics
+from workers.actor import UpdateReport
+
+Metrics = dict[str, float]
+
+
+def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
+    """Mean, maximum and minimum; NaN of nothing."""
+    if not values.size:
+        return {f"{name}/{what}": float("nan") for what in ("mean", "max", "min")}
+    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+
+
+def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int) -> Metrics:
+    """Lengths and ends of prompts and responses."""
+    finish, response, prompt = (rollouts.row(name) for name in ("finish", "response_length", "prompt_length"))
+    whole = finish != Finish.ABORTED
+    return {
+        **spread("response_length", response),
+        "response_length/clip_ratio": float((finish == Finish.LENGTH).mean()),
+        **spread("response_length_non_aborted", response[whole]),
+        "response/aborted_ratio": float((~whole).mean()),
+        **spread("prompt_length", prompt),
+        "prompt_length/clip_ratio": float((prompt >= max_prompt_tokens).mean()),
+        **spread("num_turns", np.ones(len(rollouts))),
+        "perf/total_num_tokens": float(rollouts.num_tokens),
+        **balance(rollouts),
+    }
+
+
+def balance(rollouts: Sharded[Rollouts]) -> Metrics:
+    lengths = rollouts.lengths
+    return {
+        "global_seqlen/min": float(lengths.min()),
+        "global_seqlen/max": float(lengths.max()),
+        "global_seqlen/minmax_diff": float(lengths.max() - lengths.min()),
+        "global_seqlen/mean": float(lengths.mean()),
+    }
+
+
+def of_scores(scores: Sharded[Scores]) -> Metrics:
+    health = scores.row("health")
+    return {**spread("critic/score", scores.row("score")[health == Health.OK]), **health_metrics(health.tolist())}
+
+
+def of_credit(credit: Sharded[Credit], response_length: npt.NDArray[np.generic]) -> Metrics:
+    """Rewards per response; advantages, returns and values per response token."""
+    counted = credit.row("in_loss")
+    metrics = spread("critic/rewards", credit.row("reward")[counted])
+    tokens = int(response_length[counted].sum())
+    for name in ("advantage", "return", "value"):
+        column = credit.columns.get(f"{name}_statistics")
+        if column is not None:
+            table = column[counted]
+            mean = float(table[:, 0].sum() / tokens) if tokens else float("nan")
+            metrics |= {f"critic/{name}s/mean": mean}
+            metrics |= {f"critic/{name}s/max": float(table[:, 2].max(initial=-np.inf))}
+            metrics |= {f"critic/{name}s/min": float(table[:, 3].min(initial=np.inf))}
+    if "residual_statistics" in credit.columns:
+        residuals = moments(credit.row("residual_statistics")[counted], tokens)
+        returns = moments(credit.row("return_statistics")[counted], tokens)
+        metrics["critic/vf_explained_var"] = explained_variance(residuals, returns)
+    return metrics
+
+
+def moments(statistics: Statistics, tokens: int) -> Moments:
+    """The moments of all tokens whose rows these are."""
+    return Moments(tokens, float(statistics[:, 0].sum()), float(statistics[:, 1].sum()))
+
+
+def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
+    """Losses of a role's optimizer steps, each reported by every rank: token means over all of them."""
+    reports = [sum((rank.loss for rank in ranks), LossReport()) for ranks in updates]
+    steps = [ranks[0].step for ranks in updates]
+    norms = [step.grad_norm for step in steps if step.skipped is None]
+    return {
+        **sum(reports, LossReport()).means(),
+        f"{role}/loss": float(np.mean([report.loss for report in reports])),
+        f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
+        f"{role}/lr": steps[-1].lr,
+        f"{role}/skipped_steps": float(sum(step.skipped is not None for step in steps)),
+    }
+
+
+def per_token_ms(timings: Mapping[str, float], response_tokens: int, all_tokens: int) -> Metrics:
+    """timing_per_token_ms/<name>: generation per response token, everything else per token."""
+    tokens = dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)
+    tokens["gen"] = response_tokens
+    return {
+        f"timing_per_token_ms/{name}": 1e3 * timings[f"timing_s/{name}"] / count
+        for name, count in tokens.items()
+        if f"timing_s/{name}" in timings and count
+    }
+
+
+def accuracy(sources: Sequence[str], scores: npt.NDArray[np.float32], group_size: int) -> Metrics:
+    """Mean score per data source: val-core/<data source>/acc/mean@N. Failed scores count as wrong in `scores`."""
+    names = np.array(sources)
+    return {f"val-core/{name}/acc/mean@{group_size}": float(scores[names == name].mean()) for name in sorted(set(sources))}

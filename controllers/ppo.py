@@ -1,0 +1,286 @@
+"""Reinforcement learning, one step after another: the driver of PPO, GRPO and their kin.
+
+Invariant: `step` has one commit point, at its end (policy published, cursor advanced, metrics written); everything
+before it can be replayed from the last commit with the same result. The driver plans on lengths, ids and scores;
+tokens stay where they are. Deliberately not here: start-up and recovery (`training.py`), and any arithmetic on tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from controllers import measures
+from controllers.build import System
+from controllers.evaluation import Evaluator
+from controllers.generation import Producer
+from controllers.measures import Metrics
+from controllers.publishing import Publisher
+from verl_ray.algorithms.credit import judge
+from verl_ray.algorithms.kl_control import make
+from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.cluster.calls import Call, wait_all
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.store import put
+from verl_ray.config.schema import RLConfig, TrainedRole
+from verl_ray.data.batch import Int64
+from verl_ray.data.buffer import RolloutBuffer
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Scores, Values
+from verl_ray.errors import NonFiniteError, RewardError
+from verl_ray.ops.masked import Moments
+from verl_ray.profiling.memory import host_used_gib
+from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.health import Health
+from verl_ray.tracking.base import Sample
+from workers.actor import ActorWorker, MiniBatch, UpdateReport
+from workers.critic import CriticWorker
+from workers.reference import ReferenceWorker
+
+SYNCHRONOUS = 0  # how many policy versions rollouts may be behind
+MAX_SKIPPED_IN_A_ROW = 5  # optimizer steps without finite gradients before the run stops
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What the models say about the rollouts; None where the algorithm does not ask."""
+
+    old: Sharded[LogProbs] | None
+    reference: Sharded[LogProbs] | None
+    values: Sharded[Values] | None
+
+
+class Trainer:
+    """The four roles of one run, and the order in which they work."""
+
+    def __init__(self, config: RLConfig, system: System, prompts: PromptSource, evaluator: Evaluator | None) -> None:
+        assert system.rollout is not None and system.reward is not None
+        self.config, self.system = config, system
+        self.prompts, self.evaluator = prompts, evaluator
+        self.kl = make(config.algorithm.kl)
+        self.producer = Producer(config, system.rollout, system.reward)
+        self.publisher = Publisher(
+            system.actor, system.rollout, config.rollout,
+            shared_device=config.placement.kind == "colocated" and system.has_gpus,
+        )  # fmt: skip
+        self.buffer = RolloutBuffer(SYNCHRONOUS)
+        self.timers = Timers()
+        self.policy_version = -1
+        self.skipped_in_a_row = 0
+
+    def step(self, number: int) -> Metrics:
+        """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
+        with self.timers("step"):
+            self.produce()
+            experience = self.buffer.take(self.policy_version)
+            rollouts, scores = experience.rollouts, experience.scores
+            measured = self.measure(rollouts)
+            credit = self.assign_credit(rollouts, scores, measured)
+            metrics = self.learn(number, rollouts, credit, measured)
+            metrics |= self.publish(number)
+        return metrics | self.record(rollouts, scores, credit)
+
+    # ------------------------------------------------------------------------------------ the parts, in order
+
+    def produce(self) -> None:
+        """prompts -> generate -> score, each response as soon as it is finished -> buffer."""
+        batch = self.prompts.next_batch(self.config.data.prompts_per_step)
+        self.buffer.put(self.producer.produce(batch, self.policy_version, self.timers))
+        self.publisher.hand_back()
+
+    def measure(self, rollouts: Sharded[Rollouts]) -> Measured:
+        """Old log-probs, reference log-probs and values, in flight together."""
+        system, temperature = self.system, self.config.rollout.temperature
+        calls: dict[str, Call[Sharded[LogProbs]] | Call[Sharded[Values]]] = {}
+        if self.needs_old_log_probs:
+            calls["old_log_prob"] = system.actor.scatter(ActorWorker.compute_log_probs, rollouts, temperature)
+        if system.reference is not None:
+            calls["ref"] = system.reference.scatter(ReferenceWorker.compute_log_probs, rollouts, temperature)
+        if system.critic is not None:
+            calls["values"] = system.critic.scatter(CriticWorker.compute_values, rollouts)
+        found = {name: self.await_(name, call) for name, call in calls.items()}
+        return Measured(found.get("old_log_prob"), found.get("ref"), found.get("values"))
+
+    def assign_credit(
+        self, rollouts: Sharded[Rollouts], scores: Sharded[Scores], measured: Measured
+    ) -> Sharded[Credit]:
+        """Group baselines from the scores, here; everything per token, where the tokens are."""
+        algorithm, actor = self.config.algorithm, self.system.actor
+        ok = scores.row("health") == Health.OK
+        self._refuse_broken_grader(scores, ok)
+        with self.timers("adv"):
+            charge = None
+            if self.charges_whole_responses:
+                kl = self.await_("adv", actor.scatter(
+                    ActorWorker.diverge, rollouts, measured.old, measured.reference, algorithm))  # fmt: skip
+                charge = self.kl.coefficient * kl.row("kl")
+            rewards = judge(
+                algorithm, scores.row("score"), ok, rollouts.row("finish"), rollouts.row("group_id"),
+                rollouts.row("trajectory_id"), charge,
+            )  # fmt: skip
+            return self.await_("adv", actor.scatter(
+                ActorWorker.assign_credit, rollouts, put(rewards), measured.old, measured.reference, measured.values,
+                algorithm, self.kl.coefficient,
+            ))  # fmt: skip
+
+    def learn(
+        self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured
+    ) -> Metrics:
+        """Critic and actor updates, in flight together; each optimizer step sees a mini-batch cut here."""
+        actor, critic, config = self.system.actor, self.system.critic, self.config
+        critic_calls: list[Call[list[UpdateReport]]] = []
+        actor_calls: list[Call[list[UpdateReport]]] = []
+        if critic is not None and config.algorithm.value_loss is not None and measured.values is not None:
+            value = ValueObjective(config.algorithm.value_loss)
+            for rows in self.mini_batches(number, config.critic, len(rollouts)):
+                about = self.mini_batch(rollouts, credit, rows, config.algorithm.value_loss.aggregation)
+                parts = [column.select(rows) for column in (rollouts, credit, measured.values)]
+                critic_calls.append(critic.scatter(CriticWorker.update, *parts, about, value))
+        if number > config.algorithm.critic_warmup_steps:
+            policy = PolicyObjective(config.algorithm, config.rollout.temperature, self.kl.coefficient)
+            whitening = self.whitening(rollouts, credit)
+            for rows in self.mini_batches(number, config.actor, len(rollouts)):
+                about = self.mini_batch(rollouts, credit, rows, config.algorithm.aggregation)
+                columns = (rollouts, credit, measured.old, measured.reference)
+                parts = [None if column is None else column.select(rows) for column in columns]
+                actor_calls.append(actor.scatter(ActorWorker.update, *parts, about, whitening, policy))
+        metrics: Metrics = {}
+        for role, calls in (("critic", critic_calls), ("actor", actor_calls)):
+            if calls:
+                with self.timers(f"update_{role}"), self.timers.waiting():
+                    reports = wait_all(calls)
+                self._watch_gradients(role, reports)
+                metrics |= measures.of_updates(role, reports)
+        if config.algorithm.kl.place != "none":
+            metrics |= self._charge(credit)
+        return metrics
+
+    def publish(self, version: int) -> Metrics:
+        """The new policy into every rollout replica, verified, under its version."""
+        with self.timers("update_weights"), self.timers.waiting():
+            metrics = self.publisher.publish(version)
+        self.policy_version = version
+        return metrics
+
+    def record(self, rollouts: Sharded[Rollouts], scores: Sharded[Scores], credit: Sharded[Credit]) -> Metrics:
+        """The step in numbers."""
+        timings = self.timers.take()
+        response_tokens = int(rollouts.row("response_length").sum())
+        return {
+            **measures.of_rollouts(rollouts, self.config.data.max_prompt_tokens),
+            **measures.of_scores(scores),
+            **measures.of_credit(credit, rollouts.row("response_length")),
+            **timings,
+            **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
+            "perf/time_per_step": timings["timing_s/step"],
+            "perf/throughput": rollouts.num_tokens / timings["timing_s/step"],
+            "perf/cpu_memory_used_gb": host_used_gib(),
+            "training/epoch": float(self.prompts.epoch),
+        }
+
+    def evaluate(self) -> tuple[Metrics, list[Sample]]:
+        """The present policy on held-out problems."""
+        assert self.evaluator is not None
+        metrics, samples = self.evaluator.evaluate(self.producer, self.policy_version, self.timers)
+        return metrics | self.timers.take(), samples
+
+    # ------------------------------------------------------------------------------------------------ recovery
+
+    @property
+    def groups(self) -> dict[str, WorkerGroup[Any]]:
+        """The roles whose state a checkpoint holds; the reference is what it was."""
+        learning = {"actor": self.system.actor, "critic": self.system.critic}
+        return {name: group for name, group in learning.items() if group is not None}
+
+    def state(self) -> dict[str, Any]:
+        """The driver's part of a checkpoint, as JSON."""
+        return {
+            "cursor": self.prompts.state(),
+            "kl": self.kl.state(),
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.prompts.load_state(state["cursor"])
+        self.kl.load_state(state["kl"])
+        self.skipped_in_a_row = state["skipped_in_a_row"]
+
+    # -------------------------------------------------------------------------------------------- mini-batches
+
+    def mini_batches(self, number: int, role: TrainedRole, rows: int) -> list[Int64]:
+        """The rows of each optimizer step of this training step; shuffled where there is more than one."""
+        size = role.mini_batch_size or rows
+        if size >= rows and role.epochs == 1:
+            return [np.arange(rows)]
+        batches: list[Int64] = []
+        for epoch in range(role.epochs):
+            order = np.random.default_rng([self.config.run.seed, number, epoch]).permutation(rows)
+            batches += [order[start : start + size] for start in range(0, rows, size)]
+        return batches
+
+    def mini_batch(
+        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit], rows: Int64, aggregation: str
+    ) -> MiniBatch:
+        """The global denominators of a loss."""
+        tokens = rollouts.row("response_length")[rows][credit.row("in_loss")[rows]]
+        horizon = self.config.algorithm.aggregation_horizon
+        return MiniBatch(int(tokens.sum()), int(np.count_nonzero(tokens)), aggregation, horizon)
+
+    def whitening(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Moments | None:
+        """The moments of all advantages of the step, from the sums that each shard told."""
+        if not self.config.algorithm.whiten_advantages:
+            return None
+        counted = credit.row("in_loss")
+        tokens = int(rollouts.row("response_length")[counted].sum())
+        return measures.moments(credit.row("advantage_statistics")[counted], tokens)
+
+    # ------------------------------------------------------------------------------------------------- details
+
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """One update per batch makes the old log-probs equal to the fresh ones; the reward's divergence needs them."""
+        actor, rows = self.config.actor, self.config.data.prompts_per_step * self.config.rollout.group_size
+        return actor.epochs > 1 or (actor.mini_batch_size or rows) < rows or self.config.algorithm.kl.place == "reward"
+
+    @property
+    def charges_whole_responses(self) -> bool:
+        """A group baseline compares whole responses, so the divergence is taken from their rewards first."""
+        algorithm = self.config.algorithm
+        return algorithm.kl.place == "reward" and ADVANTAGES[algorithm.advantage].needs_group
+
+    def await_(self, name: str, call: Call) -> Sharded:
+        with self.timers(name), self.timers.waiting():
+            return call.result()
+
+    def _charge(self, credit: Sharded[Credit]) -> Metrics:
+        """What the divergence cost in this step; the controller then learns of it."""
+        coefficient = self.kl.coefficient
+        if self.config.algorithm.kl.place == "loss":
+            return {"actor/kl_coef": coefficient}
+        mean = float(credit.row("kl").mean())
+        self.kl.update(mean, len(credit))
+        return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
+
+    def _refuse_broken_grader(self, scores: Sharded[Scores], ok: np.ndarray) -> None:
+        limit, failed = self.config.reward.max_failed_fraction, 1 - float(ok.mean())
+        if failed > limit:
+            kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(
+                *np.unique(scores.row("health")[~ok], return_counts=True), strict=True)}  # fmt: skip
+            detail = self.producer.first_failure(scores, ok)
+            raise RewardError(
+                f"{failed:.0%} of the scores failed ({kinds}), more than reward.max_failed_fraction = {limit}. "
+                f"The first: {detail}"
+            )
+
+    def _watch_gradients(self, role: str, updates: list[list[UpdateReport]]) -> None:
+        for ranks in updates:
+            reasons = [report.step.skipped for report in ranks if report.step.skipped is not None]
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if reasons else 0
+            if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+                raise NonFiniteError(
+                    f"{role}: {self.skipped_in_a_row} optimizer steps in a row had no finite gradient: {reasons[0]}"
+                )

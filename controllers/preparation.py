@@ -1,0 +1,99 @@
+"""What a run makes itself before it trains: arithmetic problems, a tokenizer, and a model that has seen some of them.
+
+Invariant: inputs that are complete are never made again, so a resumed run finds what it began with; a marker written
+last says so. Deliberately not here: reinforcement learning.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from controllers.build import start
+from controllers.sft import SupervisedTrainer
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import PrepareConfig, RLConfig, RunConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
+from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.errors import DataError
+from verl_ray.models.tiny import make_tiny_qwen3
+
+COMPLETE = "complete"
+
+
+def prepare(config: RLConfig, session: Session) -> None:
+    """Make run.dir/inputs, unless it is complete: data files, and a model warm-started to a middling accuracy.
+
+    Raises DataError if the accuracy never falls within prepare.warm_start's bounds.
+    """
+    wanted = config.prepare
+    folder = Path(config.run.dir) / "inputs"
+    if wanted is None or (folder / COMPLETE).exists():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    files = write_arithmetic(
+        folder,
+        max_operand=wanted.max_operand,
+        num_train=wanted.num_train,
+        num_validation=wanted.num_validation,
+        seed=config.run.seed,
+    )
+    character_tokenizer(folder / "tokenizer", ALPHABET)
+    make_tiny_qwen3(folder / "untrained", folder / "tokenizer", wanted.model, config.run.seed)
+    _warm_start(config, wanted, session, folder, files.train.jsonl, files.validation.jsonl)
+    (folder / COMPLETE).touch()
+
+
+def _warm_start(
+    config: RLConfig, wanted: PrepareConfig, session: Session, folder: Path, train: Path, validation: Path
+) -> None:
+    warm = wanted.warm_start
+    job = supervised_job(config, wanted, folder, train, validation)
+    tokenizer = load_tokenizer(folder / "tokenizer")
+    limits = {"max_tokens": job.sft.max_tokens, "seed": config.run.seed}
+    with start(job, session) as system:
+        held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
+        source = SupervisedSource(str(train), tokenizer, job.data, **limits)
+        trainer = SupervisedTrainer(system.actor, source, held_out, warm.batch_size)
+        accuracy, number = 0.0, 0
+        while accuracy < warm.accuracy_low and number < warm.max_steps:
+            number += 1
+            metrics = trainer.step()
+            if number % warm.evaluate_every == 0:
+                accuracy = trainer.accuracy()
+                loss = metrics["train/loss"]
+                print(f"warm start: step {number}  loss {loss:.3f}  held-out {accuracy:.3f}", flush=True)
+        if not warm.accuracy_low <= accuracy <= warm.accuracy_high:
+            raise DataError(
+                f"the warm start ended at a held-out accuracy of {accuracy:.3f}, not within prepare.warm_start."
+                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; lower evaluate_every or "
+                "the learning rate if it is above, raise max_steps if it is below"
+            )
+        trainer.export(str(folder / "model"))
+
+
+def supervised_job(config: RLConfig, wanted: PrepareConfig, folder: Path, train: Path, validation: Path) -> SFTConfig:
+    """The warm start as a supervised job: the actor's backend and ranks, the warm start's optimizer."""
+    warm = wanted.warm_start
+    fields = config.data.model_dump()
+    data = {name: fields[name] for name in ("overlong", "shuffle", "apply_chat_template")}
+    model = {"path": str(folder / "untrained")}
+    run = config.run.model_dump() | {"total_steps": warm.max_steps}
+    return SFTConfig(
+        task="sft",
+        run=RunConfig(**run),
+        ray=config.ray,
+        model=model,
+        data=data | {"train_path": str(train), "validation_path": str(validation)},
+        actor=config.actor.model_dump(exclude={"mini_batch_size", "epochs"})
+        | {"model": model, "optimizer": warm.optimizer.model_dump()},
+        sft=SupervisedConfig(
+            batch_size=warm.batch_size,
+            max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
+            stop_at_accuracy=None,
+        ),
+        evaluation=SupervisedEvaluationConfig(num_prompts=None),
+        tracking=config.tracking,
+    )

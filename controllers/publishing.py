@@ -1,0 +1,88 @@
+"""Publishing a policy version: from the actor's ranks into every rollout replica, as one verified transaction.
+
+Invariant: when `publish` returns, every replica holds exactly the weights that the actor holds, under the version
+asked for; if anything differs, it raises and no replica generates. Bucket i + 1 is written while bucket i is loaded;
+a slot is written again only after all replicas have read it. Deliberately not here: how weights are cut (engine),
+bucketed and carried (weight_sync), and loaded (rollout engine).
+"""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from verl_ray.cluster.calls import Call
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.schema import RolloutConfig
+from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from workers.actor import ActorWorker
+from workers.rollout import RolloutWorker
+
+BUCKET_BYTES = 256 << 20  # large enough that a bucket's calls cost little beside its copy, small beside any model
+SLOTS = 2
+
+
+class Publisher:
+    def __init__(
+        self,
+        actor: WorkerGroup[ActorWorker],
+        rollout: WorkerGroup[RolloutWorker],
+        config: RolloutConfig,
+        *,
+        shared_device: bool,
+    ) -> None:
+        """`shared_device`: actor and rollout take turns on GPUs, so the one at work needs the other's memory."""
+        hosts = {member.facts.host_name for group in (actor, rollout) for member in group.members() if member.facts}
+        if len(hosts) > 1:
+            raise WeightSyncError(
+                f"weights travel through shared memory, which actor and rollout must share; they run on {sorted(hosts)}. "
+                "Give the cluster one node with room for both"
+            )
+        self._actor, self._rollout = actor, rollout
+        self._sleep = config.sleep if config.sleep != "auto" else ("weights" if shared_device else "never")
+        self._shared_device = shared_device
+        self._manifest = actor.rank_zero(ActorWorker.manifest).result()
+        self._buckets = plan_buckets(self._manifest, BUCKET_BYTES)
+        slot_bytes = max(bucket.nbytes for bucket in self._buckets)
+        self._address = actor.rank_zero(ActorWorker.open_wire, uuid.uuid4().hex[:8], slot_bytes).result()
+        self._bytes = sum(bucket.nbytes for bucket in self._buckets)
+
+    def publish(self, version: int) -> dict[str, float]:
+        """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache."""
+        began = time.perf_counter()
+        actor, rollout = self._actor, self._rollout
+        if self._sleep == "weights":
+            rollout.broadcast(RolloutWorker.wake, "weights")
+        rollout.broadcast(RolloutWorker.begin_update, self._manifest, version)
+        sent: dict[str, Fingerprint] = {}
+        received: list[Call[list[None]]] = []
+        for i, bucket in enumerate(self._buckets):
+            if i >= SLOTS:
+                received[i - SLOTS].result()
+            for part in actor.broadcast(ActorWorker.write_bucket, bucket, self._address).result():
+                for name, print_ in part.items():
+                    sent[name] = sent.get(name, EMPTY) + print_
+            received.append(rollout.broadcast(RolloutWorker.receive, bucket, self._address))
+        committed = rollout.broadcast(RolloutWorker.commit, sent)
+        for call in received:
+            call.result()
+        committed.result()
+        if self._shared_device:
+            actor.broadcast(ActorWorker.place, params="host", optimizer="host").result()
+        if self._sleep != "never":
+            rollout.broadcast(RolloutWorker.wake, "kv_cache").result()
+        seconds = time.perf_counter() - began
+        return {
+            "weight_sync/bytes": self._bytes,
+            "weight_sync/bytes_per_s": self._bytes / seconds,
+            "weight_sync/verified": 1,
+        }
+
+    def hand_back(self) -> None:
+        """Generation is over: free what the trainer needs, and bring its state back to the device."""
+        if self._sleep != "never":
+            self._rollout.broadcast(RolloutWorker.sleep, "weights" if self._sleep == "weights" else "kv_cache").result()
+        if self._shared_device:
+            self._actor.broadcast(ActorWorker.place, params="device", optimizer="device").result()

@@ -1,0 +1,162 @@
+"""The command `train`: from a checked configuration to a finished run.
+
+Invariant: every line of metrics.jsonl, every checkpoint and every published policy belongs to a finished step; after a
+crash the run continues from the newest checkpoint with the same bits. Deliberately not here: the order of a step
+(`ppo.py`, `sft.py`) and the format of a checkpoint (`verl_ray/checkpoint`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import yaml
+
+from controllers.build import start
+from controllers.evaluation import Evaluator
+from controllers.ppo import Trainer
+from controllers.preparation import prepare
+from controllers.recovery import Recovery
+from controllers.sft import SupervisedTrainer
+from controllers.signals import stop_on_signals
+from verl_ray.cluster.session import Session
+from verl_ray.config.load import to_tree
+from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.tracking import Sample, Trackers, open_trackers
+from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.curve import reward_curve
+from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.tracking.report import report
+
+SHOWN_SAMPLES = 5
+
+
+def train(config: Config) -> int:
+    """Run the job. Returns 0, or 1 if a run that promised a gain (prepare.min_gain) did not reach it."""
+    print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
+    recovery = Recovery(config)
+    with open_session(config) as session:
+        if isinstance(config, SFTConfig):
+            return train_supervised(config, session, recovery)
+        prepare(config, session)
+        return train_rl(config, session, recovery)
+
+
+def open_session(config: Config) -> Session:
+    """The cluster to run on, with the run's folder and its configuration on disk."""
+    folder = Path(config.run.dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    session = Session.open(config.ray.address)
+    stop_on_signals()  # again: Ray's own handler exits without a message
+    return session
+
+
+def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
+    """Reinforcement learning, from the newest checkpoint or from the beginning."""
+    tokenizer = load_tokenizer(config.actor.model.path)
+    prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+    evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every else None
+    samples: list[Sample] = []
+    with start(config, session) as system, recording(config, recovery) as trackers:
+        trainer = Trainer(config, system, prompts, evaluator)
+        done = recovery.restore(trainer)
+        trainer.publish(done)
+        if done == 0 and evaluator is not None:
+            metrics, samples = trainer.evaluate()
+            trackers.samples(0, samples)
+            trackers.log(0, metrics)
+        for number in range(done + 1, config.run.total_steps + 1):
+            metrics = trainer.step(number)
+            if evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps):
+                held_out, samples = trainer.evaluate()
+                metrics |= held_out
+                trackers.samples(number, samples)
+            trackers.log(number, metrics)
+            if due(number, config.run.checkpoint_every, config.run.total_steps):
+                recovery.save(number, trainer, trackers.state())
+    return conclude(config, trackers, samples)
+
+
+def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) -> int:
+    """Supervised training; ends early at sft.stop_at_accuracy."""
+    tokenizer = load_tokenizer(config.actor.model.path)
+    limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
+    source = SupervisedSource(config.data.train_path, tokenizer, config.data, **limits)
+    held_out = None
+    if config.run.evaluate_every and config.data.validation_path is not None:
+        everything = SupervisedSource(config.data.validation_path, tokenizer, config.data, **limits)
+        held_out = everything.all(config.evaluation.num_prompts)
+    with start(config, session) as system, recording(config, recovery) as trackers:
+        trainer = SupervisedTrainer(system.actor, source, held_out, config.sft.batch_size)
+        done = recovery.restore(trainer)
+        if done == 0 and held_out is not None:
+            trackers.log(0, trainer.evaluate())
+        for number in range(done + 1, config.run.total_steps + 1):
+            metrics = trainer.step()
+            if held_out is not None and due(number, config.run.evaluate_every, config.run.total_steps):
+                metrics |= trainer.evaluate()
+            reached = config.sft.stop_at_accuracy is not None and any(
+                value >= config.sft.stop_at_accuracy for name, value in metrics.items() if name.startswith(HELD_OUT)
+            )
+            trackers.log(number, metrics)
+            if reached or due(number, config.run.checkpoint_every, config.run.total_steps):
+                recovery.save(number, trainer, trackers.state())
+            if reached:
+                break
+        trainer.export(str(Path(config.run.dir) / "model"))
+    return conclude(config, trackers, [])
+
+
+@contextlib.contextmanager
+def recording(config: Config, recovery: Recovery) -> Iterator[Trackers]:
+    """The trackers of the run, closed as failed if anything raises."""
+    trackers = open_trackers(
+        config.tracking, config.run, to_tree(config), committed_step=recovery.step, state=recovery.tracker_state
+    )
+    try:
+        yield trackers
+    except BaseException:
+        trackers.close(failed=True)
+        raise
+    trackers.close(failed=False)
+
+
+def due(number: int, every: int, total: int) -> bool:
+    """Every `every` steps and after the last one; never for 0."""
+    return every > 0 and (number % every == 0 or number == total)
+
+
+def conclude(config: Config, trackers: Trackers, samples: list[Sample]) -> int:
+    """The table of before and after, where everything is, what to try next; and whether the promised gain is there."""
+    folder = Path(config.run.dir)
+    lines = read_metrics(folder / "metrics.jsonl")
+    evaluated = [{k: v for k, v in line.items() if k.startswith("val-")} for line in lines]
+    evaluated = [line for line in evaluated if line]
+    before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
+    reward_curve(folder / "metrics.jsonl", folder / "reward_curve.png")
+    outputs = {"run": str(folder), "reward curve": str(folder / "reward_curve.png"), **trackers.outputs()}
+    report(before, after, samples[:SHOWN_SAMPLES], outputs, next_command(config))
+    if not isinstance(config, RLConfig) or config.prepare is None or not evaluated:
+        return 0
+    gains = [after[name] - before[name] for name in after if name.startswith(HELD_OUT)]
+    if min(gains) >= config.prepare.min_gain:
+        return 0
+    print(
+        f"held-out accuracy rose by {min(gains):.3f}, less than prepare.min_gain = {config.prepare.min_gain}: "
+        "the run did not learn what it should have",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def next_command(config: Config) -> str:
+    """Something to try now."""
+    if isinstance(config, RLConfig) and config.prepare is not None:
+        return "verl-ray train --config-name quickstart algorithm=grpo backend=fsdp"
+    return f"verl-ray check --config-name {config.task}" if config.task == "sft" else "verl-ray evaluate --help"

@@ -1,0 +1,158 @@
+"""The actor: the policy that learns, and the source of the weights that rollouts are drawn from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ray.algorithms.aggregation import row_weights
+from verl_ray.algorithms.credit import assign, diverge
+from verl_ray.algorithms.objectives import Objective, PolicyObjective, SupervisedObjective
+from verl_ray.cluster.context import WorkerContext
+from verl_ray.config.schema import AggregationName, AlgorithmConfig
+from verl_ray.data.stages import (
+    Credit,
+    Divergence,
+    LogProbs,
+    Rollouts,
+    RowRewards,
+    Scores,
+    TrainingBatch,
+    Values,
+)
+from verl_ray.engine.base import EngineSpec, LossReport, StepReport
+from verl_ray.models.role_model import Outputs
+from verl_ray.ops.masked import Moments, whiten
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.shared_memory import (
+    SharedMemoryAddress,
+    SharedMemoryTransport,
+    create,
+    remove,
+)
+from workers.model_worker import ModelWorker
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What a loss must know of a whole mini-batch, over all ranks."""
+
+    total_tokens: int
+    total_rows: int
+    aggregation: AggregationName
+    horizon: int | None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One optimizer step on one rank."""
+
+    loss: LossReport
+    step: StepReport
+
+
+class ActorWorker(ModelWorker):
+    def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
+        super().__init__(context, spec)
+        self._transport: SharedMemoryTransport | None = None
+        self._own_address: SharedMemoryAddress | None = None
+
+    # ------------------------------------------------------------------------------------------- one RL step
+
+    def diverge(self, rows: Rollouts, policy: LogProbs, reference: LogProbs, algorithm: AlgorithmConfig) -> Divergence:
+        """The divergence of each response from the reference."""
+        return diverge(algorithm, rows, policy, reference)
+
+    def assign_credit(
+        self,
+        rows: Rollouts,
+        rewards: RowRewards,
+        policy: LogProbs | None,
+        reference: LogProbs | None,
+        values: Values | None,
+        algorithm: AlgorithmConfig,
+        kl_coefficient: float,
+    ) -> Credit:
+        """Advantages and returns of these rows; needs no other row."""
+        return assign(algorithm, kl_coefficient, rows, rewards, policy, reference, values)
+
+    def update(
+        self,
+        rows: Rollouts,
+        credit: Credit,
+        old: LogProbs | None,
+        reference: LogProbs | None,
+        mini_batch: MiniBatch,
+        whitening: Moments | None,
+        objective: PolicyObjective,
+    ) -> UpdateReport:
+        """One optimizer step on a mini-batch of which these are this rank's rows."""
+        advantages = credit.advantages
+        if whitening is not None:
+            advantages = np.where(rows.response_mask, whiten(advantages, whitening), np.float32(0))
+        batch = TrainingBatch(
+            offsets=rows.offsets,
+            tokens=rows.tokens,
+            response_mask=rows.response_mask,
+            loss_weight=loss_weights(rows, credit, mini_batch),
+            rollout_log_probs=rows.rollout_log_probs,
+            old_log_probs=None if old is None else old.log_probs,
+            ref_log_probs=None if reference is None else reference.log_probs,
+            advantages=advantages,
+        )
+        return self.learn(batch, objective)
+
+    # ----------------------------------------------------------------------------------- supervised training
+
+    def train_supervised(self, rows: TrainingBatch) -> UpdateReport:
+        """One optimizer step of supervised training; `loss_weight` is set by who cut the batch."""
+        return self.learn(rows, SupervisedObjective())
+
+    def grade_supervised(self, rows: TrainingBatch) -> Scores:
+        """1 for each row whose every response token is the model's most probable one: greedy decoding would be right."""
+        found = self.engine.forward(rows, Outputs(log_probs=True, greedy=True))
+        assert found.greedy is not None
+        row = rows.row_of_token
+        wrong = np.bincount(row[rows.response_mask & ~found.greedy], minlength=rows.num_rows)
+        return Scores.ok((wrong == 0).astype(np.float32))
+
+    def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:
+        return UpdateReport(self.engine.forward_backward(rows, objective), self.engine.optimizer_step())
+
+    # --------------------------------------------------------------------------------------------- publishing
+
+    def manifest(self) -> Manifest:
+        return self.engine.manifest()
+
+    def open_wire(self, session: str, slot_bytes: int) -> SharedMemoryAddress:
+        """Make the files that weights travel through, on this rank's node."""
+        self._own_address = create(session, slot_bytes)
+        return self._own_address
+
+    def write_bucket(self, bucket: Bucket, address: SharedMemoryAddress) -> dict[str, Fingerprint]:
+        """Put this rank's slices of the bucket on the wire; returns their fingerprints, which add up over ranks."""
+        if self._transport is None:
+            self._transport = address.open()
+        return self._transport.write(bucket, self.engine.shards([entry.parameter.name for entry in bucket.entries]))
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+        if self._own_address is not None:
+            remove(self._own_address)
+        super().close()
+
+
+def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:
+    """The weight of each token loss of a row, float32 [rows]; 0 for rows that are not learned from."""
+    counted = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
+    return row_weights(
+        mini_batch.aggregation,
+        counted,
+        total_tokens=mini_batch.total_tokens,
+        total_rows=mini_batch.total_rows,
+        horizon=mini_batch.horizon,
+    )

@@ -1,0 +1,31 @@
+"""The critic: what a response is worth from each of its tokens on."""
+
+from __future__ import annotations
+
+from verl_ray.algorithms.objectives import ValueObjective
+from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
+from verl_ray.models.role_model import Outputs
+from workers.actor import MiniBatch, UpdateReport, loss_weights
+from workers.model_worker import ModelWorker
+
+
+class CriticWorker(ModelWorker):
+    def compute_values(self, rows: Rows) -> Values:
+        """The value before each response token, and after the last one."""
+        found = self.engine.forward(rows, Outputs(values=True), final_values=True)
+        assert found.values is not None and found.final_values is not None
+        return Values(offsets=rows.offsets, values=found.values, final_value=found.final_values)
+
+    def update(
+        self, rows: Rollouts, credit: Credit, values: Values, mini_batch: MiniBatch, objective: ValueObjective
+    ) -> UpdateReport:
+        """One optimizer step on a mini-batch of which these are this rank's rows."""
+        batch = TrainingBatch(
+            offsets=rows.offsets,
+            tokens=rows.tokens,
+            response_mask=rows.response_mask,
+            loss_weight=loss_weights(rows, credit, mini_batch),
+            old_values=values.values,
+            returns=credit.returns,
+        )
+        return UpdateReport(self.engine.forward_backward(batch, objective), self.engine.optimizer_step())
