@@ -31,12 +31,12 @@ def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(crew:
     assert os.uname().nodename in error.node
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     # A failed group refuses further calls with the first reason.
-    with pytest.raises(WorkerError, match="the group failed earlier.*ValueError: the reason"):
+    with pytest.raises(WorkerError, match=r"the group failed earlier.*ValueError: the reason"):
         group.broadcast(Echo.pid)
 
 
 def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:
-    with pytest.raises(WorkerError, match="unpicklable raised.*generator"):
+    with pytest.raises(WorkerError, match=r"unpicklable raised.*generator"):
         crew(Echo, 1).rank_zero(Echo.unpicklable).result()
 
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -42,7 +44,7 @@ def start(code: str, home: Path) -> subprocess.Popen[str]:
     )
 
 
-def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 20) -> None:
+def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 10) -> None:
     _, alive = psutil.wait_procs(processes, timeout=timeout_s)
     assert [process.name() for process in alive] == []
 
@@ -96,12 +98,14 @@ def test_every_process_goes_when_the_driver_does(tmp_path: Path, sent: signal.Si
 
 @pytest.mark.cluster
 def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) -> None:
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the names of sockets in it are limited to 107 bytes
     ray = str(Path(sys.executable).parent / "ray")
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment = {**inherited, "HOME": str(tmp_path), "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "5" * 64}
+    environment["RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S"] = "0"
     arguments = ["--head", "--block", "--port=0", "--num-cpus=2", "--include-dashboard=false", "--disable-usage-stats"]
     head = subprocess.Popen(
-        [ray, "start", *arguments, f"--temp-dir={tmp_path / 'r'}"],
+        [ray, "start", *arguments, f"--temp-dir={folder}"],
         env=environment,
         stdout=subprocess.PIPE,
         text=True,
@@ -110,7 +114,7 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
     try:
         address = None
         until = time.monotonic() + 40
-        current = tmp_path / "r" / "ray_current_cluster"
+        current = folder / "ray_current_cluster"
         while address is None and time.monotonic() < until:
             time.sleep(0.2)
             address = current.read_text().strip() if current.exists() else None
@@ -130,3 +134,4 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
     finally:
         os.killpg(head.pid, signal.SIGTERM)
         head.wait(20)
+        shutil.rmtree(folder)

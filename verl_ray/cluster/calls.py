@@ -132,7 +132,7 @@ def collect(flights: Sequence[Flight]) -> list[Any]:
         left = min(flight.deadline.left_s for flight in pending.values())
         ready, _ = ray.wait(list(pending), num_returns=1, timeout=left)
         if not ready:
-            raise late([flight for flight in pending.values() if flight.deadline.left_s == 0])
+            raise late(list(pending.values()))
         flight = pending.pop(ready[0])
         reply = receive(flight)
         if isinstance(reply, WorkerError):
@@ -167,10 +167,10 @@ def root_cause(first: WorkerError, pending: Sequence[Flight]) -> WorkerError:
 
 
 def late(flights: Sequence[Flight]) -> WorkerError:
-    """The error for flights whose deadline has passed."""
-    first = flights[0]
+    """The error for the flights that have waited past their deadline: those of the call whose deadline is first."""
+    first = min(flights, key=lambda flight: flight.deadline.left_s)
     waited_s = time.monotonic() - first.deadline.started
-    members = [flight.member for flight in flights if flight.method == first.method]
+    members = [flight.member for flight in flights if flight.deadline is first.deadline]
     return failures.late(members, first.method, waited_s, first.deadline.key)
 
 

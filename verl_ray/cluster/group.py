@@ -22,7 +22,7 @@ from verl_ray.cluster.host import COLLECTIVE, CONTROL, Request, Status, Value
 from verl_ray.cluster.processes import Processes
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.sharded import Receipt, Sharded, join
-from verl_ray.errors import DataError, WorkerError
+from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Batch)
@@ -265,6 +265,7 @@ class WorkerGroup(Generic[W]):
     def fail(self, error: WorkerError) -> None:
         """Refuse further calls of this incarnation, with this error as the reason."""
         self._failure, self._failed_incarnation = error, self.incarnation
+        self._processes.broken |= isinstance(error, WorkerDied | DeadlineExceeded)
 
     # ------------------------------------------------------------------------------------------------- internals
 

@@ -44,6 +44,7 @@ class Processes:
         self.spec = spec
         self.roles = tuple(roles)
         self.incarnation = 0
+        self.broken = False  # a process died or is stuck: the others cannot be asked to end by themselves
         self.members: list[Member] = []
         self.topologies: dict[str, list[Topology]] = {}
         self._place = place
@@ -52,6 +53,7 @@ class Processes:
     def spawn(self, deadline: Deadline) -> list[Flight]:
         """Create the actors of a new incarnation and ask where they are; rank 0 also where its set will meet."""
         self.incarnation += 1
+        self.broken = False
         spec = self.spec
         host = ray.remote(concurrency_groups={COLLECTIVE: 1, CONTROL: 1}, max_restarts=0, max_task_retries=0)(
             WorkerHost
@@ -136,7 +138,7 @@ def start(sets: Sequence[Processes], deadline: Deadline) -> None:
 def close(sets: Sequence[Processes]) -> None:
     """Close the workers, then end the processes whether or not that was done in time."""
     try:
-        asked = [reference for one in sets for reference in one.close()]
+        asked = [reference for one in sets if not one.broken for reference in one.close()]
         if asked:
             ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
     finally:

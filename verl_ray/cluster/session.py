@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +27,17 @@ _LEAST_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 # Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish (Wi-Fi, VPN) while the run goes on.
 # Any other loopback address it keeps.
 _LOOPBACK = "127.0.0.2"
+# When a driver is killed, the kernel ends the head processes of its own cluster, but Ray's agents linger for a minute:
+# they first report the death of the raylet to a server that died with it. This process holds on to all of them, waits
+# for the end of its input, which is the end of the driver or of the session, and ends what is left.
+_GUARD = """
+import contextlib, os, signal, sys
+processes = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+sys.stdin.read()
+for process in processes:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+"""
 
 
 @dataclass(frozen=True)
@@ -40,9 +53,10 @@ class NodeResources:
 class Session:
     """An open connection. Use as a context manager, or call `close`; at most one per process at a time."""
 
-    def __init__(self, address: str, own: bool, environment: dict[str, str | None]) -> None:
+    def __init__(self, address: str, guard: subprocess.Popen[bytes] | None, environment: dict[str, str | None]) -> None:
         self.address = address
-        self.own = own
+        self.own = guard is not None
+        self._guard = guard
         self._environment = environment
 
     @classmethod
@@ -76,7 +90,7 @@ class Session:
                 f"no connection to the Ray cluster at {address} (ray.address, else RAY_ADDRESS): {error}. If it uses "
                 "token authentication, set RAY_AUTH_MODE=token here as well"
             ) from error
-        return cls(context.address_info["gcs_address"], False, {})
+        return cls(context.address_info["gcs_address"], None, {})
 
     @classmethod
     def _start(cls, cores: int | None, gpus: int | None, store: int) -> Session:
@@ -90,6 +104,7 @@ class Session:
         environment = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         _reload_authentication()
+        before = psutil.Process().children(recursive=True)
         try:
             context = ray.init(
                 address="local",
@@ -109,7 +124,13 @@ class Session:
             if isinstance(error, Exception):
                 raise ClusterError(f"a Ray cluster could not be started on this machine: {error}") from error
             raise
-        return cls(context.address_info["gcs_address"], True, environment)
+        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        guard = subprocess.Popen(
+            [sys.executable, "-ISc", _GUARD, *(str(child.pid) for child in started)],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is for the driver, which ends the session in order
+        )
+        return cls(context.address_info["gcs_address"], guard, environment)
 
     def resources(self) -> list[NodeResources]:
         """What each live node has and what of it is free now. The latter lags a release by up to about a second."""
@@ -118,6 +139,9 @@ class Session:
     def close(self) -> None:
         """Disconnect; a cluster of the session's own ends, and all its processes with it."""
         ray.shutdown()
+        if self._guard is not None:
+            self._guard.communicate()
+            self._guard = None
         _restore(self._environment)
         self._environment = {}
 
