@@ -1,0 +1,81 @@
+"""Which settings a resumed run may change."""
+
+import copy
+from typing import Any
+
+import pytest
+
+from verl_ray.checkpoint.changes import changed_keys
+
+SAVED: dict[str, Any] = {
+    "task": "rl",
+    "run": {"dir": "outputs/a", "seed": 0, "total_steps": 10, "resume": "auto"},
+    "model": {"path": "outputs/a/inputs/model"},
+    "data": {"train_path": "/data/train.jsonl", "prompts_per_step": 16},
+    "rollout": {"group_size": 8},
+    "actor": {
+        "num_ranks": 1,
+        "mini_batch_size": None,
+        "model": {"path": "outputs/a/inputs/model"},
+        "backend": {"kind": "engine", "dtype": "float32"},
+        "optimizer": {"lr": 0.1},
+    },
+    "algorithm": {"advantage": "gae", "value_loss": {"clip": 0.2}},
+    "tracking": {"wandb": {"mode": "offline"}},
+}
+
+
+def with_value(key: str, value: object) -> dict[str, Any]:
+    tree = copy.deepcopy(SAVED)
+    *path, last = key.split(".")
+    node = tree
+    for part in path:
+        node = node[part]
+    node[last] = value
+    return tree
+
+
+def test_nothing_changed() -> None:
+    assert changed_keys(SAVED, copy.deepcopy(SAVED)) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.total_steps", 20),
+        ("actor.num_ranks", 2),
+        ("actor.backend", {"kind": "fsdp", "dtype": "float32"}),
+        ("actor.optimizer.lr", 0.2),
+        ("tracking.wandb.mode", "disabled"),
+        ("algorithm.value_loss.clip", None),
+    ],
+)
+def test_allowed(key: str, value: object) -> None:
+    allowed, refused = changed_keys(SAVED, with_value(key, value))
+    assert not refused and [change.key for change in allowed] == [f"{key}.kind" if key == "actor.backend" else key]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("run.seed", 1),
+        ("data.train_path", "/data/other.jsonl"),
+        ("data.prompts_per_step", 32),
+        ("rollout.group_size", 4),
+        ("actor.mini_batch_size", 64),
+        ("actor.model.path", "/models/other"),
+        ("algorithm.advantage", "grpo"),
+        ("algorithm.value_loss", None),
+    ],
+)
+def test_refused(key: str, value: object) -> None:
+    allowed, refused = changed_keys(SAVED, with_value(key, value))
+    assert not allowed and [change.key for change in refused] == [key] and refused[0].refused
+    assert str(refused[0]).startswith(f"{key}: ") and repr(value) in str(refused[0])
+
+
+def test_the_folder_of_a_run_can_be_moved() -> None:
+    moved = with_value("run.dir", "/elsewhere/a")
+    moved["model"]["path"] = moved["actor"]["model"]["path"] = "/elsewhere/a/inputs/model"
+    allowed, refused = changed_keys(SAVED, moved)
+    assert not refused and [change.key for change in allowed] == ["run.dir"]

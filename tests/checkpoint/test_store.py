@@ -1,0 +1,198 @@
+"""The store of checkpoints: what exists, what is whole, what survives a crash, a full disk and a run that went back."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from verl_ray.checkpoint.store import MANIFEST, Checkpoint, CheckpointStore
+from verl_ray.errors import CheckpointError
+
+CONFIG = {"run": {"dir": "outputs/x"}}
+
+
+def write(store: CheckpointStore, step: int, content: bytes = b"shard") -> None:
+    with store.writing(step, {"cursor": {"drawn": step * 16}, "kl": 0.1}, CONFIG) as folder:
+        (folder / "actor").mkdir()
+        (folder / "actor" / "0.distcp").write_bytes(content + bytes([step]))
+
+
+def newest(store: CheckpointStore) -> Checkpoint:
+    found = store.latest().checkpoint
+    assert found is not None
+    return found
+
+
+def names(store: CheckpointStore) -> list[str]:
+    return sorted(path.name for path in store.root.iterdir() if path.is_dir())
+
+
+def test_what_was_written_is_found_again(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    assert store.latest().checkpoint is None
+    write(store, 10)
+    found = newest(store)
+    assert (found.step, found.state, found.config) == (10, {"cursor": {"drawn": 160}, "kl": 0.1}, CONFIG)
+    assert found.path == tmp_path / "checkpoints" / "step_00000010"
+    assert found.role("actor") == str(found.path / "actor")
+    assert found.files["actor/0.distcp"][0] == 6
+    manifest = json.loads((found.path / MANIFEST).read_text())
+    assert manifest["schema"] == 1 and manifest["versions"]["torch"].startswith("2.")
+    assert CheckpointStore.open(found.path) == found
+
+
+def test_the_last_ones_are_kept(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (1, 2, 9, 10):
+        write(store, step)
+    assert names(store) == ["step_00000009", "step_00000010"]
+
+
+def test_a_checkpoint_without_a_manifest_does_not_exist(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    (tmp_path / "step_00000002" / MANIFEST).unlink()
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert found.skipped == ["step_00000002 has no manifest.json"]
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda shard: shard.write_bytes(b"shar"), "actor/0.distcp has 4 bytes instead of 6"),
+        (lambda shard: shard.write_bytes(b"shard!"), "the contents of actor/0.distcp have changed"),
+        (lambda shard: shard.unlink(), "actor/0.distcp is missing"),
+        (lambda shard: (shard.parents[1] / MANIFEST).write_text('{"schema"'), "manifest.json cannot be read"),
+        (lambda shard: shutil.rmtree(shard.parents[1]), "step_00000002 was written, but is gone"),
+    ],
+)
+def test_a_torn_or_missing_newest_is_reported_and_the_one_before_it_used(tmp_path, damage, reason) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    damage(tmp_path / "step_00000002" / "actor" / "0.distcp")
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert len(found.skipped) == 1 and reason in found.skipped[0]
+    # Going on from there must not let the torn one count as newest: the run writes 2 again, then keeps its last.
+    CheckpointStore(tmp_path, keep=1).latest()
+    write(CheckpointStore(tmp_path, keep=1), 2)
+    assert names(store) == ["step_00000002"] and newest(store).step == 2
+
+
+def test_only_torn_ones_are_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 3)
+    (tmp_path / "step_00000003" / "actor" / "0.distcp").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint: step_00000003 is torn: .* 0 bytes instead of 6"):
+        store.latest()
+    shutil.rmtree(tmp_path / "step_00000003")
+    with pytest.raises(CheckpointError, match="step_00000003 was written, but is gone"):
+        store.latest()
+
+
+@pytest.mark.parametrize("schema", [0, 2])
+def test_another_schema_is_an_error(tmp_path: Path, schema: int) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    path = tmp_path / "step_00000001" / MANIFEST
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": schema}))
+    with pytest.raises(CheckpointError, match=f"schema {schema} .* this version reads 1"):
+        store.latest()
+
+
+def test_opening_a_path_that_is_no_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"there is no such checkpoint; run\.resume"):
+        CheckpointStore.open(tmp_path / "nowhere")
+
+
+def test_going_back_leaves_the_abandoned_future_behind(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step in (4, 6):
+        write(store, step)
+    write(store, 5, b"other")  # resumed from 4 by its path
+    assert names(store) == ["step_00000004", "step_00000005"] and newest(store).step == 5
+
+
+def test_a_failed_write_leaves_everything_as_it_was(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    with pytest.raises(KeyError), store.writing(2, {}, CONFIG) as folder:
+        (folder / "half").write_bytes(b"x")
+        raise KeyError
+    assert names(store) == ["step_00000001"] and newest(store).step == 1
+
+
+def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_stays_whole(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    child = textwrap.dedent(f"""
+        import resource, signal
+        from verl_ray.checkpoint.store import CheckpointStore
+        from verl_ray.errors import CheckpointError
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+        try:
+            with CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}) as folder:
+                (folder / "shard").write_bytes(bytes(1 << 20))
+        except CheckpointError as error:
+            print(error)
+    """)
+    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=60)
+    assert "step_00000002.partial cannot be written" in done.stdout and "run.keep_checkpoints" in done.stdout, (
+        done.stderr
+    )
+    assert names(store) == ["step_00000001"] and newest(store).step == 1
+
+
+@pytest.mark.parametrize("moment", ["in the block", "in the manifest"])
+def test_a_killed_writer_leaves_the_last_checkpoint_and_its_remains_go_away(tmp_path: Path, moment: str) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    child = textwrap.dedent(f"""
+        import time
+        from verl_ray.checkpoint import store
+        def stop(*_):
+            print("here", flush=True)
+            time.sleep(60)
+        if {moment!r} == "in the manifest":
+            store._write_json = stop
+        with store.CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}) as folder:
+            (folder / "shard").write_bytes(bytes(1 << 20))
+            if {moment!r} == "in the block":
+                stop()
+    """)
+    with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"here\n"
+        process.send_signal(signal.SIGKILL)
+        assert process.wait(timeout=10) == -signal.SIGKILL
+    assert names(store) == ["step_00000001", "step_00000002.partial"]
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert found.skipped == ["step_00000002.partial is left of a write or a removal that was cut short"]
+    write(store, 2)
+    assert names(store) == ["step_00000002"]
+
+
+def test_a_first_write_that_was_killed_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "step_00000001.partial").mkdir()
+    found = CheckpointStore(tmp_path, keep=1).latest()
+    assert found.checkpoint is None and len(found.skipped) == 1
+
+
+def test_verification_can_be_left_out_but_sizes_are_always_compared(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=1)
+    write(store, 1)
+    shard = tmp_path / "step_00000001" / "actor" / "0.distcp"
+    shard.write_bytes(b"shard!")
+    assert store.latest(verify=False).checkpoint is not None
+    shard.write_bytes(b"sha")
+    with pytest.raises(CheckpointError, match="3 bytes instead of 6"):
+        store.latest(verify=False)

