@@ -88,7 +88,7 @@ class PolicyObjective:
 
 
 def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
-    """How far what the trainer computes is from what the sampler said; 0 but for rounding while both hold one policy."""
+    """How far what the trainer computes is from what the sampler said: 0 but for rounding while they hold one policy."""
     difference = log_probs.exp() - rollout_log_probs.exp()
     return {
         "training/rollout_probs_diff_mean": difference.abs(),
@@ -126,6 +126,4 @@ class SupervisedObjective:
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
         log_probs = _given(outputs.log_probs, "log_probs")
         greedy = _given(outputs.greedy, "greedy")
-        return TokenLoss(
-            -log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.float()}
-        )
+        return TokenLoss(-log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.float()})

@@ -6,6 +6,8 @@ depends on nothing but the lengths. Deliberately not here: moving rows.
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from verl_ray.data.batch import Int64
@@ -32,7 +34,7 @@ def micro_batches(lengths: Int64, max_tokens: int) -> list[Int64]:
     while cuts[-1] < len(order):
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
         cuts.append(int(np.searchsorted(ends, before + max_tokens, side="right")))
-    return [np.sort(order[a:b]) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [np.sort(order[a:b]) for a, b in pairwise(cuts)]
 
 
 def balance(lengths: Int64, parts: int) -> list[Int64]:

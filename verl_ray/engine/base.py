@@ -125,7 +125,7 @@ class Engine(ABC):
     def export(self, path: str) -> None:
         """Write a Hugging Face directory: config, tokenizer, safetensors."""
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027 - few engines hold such a thing
         """Let go of what a garbage collector would not. Idempotent."""
 
 

@@ -11,11 +11,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl_ray.config.schema import FsdpBackend
+from verl_ray.data.stages import Rows
+from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.models.role_model import RoleModel
+from verl_ray.models.role_model import Outputs, RoleModel
 
 
 class FsdpEngine(ModuleEngine):
+    forward_is_collective = True
+
     def wrap(self, model: RoleModel) -> nn.Module:
         backend = self.spec.backend
         assert isinstance(backend, FsdpBackend)
@@ -29,6 +33,15 @@ class FsdpEngine(ModuleEngine):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         return model
+
+    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
+        found = super().forward(rows, outputs, final_values=final_values)
+        # Without a backward pass that does it, parameters may stay gathered, in the type of the computation; the
+        # optimizer, the state and the weight sync read the sharded ones.
+        for module in self.module.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return found
 
     @contextlib.contextmanager
     def summing(self, last: bool) -> Iterator[None]:

@@ -36,7 +36,7 @@ from verl_ray.models.role_model import Outputs, PackedRows, RoleModel, TokenOutp
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 MAX_SHARD_BYTES = 5 << 30
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,9 @@ class MicroBatch:
 class ModuleEngine(Engine):
     """An engine around one torch module per rank."""
 
+    forward_is_collective: bool
+    """Whether ranks must go through a forward pass together, as those must that gather parameters for it."""
+
     def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> None:
         self.spec = spec
         self.device = device
@@ -61,7 +64,10 @@ class ModuleEngine(Engine):
         self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device)
         self._manifest = _manifest_of(self.model)
         if spec.backend.activation_checkpointing:
-            self.model.hf.gradient_checkpointing_enable({"use_reentrant": False})
+            self.model.hf.gradient_checkpointing_enable(
+                # nothing in a layer is random: dropout is refused
+                {"use_reentrant": False, "preserve_rng_state": False}
+            )
         if spec.optimizer is None:
             self.model.requires_grad_(False)
         self.module = self.wrap(self.model)
@@ -90,7 +96,7 @@ class ModuleEngine(Engine):
         found: list[TokenOutputs] = []
         reads: list[Int64] = []
         with self._rng_stream():
-            for index in self._micro_batches(rows):
+            for index in self._micro_batches(rows, together=self.forward_is_collective):
                 batch = self._to_device(rows, index, final_values)
                 with self.computing():
                     found.append(self.module(batch.packed, outputs))
@@ -116,7 +122,7 @@ class ModuleEngine(Engine):
         self._optimizer_or_refuse()
         tokens = 0
         sums: dict[str, Tensor] = {}
-        plan = self._micro_batches(rows)
+        plan = self._micro_batches(rows, together=True)
         with self._rng_stream():
             for i, index in enumerate(plan):
                 batch = self._to_device(rows, index)
@@ -206,8 +212,9 @@ class ModuleEngine(Engine):
     def export(self, path: str) -> None:
         folder = Path(path)
         tensors = {}
+        values = dict(self.model.hf.named_parameters())
         for parameter in self._manifest.sent:
-            value = dict(self.model.hf.named_parameters())[parameter.name]
+            value = values[parameter.name]
             full = value.full_tensor() if isinstance(value, DTensor) else value
             if self.rank == 0:
                 tensors[parameter.name] = full.detach().cpu().contiguous()
@@ -215,7 +222,7 @@ class ModuleEngine(Engine):
             folder.mkdir(parents=True, exist_ok=True)
             self.model.hf.config.save_pretrained(folder)
             _save_tensors(tensors, folder)
-            for pattern in TOKENIZER_FILES:
+            for pattern in COPIED_FILES:
                 for file in Path(self.spec.model_path).glob(pattern):
                     shutil.copy(file, folder / file.name)
         if self.world_size > 1:
@@ -228,15 +235,24 @@ class ModuleEngine(Engine):
             raise EngineError(f"the {self.spec.role} does not learn: it was built without an optimizer")
         return self.optimizer
 
-    def _micro_batches(self, rows: Rows) -> list[Int64]:
-        """As many on every rank: ranks whose collectives must match go through an empty one where they lack rows."""
-        plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank)
-        count = len(plan)
-        if self.world_size > 1:
-            wanted = torch.tensor(count)
-            dist.all_reduce(wanted, dist.ReduceOp.MAX)  # a host tensor: the gloo half of the process group
-            count = int(wanted)
-        return plan + [np.empty(0, dtype=np.int64)] * (max(count, 1) - len(plan))
+    def _micro_batches(self, rows: Rows, *, together: bool) -> list[Int64]:
+        """At least one. `together`: as many on every rank, empty ones where a rank lacks rows; and where one rank
+        has a row that is too long, all refuse, so that none waits for it."""
+        refusal = None
+        try:
+            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank)
+        except DataError as error:
+            plan, refusal = [], error
+        count = max(len(plan), 1)
+        if together and self.world_size > 1:
+            agreed = torch.tensor([count, refusal is not None])
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)  # a host tensor: the gloo half of the process group
+            count, refused = agreed.tolist()
+            if refused and refusal is None:
+                refusal = DataError("another rank refused its rows of this call; its error says why")
+        if refusal is not None:
+            raise refusal
+        return plan + [np.empty(0, dtype=np.int64)] * (count - len(plan))
 
     def _to_device(self, rows: Rows, index: Int64, final_values: bool = False) -> MicroBatch:
         if len(index) == 0:
@@ -245,7 +261,7 @@ class ModuleEngine(Engine):
         starts = rows.offsets[index] - chosen.offsets[:-1]  # from places here to places in the whole batch
         row_of_token = chosen.row_of_token
         read = np.flatnonzero(chosen.response_mask)
-        if bool(np.isin(chosen.offsets[:-1], read).any()):
+        if bool(chosen.response_mask[chosen.offsets[:-1]].any()):
             raise DataError("response_mask is True on a row's first token, which nothing comes before")
         row, whole = row_of_token[read], read + starts[row_of_token[read]]
         before, targets = read - 1, chosen.tokens[read]
@@ -331,7 +347,16 @@ def _optimizer(model: RoleModel, spec: EngineSpec) -> torch.optim.Optimizer:
     spared = [p for p in model.parameters() if p.dim() < 2]  # norms and biases
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    for parameter in model.parameters():
+        # As AdamW does at its first step. Without it torch makes the state that a checkpoint of an optimizer which
+        # has not stepped lacks by stepping it, and every later bias correction is one step ahead.
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter, requires_grad=False),
+            "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
+        }
+    return optimizer
 
 
 def _own_slice(name: str, value: DTensor, rank: int) -> Iterator[tuple[Slice, Tensor]]:

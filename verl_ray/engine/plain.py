@@ -13,7 +13,10 @@ from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.role_model import RoleModel
 
 
-def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+def _sum(
+    group: Any,
+    bucket: dist.GradBucket,  # type: ignore[name-defined]
+) -> torch.futures.Future[torch.Tensor]:
     """Gradients are summed, not averaged: the weights of a loss already hold the global denominators."""
     work = dist.all_reduce(bucket.buffer(), group=group, async_op=True)
     assert work is not None
@@ -21,10 +24,13 @@ def _sum(group: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tens
 
 
 class PlainEngine(ModuleEngine):
+    forward_is_collective = False
+
     def wrap(self, model: RoleModel) -> nn.Module:
         if self.world_size == 1 or self.spec.optimizer is None:
             return model
-        ddp = DistributedDataParallel(model, forward_sync_buffers=False)
+        # a gradient that is a view of its bucket is not copied into it and back
+        ddp = DistributedDataParallel(model, forward_sync_buffers=False, gradient_as_bucket_view=True)
         ddp.register_comm_hook(None, _sum)
         return ddp
 

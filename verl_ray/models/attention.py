@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ray.data.batch import Int64
@@ -88,7 +88,7 @@ def attend(
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [tokens, heads, size]
     grouped = key.shape[1] != query.shape[1]
     if layout.cumulative is not None:
-        return _flash(query, key, value, layout, scaling, grouped).unsqueeze(0), None
+        return _flash(query, key, value, layout.cumulative, layout.longest, scaling, grouped).unsqueeze(0), None
     pieces = []
     for bucket in layout.buckets:
         q, k, v = (
@@ -100,12 +100,15 @@ def attend(
     return joined.unsqueeze(0), None
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None, grouped: bool) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, grouped: bool
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
-    bounds, longest = layout.cumulative, layout.longest
     # rotary embeddings leave queries and keys in float32 under autocast
-    return varlen_attn(
+    out = varlen_attn(
         query.bfloat16(), key.bfloat16(), value.bfloat16(), bounds, bounds, longest, longest,
         window_size=(-1, 0), scale=scaling, enable_gqa=grouped,
     )  # fmt: skip
+    assert isinstance(out, Tensor)  # a pair only where the normalizers are asked for too
+    return out

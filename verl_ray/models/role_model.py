@@ -8,7 +8,7 @@ export to. Deliberately not here: micro-batches, losses, precision and placement
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from verl_ray.errors import ModelError
 from verl_ray.models import attention
 from verl_ray.models.weights import CheckpointReader, fill
 from verl_ray.ops.log_probs import head_log_probs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 HeadKind = Literal["policy", "value"]
 VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
@@ -58,13 +61,15 @@ class TokenOutputs:
 class RoleModel(nn.Module):
     """A Hugging Face model and its head. `hf` holds the parameters under their exported names."""
 
-    def __init__(self, hf: nn.Module, kind: HeadKind) -> None:
+    hf: PreTrainedModel
+
+    def __init__(self, hf: PreTrainedModel, kind: HeadKind) -> None:
         super().__init__()
         self.hf = hf
         self.kind = kind
 
     @property
-    def backbone(self) -> nn.Module:
+    def backbone(self) -> PreTrainedModel:
         return self.hf.base_model
 
     @property
@@ -78,7 +83,8 @@ class RoleModel(nn.Module):
         ).last_hidden_state
         read = hidden.squeeze(0).index_select(0, rows.before)
         if self.kind == "value":
-            return TokenOutputs(values=torch.nn.functional.linear(read.float(), self.hf.score.weight.float()).squeeze(-1))
+            values = torch.nn.functional.linear(read.float(), self.hf.score.weight.float())
+            return TokenOutputs(values=values.squeeze(-1))
         head = self.hf.get_output_embeddings()
         found = head_log_probs(
             read, head.weight, rows.targets, temperature=outputs.temperature, with_entropy=outputs.entropy,
@@ -94,7 +100,7 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
     Raises ModelError for a directory that is missing or does not fit, and for settings that this project does not
     compute (dropout, sliding windows).
     """
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AttentionInterface
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
     checkpoint = CheckpointReader(path)
     AttentionInterface.register(attention.NAME, attention.attend)
@@ -114,6 +120,8 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
 def _refuse_unsupported(path: str, config: object) -> None:
     dropout = {k: v for k, v in vars(config).items() if "dropout" in k and isinstance(v, float) and v > 0}
     if dropout:
-        raise ModelError(f"model.path: {path} sets {dropout}; log-probs must be deterministic: set these to 0 in config.json")
+        raise ModelError(
+            f"model.path: {path} sets {dropout}; log-probs must be deterministic: set these to 0 in config.json"
+        )
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
         raise ModelError(f"model.path: {path} has sliding-window layers, which this version does not compute")

@@ -50,18 +50,26 @@ class CheckpointReader(Mapping[str, Tensor]):
         return len(self._where)
 
 
-def fill(module: nn.Module, checkpoint: Mapping[str, Tensor], *, new: frozenset[str], unused: frozenset[str], seed: int,
-         init_std: float) -> None:
+def fill(
+    module: nn.Module,
+    checkpoint: Mapping[str, Tensor],
+    *,
+    new: frozenset[str],
+    unused: frozenset[str],
+    seed: int,
+    init_std: float,
+) -> None:
     """Copy a checkpoint into the parameters and persistent buffers of `module`.
 
     `new`: names that the checkpoint may lack; drawn from N(0, init_std^2) with a seed of their own name. `unused`:
     names of the checkpoint that the module may lack. Raises ModelError for anything else missing, unexpected or of
     another shape.
     """  # fmt: skip
+    persistent = module.state_dict().keys()
     wanted = dict(module.named_parameters()) | {
-        name: buffer for name, buffer in module.named_buffers() if name in module.state_dict().keys()
+        name: buffer for name, buffer in module.named_buffers() if name in persistent
     }
-    tied = set(module.state_dict().keys()) - wanted.keys()
+    tied = persistent - wanted.keys()
     missing = sorted(wanted.keys() - checkpoint.keys() - new)
     unexpected = sorted(set(checkpoint) - wanted.keys() - unused - tied)
     if missing or unexpected:
