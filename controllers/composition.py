@@ -2,6 +2,7 @@
 
 Invariant: all problems are found in one pass. Hydra stops at the first bad override, so overrides are parsed and
 compared with the composed tree before Hydra sees them, and a bad one is set aside while the rest is still checked.
+Every local path in a configuration is absolute, because a worker's current folder is not the user's.
 Deliberately not here: what the values mean (`verl_ray.config`) and whether the machine has what they ask for
 (`preflight.py`).
 """
@@ -28,6 +29,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
+from controllers.preflight import in_ray_package
 from verl_ray.config.load import parse
 from verl_ray.config.rules import broken
 from verl_ray.config.schema import Config, EngineBackend, FsdpBackend
@@ -36,6 +38,12 @@ from verl_ray.errors import ConfigError, Problem
 
 FREE_SECTIONS = ("rollout.vllm_args", "reward.functions")
 """Sections whose keys are the user's own."""
+
+PATHS = re.compile(r"run\.dir|run\.resume|data\.(train|validation)_path|(\w+\.)?model\.path")
+"""Keys that hold a path."""
+
+NO_CHECKPOINT = ("auto", "none", "true", "false")
+"""What run.resume may say besides a path, in any spelling: the rules refuse the wrong ones."""
 
 LATER_CHOICES = {("backend", "megatron"), ("backend", "megatron_fsdp")}
 """Choices that are announced and not built."""
@@ -51,6 +59,16 @@ class ProjectConfigs(SearchPathPlugin):  # type: ignore[misc]  # Hydra ships no 
 
 
 Plugins.instance().register(ProjectConfigs)
+
+
+def outputs_root() -> str:
+    """Where runs write unless told otherwise: `outputs` of the current folder, or of the home folder in a Ray job,
+    whose current folder is a copy that Ray deletes."""
+    here = Path.cwd()
+    return str((Path.home() if in_ray_package(here) else here) / "outputs")
+
+
+OmegaConf.register_new_resolver("outputs_root", outputs_root, replace=True)
 
 
 @dataclass
@@ -377,7 +395,27 @@ def _resolved(tree: DictConfig, problems: list[Problem]) -> Tree:
             problems.append(Problem(key, _at(plain, key), _first_line(error), fix))
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
+    _make_paths_absolute(resolved)
     return {str(key): value for key, value in resolved.items()}
+
+
+def _make_paths_absolute(node: object, prefix: str = "") -> None:
+    """In place, `~` included; what is no local path (an empty text, a URL, a built-in reward function) stays."""
+    if not isinstance(node, dict):
+        return
+    for name, value in node.items():
+        key = f"{prefix}{name}"
+        if not isinstance(value, str):
+            _make_paths_absolute(value, f"{key}.")
+        elif key.startswith("reward.functions."):
+            path, colon, function = value.rpartition(":")
+            node[name] = f"{_absolute(path)}:{function}" if colon else value
+        elif PATHS.fullmatch(key) and not (key == "run.resume" and value.lower() in NO_CHECKPOINT):
+            node[name] = _absolute(value)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute()) if path.strip() and "://" not in path else path
 
 
 def _typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | None:

@@ -164,7 +164,15 @@ def _data_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, path, rule, f"Use {either(DATA_SUFFIXES)}, or a folder saved by datasets.")
 
 
+def in_ray_package(path: Path) -> bool:
+    """Whether `path` lies in the copy of a working directory that Ray unpacked for a job, and will delete."""
+    return any(part.startswith("_ray_pkg_") for part in path.parts)
+
+
 def _run_dir_problems(config: Config) -> Iterator[Problem]:
+    if in_ray_package(Path(config.run.dir)):
+        rule = "this lies in the copy of the working directory that Ray made for this job, and will delete"
+        yield Problem("run.dir", config.run.dir, rule, "Give an absolute path, or none: it is then ~/outputs/NAME.")
     parent = _nearest_existing(config.run.dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
         fix = "Give a folder that can be written to."

@@ -74,7 +74,7 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
     assert [cell.strip() for cell in _row(out, "actor", 7)] == ["actor", "1", "256", "128", "128", "2", "<= 8192"]
     assert [cell.strip() for cell in _row(out, "critic", 6)][:3] == ["critic", "fsdp", "float32"]
     assert "this machine:" in out and "cores" in out
-    assert "mine can run; it writes to outputs/mine" in out
+    assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
 
 
 def _row(table: str, role: str, columns: int) -> list[str]:

@@ -11,6 +11,7 @@ import pytest
 
 from controllers.command_line import compose, main
 from controllers.composition import examine
+from controllers.preflight import preflight
 from verl_ray.config.schema import RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -130,7 +131,7 @@ def test_a_setting_inside_null_is_refused() -> None:
 def test_free_sections_take_new_keys() -> None:
     config = quickstart("rollout.vllm_args.enforce_eager=true", "reward.functions.mine=grader.py:grade")
     assert config.rollout.vllm_args == {"enforce_eager": True}
-    assert config.reward.functions["mine"] == "grader.py:grade"
+    assert config.reward.functions["mine"] == str(Path.cwd() / "grader.py:grade")
 
 
 def test_plus_signs_and_dicts_are_understood() -> None:
@@ -155,13 +156,45 @@ def test_roles_follow_the_model_and_the_actor_unless_they_differ() -> None:
 
 
 def test_a_run_is_named_after_its_root_config_and_writes_to_a_folder_of_that_name() -> None:
+    outputs = Path.cwd() / "outputs"
     for root, inputs in (("quickstart", []), ("ppo", INPUTS), ("grpo", INPUTS), ("sft", INPUTS)):
         config = compose(root, inputs)
         assert config.run.name.startswith(f"{root}-2")
-        assert config.run.dir == f"outputs/{config.run.name}"
+        assert config.run.dir == f"{outputs}/{config.run.name}"
     config = quickstart("run.name=mine")
-    assert (config.run.dir, config.model.path) == ("outputs/mine", "outputs/mine/inputs/model")
+    assert (config.run.dir, config.model.path) == (f"{outputs}/mine", f"{outputs}/mine/inputs/model")
     assert quickstart("run.dir=/tmp/x").data.train_path == "/tmp/x/inputs/train.jsonl"
+
+
+def test_in_a_ray_job_a_run_writes_to_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    package.mkdir()
+    monkeypatch.chdir(package)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = quickstart("run.name=mine")
+    assert config.run.dir == f"{tmp_path}/home/outputs/mine"
+    assert [problem.key for problem in preflight(config, None).problems] == []
+    (problem,) = preflight(quickstart("run.dir=outputs/mine"), None).problems
+    assert problem.key == "run.dir"
+    assert "Ray made for this job, and will delete" in problem.rule
+    assert "~/outputs/NAME" in problem.fix
+
+
+def test_local_paths_are_absolute_since_workers_have_another_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    inputs = ["model.path=m", "critic.model.path='~/c'", "data.train_path=../t.jsonl", "data.validation_path=s3://b/v"]
+    config = compose("ppo", [*inputs, "run.dir=out", "run.resume=out/old", "reward.functions.mine=a/g.py:grade"])
+    assert isinstance(config, RLConfig)
+    assert (config.run.dir, config.run.resume) == (f"{tmp_path}/out", f"{tmp_path}/out/old")
+    models = [config.model.path, config.actor.model.path, config.reference.model.path, config.critic.model.path]
+    assert models == [f"{tmp_path}/m"] * 3 + ["/home/me/c"]
+    assert (config.data.train_path, config.data.validation_path) == (f"{tmp_path}/../t.jsonl", "s3://b/v")
+    assert config.reward.functions["mine"] == f"{tmp_path}/a/g.py:grade"
+    assert config.reward.functions["default"] == "exact_match"
+    assert quickstart().run.resume == "auto"
 
 
 def test_roots_are_what_they_say() -> None:
