@@ -109,6 +109,9 @@ class Echo:
         if self.context.rank == rank:
             time.sleep(60)
 
+    def nap(self) -> None:
+        time.sleep(2)
+
     def hold_the_lock(self) -> None:
         ctypes.PyDLL(None).usleep(60_000_000)  # PyDLL keeps the interpreter lock
 
