@@ -90,7 +90,8 @@ def start(config: Config, session: Session) -> System:
     def group(name: str) -> Any:
         return groups[plan.roles[name]] if name in plan.roles else None
 
-    return System(groups, *(group(name) for name in ROLES), has_gpus=shape.gpus > 0)
+    actor, critic, reference, reward, rollout = map(group, ROLES)
+    return System(groups, actor, critic, reference, reward, rollout, shape.gpus > 0)
 
 
 def plan_processes(config: Config, shape: Shape) -> Plan:
@@ -144,14 +145,14 @@ def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) ->
 
 
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
-    learns = isinstance(role, SupervisedRole)
+    learning = role if isinstance(role, SupervisedRole) else None
     return EngineSpec(
         role=name,
         model_path=role.model.path,
         head="value" if name == "critic" else "policy",
         backend=role.backend,
-        optimizer=role.optimizer if learns else None,
-        schedule_steps=config.run.total_steps * updates_per_step(role, config) if learns else 0,
+        optimizer=learning.optimizer if learning else None,
+        schedule_steps=config.run.total_steps * updates_per_step(learning, config) if learning else 0,
         seed=config.run.seed,
     )
 

@@ -25,7 +25,8 @@ def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
     """Mean, maximum and minimum; NaN of nothing."""
     if not values.size:
         return {f"{name}/{what}": float("nan") for what in ("mean", "max", "min")}
-    return {f"{name}/mean": float(values.mean()), f"{name}/max": float(values.max()), f"{name}/min": float(values.min())}
+    found = {"mean": values.mean(), "max": values.max(), "min": values.min()}
+    return {f"{name}/{what}": float(value) for what, value in found.items()}
 
 
 def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int) -> Metrics:
@@ -113,4 +114,5 @@ def per_token_ms(timings: Mapping[str, float], response_tokens: int, all_tokens:
 def accuracy(sources: Sequence[str], scores: npt.NDArray[np.float32], group_size: int) -> Metrics:
     """Mean score per data source: val-core/<data source>/acc/mean@N. Failed scores count as wrong in `scores`."""
     names = np.array(sources)
-    return {f"val-core/{name}/acc/mean@{group_size}": float(scores[names == name].mean()) for name in sorted(set(sources))}
+    means = {name: float(scores[names == name].mean()) for name in sorted(set(sources))}
+    return {f"val-core/{name}/acc/mean@{group_size}": mean for name, mean in means.items()}

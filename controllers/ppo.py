@@ -8,7 +8,7 @@ tokens stay where they are. Deliberately not here: start-up and recovery (`train
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,19 +18,19 @@ from controllers.evaluation import Evaluator
 from controllers.generation import Producer
 from controllers.measures import Metrics
 from controllers.publishing import Publisher
+from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import judge
 from verl_ray.algorithms.kl_control import make
 from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
-from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
-from verl_ray.config.schema import RLConfig, TrainedRole
+from verl_ray.config.schema import AggregationName, RLConfig, TrainedRole
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Scores, Values
+from verl_ray.data.stages import Bool, Credit, LogProbs, Rollouts, Scores, Values
 from verl_ray.errors import NonFiniteError, RewardError
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
@@ -40,6 +40,8 @@ from verl_ray.tracking.base import Sample
 from workers.actor import ActorWorker, MiniBatch, UpdateReport
 from workers.critic import CriticWorker
 from workers.reference import ReferenceWorker
+
+T = TypeVar("T")
 
 SYNCHRONOUS = 0  # how many policy versions rollouts may be behind
 MAX_SKIPPED_IN_A_ROW = 5  # optimizer steps without finite gradients before the run stops
@@ -95,15 +97,18 @@ class Trainer:
     def measure(self, rollouts: Sharded[Rollouts]) -> Measured:
         """Old log-probs, reference log-probs and values, in flight together."""
         system, temperature = self.system, self.config.rollout.temperature
-        calls: dict[str, Call[Sharded[LogProbs]] | Call[Sharded[Values]]] = {}
+        old = reference = values = None
         if self.needs_old_log_probs:
-            calls["old_log_prob"] = system.actor.scatter(ActorWorker.compute_log_probs, rollouts, temperature)
+            old = system.actor.scatter(ActorWorker.compute_log_probs, rollouts, temperature)
         if system.reference is not None:
-            calls["ref"] = system.reference.scatter(ReferenceWorker.compute_log_probs, rollouts, temperature)
+            reference = system.reference.scatter(ReferenceWorker.compute_log_probs, rollouts, temperature)
         if system.critic is not None:
-            calls["values"] = system.critic.scatter(CriticWorker.compute_values, rollouts)
-        found = {name: self.await_(name, call) for name, call in calls.items()}
-        return Measured(found.get("old_log_prob"), found.get("ref"), found.get("values"))
+            values = system.critic.scatter(CriticWorker.compute_values, rollouts)
+        return Measured(
+            None if old is None else self.await_("old_log_prob", old),
+            None if reference is None else self.await_("ref", reference),
+            None if values is None else self.await_("values", values),
+        )
 
     def assign_credit(
         self, rollouts: Sharded[Rollouts], scores: Sharded[Scores], measured: Measured
@@ -117,7 +122,7 @@ class Trainer:
             if self.charges_whole_responses:
                 kl = self.await_("adv", actor.scatter(
                     ActorWorker.diverge, rollouts, measured.old, measured.reference, algorithm))  # fmt: skip
-                charge = self.kl.coefficient * kl.row("kl")
+                charge = (self.kl.coefficient * kl.row("kl")).astype(np.float32)
             rewards = judge(
                 algorithm, scores.row("score"), ok, rollouts.row("finish"), rollouts.row("group_id"),
                 rollouts.row("trajectory_id"), charge,
@@ -127,9 +132,7 @@ class Trainer:
                 algorithm, self.kl.coefficient,
             ))  # fmt: skip
 
-    def learn(
-        self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured
-    ) -> Metrics:
+    def learn(self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured) -> Metrics:
         """Critic and actor updates, in flight together; each optimizer step sees a mini-batch cut here."""
         actor, critic, config = self.system.actor, self.system.critic, self.config
         critic_calls: list[Call[list[UpdateReport]]] = []
@@ -138,16 +141,22 @@ class Trainer:
             value = ValueObjective(config.algorithm.value_loss)
             for rows in self.mini_batches(number, config.critic, len(rollouts)):
                 about = self.mini_batch(rollouts, credit, rows, config.algorithm.value_loss.aggregation)
-                parts = [column.select(rows) for column in (rollouts, credit, measured.values)]
-                critic_calls.append(critic.scatter(CriticWorker.update, *parts, about, value))
+                critic_calls.append(critic.scatter(
+                    CriticWorker.update, rollouts.select(rows), credit.select(rows), measured.values.select(rows),
+                    about, value,
+                ))  # fmt: skip
         if number > config.algorithm.critic_warmup_steps:
             policy = PolicyObjective(config.algorithm, config.rollout.temperature, self.kl.coefficient)
             whitening = self.whitening(rollouts, credit)
             for rows in self.mini_batches(number, config.actor, len(rollouts)):
                 about = self.mini_batch(rollouts, credit, rows, config.algorithm.aggregation)
-                columns = (rollouts, credit, measured.old, measured.reference)
-                parts = [None if column is None else column.select(rows) for column in columns]
-                actor_calls.append(actor.scatter(ActorWorker.update, *parts, about, whitening, policy))
+                old, reference = (
+                    None if column is None else column.select(rows) for column in (measured.old, measured.reference)
+                )
+                actor_calls.append(actor.scatter(
+                    ActorWorker.update, rollouts.select(rows), credit.select(rows), old, reference,
+                    about, whitening, policy,
+                ))  # fmt: skip
         metrics: Metrics = {}
         for role, calls in (("critic", critic_calls), ("actor", actor_calls)):
             if calls:
@@ -223,7 +232,7 @@ class Trainer:
         return batches
 
     def mini_batch(
-        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit], rows: Int64, aggregation: str
+        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit], rows: Int64, aggregation: AggregationName
     ) -> MiniBatch:
         """The global denominators of a loss."""
         tokens = rollouts.row("response_length")[rows][credit.row("in_loss")[rows]]
@@ -252,7 +261,8 @@ class Trainer:
         algorithm = self.config.algorithm
         return algorithm.kl.place == "reward" and ADVANTAGES[algorithm.advantage].needs_group
 
-    def await_(self, name: str, call: Call) -> Sharded:
+    def await_(self, name: str, call: Call[T]) -> T:
+        """The answer, with the time spent on it under `name`."""
         with self.timers(name), self.timers.waiting():
             return call.result()
 
@@ -265,7 +275,7 @@ class Trainer:
         self.kl.update(mean, len(credit))
         return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
-    def _refuse_broken_grader(self, scores: Sharded[Scores], ok: np.ndarray) -> None:
+    def _refuse_broken_grader(self, scores: Sharded[Scores], ok: Bool) -> None:
         limit, failed = self.config.reward.max_failed_fraction, 1 - float(ok.mean())
         if failed > limit:
             kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(

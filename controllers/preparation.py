@@ -12,7 +12,17 @@ from pathlib import Path
 from controllers.build import start
 from controllers.sft import SupervisedTrainer
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import PrepareConfig, RLConfig, RunConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
+from verl_ray.config.schema import (
+    DataFilesConfig,
+    ModelConfig,
+    PrepareConfig,
+    RLConfig,
+    RunConfig,
+    SFTConfig,
+    SupervisedConfig,
+    SupervisedEvaluationConfig,
+    SupervisedRole,
+)
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
@@ -77,18 +87,23 @@ def _warm_start(
 def supervised_job(config: RLConfig, wanted: PrepareConfig, folder: Path, train: Path, validation: Path) -> SFTConfig:
     """The warm start as a supervised job: the actor's backend and ranks, the warm start's optimizer."""
     warm = wanted.warm_start
-    fields = config.data.model_dump()
-    data = {name: fields[name] for name in ("overlong", "shuffle", "apply_chat_template")}
-    model = {"path": str(folder / "untrained")}
+    model = ModelConfig(path=str(folder / "untrained"))
     run = config.run.model_dump() | {"total_steps": warm.max_steps}
     return SFTConfig(
         task="sft",
         run=RunConfig(**run),
         ray=config.ray,
         model=model,
-        data=data | {"train_path": str(train), "validation_path": str(validation)},
-        actor=config.actor.model_dump(exclude={"mini_batch_size", "epochs"})
-        | {"model": model, "optimizer": warm.optimizer.model_dump()},
+        data=DataFilesConfig(
+            train_path=str(train),
+            validation_path=str(validation),
+            overlong=config.data.overlong,
+            shuffle=config.data.shuffle,
+            apply_chat_template=config.data.apply_chat_template,
+        ),
+        actor=SupervisedRole(
+            model=model, num_ranks=config.actor.num_ranks, backend=config.actor.backend, optimizer=warm.optimizer
+        ),
         sft=SupervisedConfig(
             batch_size=warm.batch_size,
             max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,

@@ -37,8 +37,8 @@ class Publisher:
         hosts = {member.facts.host_name for group in (actor, rollout) for member in group.members() if member.facts}
         if len(hosts) > 1:
             raise WeightSyncError(
-                f"weights travel through shared memory, which actor and rollout must share; they run on {sorted(hosts)}. "
-                "Give the cluster one node with room for both"
+                "weights travel through shared memory, which actor and rollout must share; they run on "
+                f"{sorted(hosts)}. Give the cluster one node with room for both"
             )
         self._actor, self._rollout = actor, rollout
         self._sleep = config.sleep if config.sleep != "auto" else ("weights" if shared_device else "never")

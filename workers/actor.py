@@ -112,7 +112,7 @@ class ActorWorker(ModelWorker):
         return self.learn(rows, SupervisedObjective())
 
     def grade_supervised(self, rows: TrainingBatch) -> Scores:
-        """1 for each row whose every response token is the model's most probable one: greedy decoding would be right."""
+        """1 for each row whose every response token is the model's most probable one: greedy decoding is right."""
         found = self.engine.forward(rows, Outputs(log_probs=True, greedy=True))
         assert found.greedy is not None
         row = rows.row_of_token

@@ -29,9 +29,7 @@ from verl_ray.errors import DataError
 from verl_ray.ops.kl import KL_ESTIMATORS
 
 
-def diverge(
-    algorithm: AlgorithmConfig, rollouts: Rollouts, policy: LogProbs, reference: LogProbs
-) -> Divergence:
+def diverge(algorithm: AlgorithmConfig, rollouts: Rollouts, policy: LogProbs, reference: LogProbs) -> Divergence:
     """The divergence of each response from the reference, summed over its tokens."""
     offsets = offsets_of(rollouts.response_length)
     sums = statistics(_kl(algorithm, rollouts, policy, reference), offsets)[:, 0]
@@ -108,9 +106,7 @@ def assign(
             raise DataError(f"algorithm.advantage = {algorithm.advantage} needs algorithm.gamma")
         advantages = estimator.function(token_rewards, offsets, algorithm.gamma)
 
-    def spread(per_response_token: Float32 | None) -> Float32 | None:
-        if per_response_token is None:
-            return None
+    def spread(per_response_token: Float32) -> Float32:
         flat = np.zeros(rollouts.num_tokens, np.float32)
         flat[places] = per_response_token
         return flat
@@ -120,7 +116,7 @@ def assign(
     return Credit(
         offsets=rollouts.offsets,
         advantages=spread(advantages),
-        returns=spread(returns),
+        returns=None if returns is None else spread(returns),
         in_loss=rewards.in_loss,
         reward=statistics(token_rewards, offsets)[:, 0].astype(np.float32),
         kl=statistics(kl, offsets)[:, 0].astype(np.float32),

@@ -88,7 +88,7 @@ class PolicyObjective:
 
 
 def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
-    """How far what the trainer computes is from what the sampler said: 0 but for rounding while they hold one policy."""
+    """How far what the trainer computes is from what the sampler said; rounding alone while they hold one policy."""
     difference = log_probs.exp() - rollout_log_probs.exp()
     return {
         "training/rollout_probs_diff_mean": difference.abs(),

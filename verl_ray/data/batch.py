@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -123,7 +124,7 @@ class Ragged:
 
     def texts(self) -> list[str]:
         data, offsets = self.values.tobytes(), self.offsets.tolist()
-        return [data[start:end].decode() for start, end in zip(offsets, offsets[1:], strict=False)]
+        return [data[start:end].decode() for start, end in itertools.pairwise(offsets)]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -235,7 +236,7 @@ class Batch:
         if sum(counts) != self.num_rows:
             raise DataError(f"{type(self).__name__}: parts of {list(counts)} rows do not add up to {self.num_rows}")
         bounds = np.cumsum([0, *counts])
-        return [self.select(np.arange(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+        return [self.select(np.arange(a, b)) for a, b in itertools.pairwise(bounds)]
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:

@@ -131,7 +131,7 @@ class Credit(Batch):
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainingBatch(Rows):
-    """What a loss may look at: the tokens under the response mask. Columns that an algorithm does not use are absent."""
+    """What a loss may look at: the tokens under the response mask. Columns an algorithm does not use are absent."""
 
     loss_weight: Float32 = row(np.float32)  # of each of the row's token losses: aggregation as one number per row
     rollout_log_probs: Float32 | None = token(np.float32, optional=True)
