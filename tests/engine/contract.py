@@ -1,0 +1,389 @@
+"""The body of the contract tests: everything an engine must do, run by each rank, its findings left in a file.
+
+Run as `python -m tests.engine.contract RANK WORLD FOLDER` by test_contract.py, which judges the findings. One process
+runs all checks of all backends, because starting it costs more than they do.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.objectives import LossInputs, Objective, PolicyObjective, SupervisedObjective, ValueObjective
+from verl_ray.checkpoint import sharded
+from verl_ray.config.schema import (
+    AlgorithmConfig,
+    EngineBackend,
+    FsdpBackend,
+    KLConfig,
+    OptimizerConfig,
+    ValueLossConfig,
+)
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.packing import balance
+from verl_ray.data.stages import TrainingBatch
+from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
+from verl_ray.engine.build import build_engine
+from verl_ray.errors import DataError, EngineError
+from verl_ray.models.role_model import HeadKind, Outputs, TokenOutputs
+
+DEADLINE_S = 240
+LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
+CLIP, DUAL, ENTROPY, KL, TEMPERATURE = 0.2, 3.0, 0.01, 0.05, 0.8
+OPTIMIZER = OptimizerConfig(
+    lr=2e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=0.5,
+    schedule="cosine",
+    warmup_steps=2,
+    min_lr_fraction=0.1,
+)
+STEPS = 10
+ALGORITHM = AlgorithmConfig(
+    name="test",
+    advantage="grpo",
+    gamma=None,
+    lam=None,
+    whiten_advantages=False,
+    policy_loss="ppo_clip",
+    clip_low=CLIP,
+    clip_high=CLIP,
+    dual_clip=DUAL,
+    aggregation="token_mean",
+    aggregation_horizon=None,
+    entropy_coefficient=ENTROPY,
+    kl=KLConfig(place="loss", estimator="k3", coefficient=KL, controller="fixed", target=None, horizon=None),
+    value_loss=None,
+    critic_warmup_steps=0,
+    truncated="score",
+)
+POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
+VALUE_CLIP = 0.2
+VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
+    """Rows of mixed lengths, some response tokens in each, every column that a loss can read."""
+    random = np.random.default_rng(7)
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    mask = random.random(tokens) < 0.6
+    mask[offsets[1:] - 1] = True
+    mask[offsets[:-1]] = False
+
+    def column(low: float, high: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.uniform(low, high, tokens).astype(np.float32)
+
+    return TrainingBatch(
+        offsets=offsets,
+        tokens=random.integers(0, 14, tokens).astype(np.int32),
+        response_mask=mask,
+        loss_weight=random.uniform(0.5, 1.5, len(lengths)).astype(np.float32) / np.float32(mask.sum()),
+        old_log_probs=column(-3, -2),
+        ref_log_probs=column(-3, -2),
+        advantages=column(-2, 2),
+        old_values=column(-1, 1),
+        returns=column(-1, 1),
+    )
+
+
+@dataclass
+class Noisy:
+    """Supervised, with random weights of the tokens: shows where an engine's random numbers come from."""
+
+    outputs: Outputs = SupervisedObjective().outputs
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        assert outputs.log_probs is not None
+        return TokenLoss(-outputs.log_probs * torch.rand(outputs.log_probs.shape), {})
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world: int
+    folder: Path
+
+    def engine(
+        self,
+        kind: str,
+        model: str = "qwen3",
+        head: HeadKind = "policy",
+        optimizer: OptimizerConfig | None = OPTIMIZER,
+        **settings: Any,
+    ) -> Engine:
+        reshard = settings.pop("reshard_after_forward", True)
+        fields = {
+            "kind": kind,
+            "dtype": "float32",
+            "micro_batch_tokens_per_rank": 64,
+            "activation_checkpointing": False,
+        }
+        backend = (
+            EngineBackend(**fields | settings)
+            if kind == "engine"
+            else FsdpBackend(**fields | settings, reshard_after_forward=reshard)
+        )
+        spec = EngineSpec("actor", str(self.folder / model), head, backend, optimizer, STEPS, seed=3)
+        return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
+
+    def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return balance(rows.lengths, self.world)[self.rank]
+
+    def everyone(self, value: Any) -> list[Any]:
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def total(self, report: LossReport) -> LossReport:
+        return sum(self.everyone(report), LossReport())
+
+    def step(self, engine: Engine, rows: TrainingBatch, objective: Objective) -> tuple[LossReport, StepReport]:
+        """One optimizer step over the rows of all ranks; these are the rows of this one."""
+        return self.total(engine.forward_backward(rows, objective)), engine.optimizer_step()
+
+    def train(
+        self, engine: Engine, rows: TrainingBatch, objective: Objective, steps: int = 3
+    ) -> dict[str, list[float]]:
+        found = [self.step(engine, rows, objective) for _ in range(steps)]
+        return {
+            "loss": [report.loss for report, _ in found],
+            "norm": [step.grad_norm for _, step in found],
+            "lr": [step.lr for _, step in found],
+        }
+
+    def weights(self, engine: Engine) -> dict[str, torch.Tensor]:
+        """All parameters, put together from what the ranks own; each element must be owned once."""
+        names = [parameter.name for parameter in engine.manifest().sent]
+        owned = self.everyone([(place, value.clone()) for place, value in engine.shards(names)])
+        full = {p.name: torch.zeros(p.shape) for p in engine.manifest().sent}
+        count = {p.name: torch.zeros(p.shape) for p in engine.manifest().sent}
+        for place, value in (part for parts in owned for part in parts):
+            box = tuple(slice(start, start + size) for start, size in zip(place.start, place.shape, strict=True))
+            full[place.name][box] = value
+            count[place.name][box] += 1
+        assert all(bool((times == 1).all()) for times in count.values())
+        return full
+
+    def forward(self, engine: Engine, rows: TrainingBatch, outputs: Outputs, **more: Any) -> dict[str, Any]:
+        """The columns of all rows, from the ranks that computed them."""
+        index = self.mine(rows)
+        found = vars(engine.forward(rows.select(index), outputs, **more))
+        order = np.argsort(np.concatenate(self.everyone(index)), kind="stable")
+        columns = {}
+        for name, mine in found.items():
+            if mine is None:
+                continue
+            sizes = np.ones(len(index), int) if name == "final_values" else rows.lengths[index]
+            flat = [row for part in self.everyone(np.split(mine, np.cumsum(sizes)[:-1])) for row in part]
+            columns[name] = np.concatenate([flat[i] for i in order])
+        return columns
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (DataError, EngineError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
+    rows, found = rows_of(), {}
+    wanted = Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE)
+    for model in ("qwen3", "llama", "qwen2"):
+        engine = ranks.engine(kind, model, optimizer=None)
+        found[model] = ranks.forward(engine, rows, wanted)
+    engine = ranks.engine(kind, head="value", optimizer=None)
+    found["value"] = ranks.forward(engine, rows, Outputs(values=True), final_values=True)
+    found["head"] = ranks.weights(engine)["score.weight"]
+    found["refused"] = refused(lambda: engine.forward_backward(rows, VALUE))
+    found["refused step"] = refused(engine.optimizer_step)
+    return found
+
+
+def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    backwards = np.arange(rows.num_rows)[::-1]
+    found = {
+        "one micro-batch": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=10_000), mine, POLICY),
+        "many micro-batches": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, POLICY),
+        "other order": ranks.train(ranks.engine(kind), rows.select(backwards[ranks.rank :: ranks.world]), POLICY),
+        "all on one rank": ranks.train(
+            ranks.engine(kind), rows.select(np.arange(rows.num_rows if ranks.rank == 0 else 0)), POLICY
+        ),
+        "activation checkpointing": ranks.train(ranks.engine(kind, activation_checkpointing=True), mine, POLICY),
+        "bfloat16": ranks.train(ranks.engine(kind, dtype="bfloat16"), mine, POLICY),
+        "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
+        "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
+        "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
+    }
+    if kind == "fsdp":
+        engine = ranks.engine(kind, reshard_after_forward=False)
+        engine.forward(mine, Outputs(log_probs=True))
+        ranks.weights(engine)
+        found["gathered in forward"] = ranks.train(engine, mine, POLICY)
+    single = rows.select([4])
+    here = single if ranks.rank == 0 else single.select([])
+    found["fewer rows than ranks"] = ranks.train(ranks.engine(kind), here, POLICY)
+    engine = ranks.engine(kind)
+    report = ranks.total(engine.forward_backward(mine, POLICY))
+    found["tokens"], found["means"] = report.tokens, report.means()
+    return found
+
+
+def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
+    rows = rows_of()
+    engine = ranks.engine(kind, micro_batch_tokens_per_rank=39)  # the row of 40 tokens is on one rank only
+    mine = rows.select(ranks.mine(rows))
+    first = TrainingBatch(
+        offsets=np.array([0, 2]),
+        tokens=np.array([1, 2], np.int32),
+        response_mask=np.array([True, True]),
+        loss_weight=np.ones(1, np.float32),
+    )
+    return {
+        "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
+        "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
+        "first": refused(lambda: engine.forward_backward(first, SupervisedObjective())),
+    }
+
+
+def check_non_finite(ranks: Ranks, kind: str) -> dict[str, Any]:
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    engine = ranks.engine(kind)
+    ranks.step(engine, mine, POLICY)
+    before = ranks.weights(engine)
+    assert mine.advantages is not None
+    bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf)) if ranks.rank == 0 else mine
+    _, step = ranks.step(engine, bad, POLICY)
+    after = ranks.weights(engine)
+    _, next_step = ranks.step(engine, mine, POLICY)
+    return {
+        "skipped": step.skipped,
+        "unchanged": all(torch.equal(before[name], after[name]) for name in before),
+        "changed later": any(not torch.equal(after[name], value) for name, value in ranks.weights(engine).items()),
+        "next": (next_step.skipped, next_step.lr),
+    }
+
+
+def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    folder = ranks.folder / f"state_{kind}_{ranks.world}"
+    engine = ranks.engine(kind)
+    before = ranks.weights(engine)
+    sharded.save(engine.state(), str(folder) + "_new")  # an optimizer that has not stepped
+    same = all(torch.equal(before[name], value) for name, value in ranks.weights(engine).items())
+    ranks.train(engine, mine, Noisy(), 2)
+    sharded.save(engine.state(), str(folder))
+    never_stopped = ranks.train(engine, mine, Noisy(), 2)
+    resumed = ranks.engine(kind)
+    ranks.train(resumed, mine, POLICY, 1)  # whatever it holds is replaced
+    load(resumed, folder)
+    again = ranks.train(resumed, mine, Noisy(), 2)
+    weights, others = ranks.weights(engine), ranks.weights(resumed)
+    anew = ranks.engine(kind)
+    load(anew, Path(str(folder) + "_new"))
+    for _ in range(2):  # idempotent; on a CPU both are the same memory
+        anew.place(params="host", optimizer="host")
+        anew.place(params="device", optimizer="device")
+    return {
+        "saving changes nothing": same,
+        "never stopped": never_stopped,
+        "resumed": again,
+        "same weights": all(torch.equal(weights[name], others[name]) for name in weights),
+        "from an unstepped state": ranks.train(anew, mine, POLICY),
+        "frozen": sorted(ranks.engine(kind, optimizer=None).state()),
+    }
+
+
+def check_elsewhere(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """States that other backends and other numbers of ranks wrote."""
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    found = {}
+    for writer in ("engine", "fsdp"):
+        for world in (1, 2):
+            engine = ranks.engine(kind)
+            load(engine, ranks.folder / f"state_{writer}_{world}")
+            weights = ranks.weights(engine)
+            found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
+    return found
+
+
+def load(engine: Engine, folder: Path) -> None:
+    state = engine.state()
+    sharded.load(state, str(folder))
+    engine.load_state(state)
+
+
+def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for model in ("qwen3", "llama"):
+        engine = ranks.engine(kind, model)
+        found[model] = (engine.manifest(), ranks.weights(engine))
+    decayed = ranks.engine(kind, optimizer=OPTIMIZER.model_copy(update={"weight_decay": 1.0, "warmup_steps": 0}))
+    before = ranks.weights(decayed)
+    nothing = rows_of().replace(loss_weight=np.zeros(len(LENGTHS), np.float32))
+    ranks.step(decayed, nothing, SupervisedObjective())  # no gradient: the decay alone
+    found["decay"] = {name: (before[name], value) for name, value in ranks.weights(decayed).items()}
+    trained = ranks.engine(kind, "llama")
+    rows = rows_of()
+    ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
+    trained.export(str(ranks.folder / f"export_{kind}_{ranks.world}"))
+    found["exported"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+    return found
+
+
+CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
+KINDS = ("engine", "fsdp")
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = Ranks(rank, world, folder)
+    # a group of one where there is one rank, as FSDP needs it and as workers have it
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )  # fmt: skip
+    found: dict[str, Any] = {kind: {check.__name__: check(ranks, kind) for check in CHECKS} for kind in KINDS}
+    (folder / f"wrote_{world}_{rank}").touch()
+    deadline = time.monotonic() + DEADLINE_S
+    while not all((folder / f"wrote_{w}_{r}").exists() for w in (1, 2) for r in range(w)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other processes did not write their states")
+        time.sleep(0.05)
+    for kind in KINDS:
+        found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
+    torch.save(found, folder / f"found_{world}_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,357 @@
+"""Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.engine import contract
+from verl_ray.config.schema import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny
+
+MODELS = {"qwen3": False, "llama": True, "qwen2": True}
+"""Name and whether the embeddings are tied."""
+EXACT = 1e-5
+BFLOAT16 = 3e-2  # 8 bits of mantissa through two layers and three steps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("contract")
+    character_tokenizer(root / "tokenizer", "0123456789+=")
+    for name, tied in MODELS.items():
+        sizes = TinyModelConfig(
+            hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
+            tie_embeddings=tied,
+        )  # fmt: skip
+        make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
+    """What each rank found, by number of ranks."""
+    places = [(rank, world) for world in (1, 2) for rank in range(world)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", contract.__name__, str(rank), str(world), str(folder)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank, world in places
+    ]
+    try:
+        outputs = [process.communicate(timeout=contract.DEADLINE_S + 30)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for (rank, world), process, output in zip(places, processes, outputs, strict=True):
+        assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"
+    yield {
+        world: [torch.load(folder / f"found_{world}_{rank}.pt", weights_only=False) for rank in range(world)]
+        for world in (1, 2)
+    }
+
+
+@pytest.fixture(params=[(kind, world) for kind in contract.KINDS for world in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
+def place(request: pytest.FixtureRequest) -> tuple[str, int]:
+    return request.param
+
+
+@pytest.fixture
+def results(place: tuple[str, int], found: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """What each rank of one backend and one number of ranks found."""
+    kind, world = place
+    return [one[kind] for one in found[world]]
+
+
+# --------------------------------------------------------------------------------------------- the naive reference
+
+
+def reference_model(folder: Path, name: str, head: str = "policy", value_head: Tensor | None = None) -> torch.nn.Module:
+    family: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+    more = {} if head == "policy" else {"num_labels": 1}
+    model = family.from_pretrained(folder / name, attn_implementation="eager", **more)
+    if value_head is not None:
+        with torch.no_grad():
+            model.score.weight.copy_(value_head)
+    return model.double()
+
+
+def naive_logits(model: Any, tokens: np.ndarray) -> Tensor:
+    """[tokens, vocabulary] in float64, of one row by itself."""
+    return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
+
+
+def naive_values(model: Any, tokens: np.ndarray) -> Tensor:
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    return model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0]
+
+
+def by_row(rows: Any) -> Iterator[tuple[slice, Tensor]]:
+    """Each row's tokens, and which of them the loss looks at (indices within the row)."""
+    for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
+        yield slice(start, end), torch.from_numpy(np.flatnonzero(rows.response_mask[start:end]))
+
+
+def naive_policy_loss(model: Any, rows: Any) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (row, read) in enumerate(by_row(rows)):
+        logits = naive_logits(model, rows.tokens[row])[read - 1] / contract.TEMPERATURE
+        log_p = torch.log_softmax(logits, -1)
+        chosen = log_p.gather(1, torch.from_numpy(rows.tokens[row].astype(np.int64))[read, None])[:, 0]
+        old, ref, advantage = (
+            torch.tensor(column[row], dtype=torch.float64)[read]
+            for column in (rows.old_log_probs, rows.ref_log_probs, rows.advantages)
+        )
+        ratio = (chosen - old).exp()
+        clipped = ratio.clamp(1 - contract.CLIP, 1 + contract.CLIP)
+        loss = torch.maximum(-advantage * ratio, -advantage * clipped)
+        loss = torch.where(advantage < 0, torch.minimum(loss, -contract.DUAL * advantage), loss)
+        loss = loss - contract.ENTROPY * -(log_p.exp() * log_p).sum(-1)
+        loss = loss + contract.KL * ((ref - chosen).exp() - 1 - (ref - chosen))
+        total = total + float(rows.loss_weight[i]) * loss.sum()
+    return total
+
+
+def naive_value_loss(model: Any, rows: Any) -> Tensor:
+    total = torch.zeros((), dtype=torch.float64)
+    for i, (row, read) in enumerate(by_row(rows)):
+        values = naive_values(model, rows.tokens[row])[read - 1]
+        old, returns = (torch.tensor(c[row], dtype=torch.float64)[read] for c in (rows.old_values, rows.returns))
+        held = old + (values - old).clamp(-contract.VALUE_CLIP, contract.VALUE_CLIP)
+        worse = torch.maximum((values - returns) ** 2, (held - returns) ** 2)
+        total = total + float(rows.loss_weight[i]) * 0.5 * worse.sum()
+    return total
+
+
+def rate_of(step: int) -> float:
+    """Two steps of warm-up, then a cosine from 2e-3 to a tenth of it at step 10."""
+    if step < 2:
+        return 1e-3 * (step + 1)
+    return 2e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8)))
+
+
+def naive_training(
+    model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor], steps: int = 3
+) -> dict[str, list[float]]:
+    config = contract.OPTIMIZER
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        betas=config.betas,
+        eps=config.eps,
+        foreach=False,
+    )
+    losses, norms = [], []
+    for step in range(steps):
+        loss = loss_of(model, rows)
+        loss.backward()
+        norm = torch.sqrt(sum((p.grad**2).sum() for p in parameters))  # type: ignore[arg-type]
+        for p in parameters:
+            p.grad *= min(1.0, config.max_grad_norm / (float(norm) + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = rate_of(step)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+        norms.append(float(norm))
+    return {"loss": losses, "norm": norms}
+
+
+@pytest.fixture(scope="module")
+def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
+    rows = contract.rows_of()
+    value_head = found[1][0]["engine"]["check_outputs"]["head"]
+    return {
+        **{name: naive_training(reference_model(folder, name), rows, naive_policy_loss) for name in MODELS},
+        "value": naive_training(reference_model(folder, "qwen3", "value", value_head), rows, naive_value_loss),
+        "one row": naive_training(reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------- the checks
+
+
+def close(found: list[float], expected: list[float], tolerance: float = EXACT) -> None:
+    """Relative to the largest: a loss is a sum of terms of both signs, and may be small beside each."""
+    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(np.abs(expected)))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_log_probs_and_entropy_are_those_of_plain_transformers(folder: Path, results: Any, model: str) -> None:
+    rows = contract.rows_of()
+    given = results[0]["check_outputs"][model]
+    plain = reference_model(folder, model)
+    for row, read in by_row(rows):
+        with torch.no_grad():
+            logits = naive_logits(plain, rows.tokens[row])[read - 1]
+        targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
+        log_p = torch.log_softmax(logits / contract.TEMPERATURE, -1)
+        expected = log_p.gather(1, targets[:, None])[:, 0]
+        np.testing.assert_allclose(given["log_probs"][row][read], expected, atol=EXACT)
+        np.testing.assert_allclose(given["entropy"][row][read], -(log_p.exp() * log_p).sum(-1), atol=EXACT)
+        np.testing.assert_array_equal(given["greedy"][row][read], logits.argmax(-1) == targets)
+    assert not given["log_probs"][~rows.response_mask].any()
+
+
+def test_values_are_those_before_each_token_and_after_the_last(folder: Path, results: Any) -> None:
+    rows = contract.rows_of()
+    found = results[0]["check_outputs"]
+    plain = reference_model(folder, "qwen3", "value", found["head"])
+    for i, (row, read) in enumerate(by_row(rows)):
+        with torch.no_grad():
+            values = naive_values(plain, rows.tokens[row])
+        np.testing.assert_allclose(found["value"]["values"][row][read], values[read - 1], atol=EXACT)
+        np.testing.assert_allclose(found["value"]["final_values"][i], values[-1], atol=EXACT)
+    assert not found["value"]["values"][~rows.response_mask].any()
+
+
+def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+    heads = [one[kind]["check_outputs"]["head"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
+    assert all(torch.equal(head, heads[0]) for head in heads)
+    assert heads[0].shape == (1, 64) and 0.5 < float(heads[0].std()) * 64**0.5 < 2
+
+
+@pytest.mark.parametrize(
+    ("case", "reference"),
+    [
+        ("one micro-batch", "qwen3"),
+        ("many micro-batches", "qwen3"),
+        ("other order", "qwen3"),
+        ("all on one rank", "qwen3"),
+        ("activation checkpointing", "qwen3"),
+        ("gathered in forward", "qwen3"),
+        ("fewer rows than ranks", "one row"),
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("value", "value"),
+    ],
+)
+def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
+    place: tuple[str, int], results: Any, naive: Any, case: str, reference: str
+) -> None:
+    if case == "gathered in forward" and place[0] != "fsdp":
+        assert case not in results[0]["check_training"]
+        return
+    for rank in results:
+        given = rank["check_training"][case]
+        close(given["loss"], naive[reference]["loss"])
+        close(given["norm"], naive[reference]["norm"])
+        np.testing.assert_allclose(given["lr"], [rate_of(0), rate_of(1), rate_of(2)], rtol=1e-12)
+    assert max(naive[reference]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+
+
+def test_bfloat16_is_near(results: Any, naive: Any) -> None:
+    given = results[0]["check_training"]["bfloat16"]
+    close(given["loss"], naive["qwen3"]["loss"], BFLOAT16)
+    close(given["norm"], naive["qwen3"]["norm"], BFLOAT16)
+    assert given["loss"] != results[0]["check_training"]["one micro-batch"]["loss"]  # it really is another type
+
+
+def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
+    found = results[0]["check_training"]
+    assert found["tokens"] == int(contract.rows_of().response_mask.sum())
+    assert 0 < found["means"]["actor/entropy"] < math.log(14)
+
+
+def test_a_row_above_the_cap_is_refused_by_all_ranks_with_its_length_and_the_key(results: Any) -> None:
+    messages = [rank["check_refusals"]["cap"] for rank in results]
+    named = [m for m in messages if "40 tokens" in m and "backend.micro_batch_tokens_per_rank = 39" in m]
+    assert len(named) == 1 and all(message.startswith("DataError: ") for message in messages)
+
+
+def test_misuse_is_refused(results: Any) -> None:
+    for rank in results:
+        assert rank["check_outputs"]["refused"].startswith("EngineError: the actor does not learn")
+        assert rank["check_outputs"]["refused step"].startswith("EngineError: the actor does not learn")
+        assert "'disk'" in rank["check_refusals"]["placed"]
+        assert rank["check_refusals"]["first"].startswith("DataError: response_mask is True on a row's first token")
+
+
+def test_a_step_that_is_not_finite_is_skipped_and_names_the_tensor(results: Any) -> None:
+    for rank in results:
+        found = rank["check_non_finite"]
+        assert found["unchanged"] and found["changed later"]
+        assert found["next"] == (None, pytest.approx(rate_of(2)))  # the schedule went on
+    assert "the gradient of model.embed_tokens.weight is not finite on rank 0" in [
+        rank["check_non_finite"]["skipped"] for rank in results
+    ]
+
+
+def test_going_on_from_a_state_is_never_having_stopped_to_the_bit(results: Any) -> None:
+    for rank in results:
+        found = rank["check_state"]
+        assert found["resumed"] == found["never stopped"] and found["same weights"]
+
+
+def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, naive: Any) -> None:
+    for rank in results:
+        found = rank["check_state"]
+        assert found["saving changes nothing"]
+        close(found["from an unstepped state"]["loss"], naive["qwen3"]["loss"])
+        close(found["from an unstepped state"]["norm"], naive["qwen3"]["norm"])
+        assert [key.partition("_")[0] for key in found["frozen"]] == ["rng", "steps"]
+
+
+def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+    """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
+    for writer in ("engine on 1", "engine on 2", "fsdp on 1", "fsdp on 2"):
+        ranks = [one[kind] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
+        read = [one["check_elsewhere"][writer] for one in ranks]
+        for other in read[1:]:
+            for name, value in read[0]["weights"].items():
+                assert torch.equal(other["weights"][name], value), (writer, name)
+            close(other["loss"], read[0]["loss"])
+            close(other["norm"], read[0]["norm"])
+            assert other["lr"] == pytest.approx([rate_of(2), rate_of(3)])
+
+
+def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
+    """That each element has one owner is asserted where the shards are put together."""
+    for model, tied in MODELS.items():
+        if model == "qwen2":
+            continue
+        plain = reference_model(folder, model)
+        expected = dict(plain.named_parameters())
+        for one in (one[kind]["check_weights"][model] for w in (1, 2) for one in found[w] for kind in contract.KINDS):
+            manifest, weights = one
+            assert weights.keys() == expected.keys() == {p.name for p in manifest.sent}
+            assert all(torch.equal(weights[name].double(), expected[name]) for name in expected)
+            assert manifest == found[1][0]["engine"]["check_weights"][model][0]
+            tie = {p.name: p.tied_to for p in manifest.parameters if p.tied_to}
+            assert tie == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+
+
+def test_weight_decay_spares_norms(results: Any) -> None:
+    for name, (before, after) in results[0]["check_weights"]["decay"].items():
+        factor = 1 if before.dim() == 1 else 1 - 2e-3 * 1.0
+        torch.testing.assert_close(after, before * factor, rtol=1e-6, atol=0, msg=name)
+
+
+def test_an_export_is_what_transformers_computes_with(folder: Path, place: tuple[str, int], results: Any) -> None:
+    kind, world = place
+    rows = contract.rows_of()
+    exported = reference_model(folder, f"export_{kind}_{world}")
+    log_probs = results[0]["check_weights"]["exported"]["log_probs"]
+    for row, read in by_row(rows):
+        with torch.no_grad():
+            log_p = torch.log_softmax(naive_logits(exported, rows.tokens[row])[read - 1], -1)
+        targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
+        np.testing.assert_allclose(log_probs[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT)
+    files = {path.name for path in (folder / f"export_{kind}_{world}").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
