@@ -1,0 +1,143 @@
+"""Objectives by hand: which terms a token's loss has, what the model is asked for, what is reported."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_ray.algorithms.objectives import LossInputs, PolicyObjective, SupervisedObjective, ValueObjective
+from verl_ray.config.schema import AlgorithmConfig, KLConfig, ValueLossConfig
+from verl_ray.models.role_model import Outputs, TokenOutputs
+
+ROW = torch.tensor([0, 0])
+LOG_PROBS = torch.log(torch.tensor([0.5, 0.2]))
+ENTROPY = torch.tensor([0.7, 0.3])
+
+
+def algorithm(place: str = "none", estimator: str | None = None, **settings: Any) -> AlgorithmConfig:
+    values: dict[str, Any] = {
+        "name": "test",
+        "advantage": "grpo",
+        "gamma": None,
+        "lam": None,
+        "whiten_advantages": False,
+        "policy_loss": "ppo_clip",
+        "clip_low": 0.2,
+        "clip_high": 0.2,
+        "dual_clip": None,
+        "aggregation": "token_mean",
+        "aggregation_horizon": None,
+        "entropy_coefficient": 0.0,
+        "value_loss": None,
+        "critic_warmup_steps": 0,
+        "truncated": "score",
+    }
+    kl = KLConfig(place=place, estimator=estimator, coefficient=None, controller=None, target=None, horizon=None)
+    return AlgorithmConfig(**values | settings, kl=kl)
+
+
+def outputs() -> tuple[Tensor, Tensor, TokenOutputs]:
+    log_probs, entropy = LOG_PROBS.clone().requires_grad_(), ENTROPY.clone().requires_grad_()
+    return log_probs, entropy, TokenOutputs(log_probs=log_probs, entropy=entropy)
+
+
+def test_on_policy_the_ratio_is_one_and_only_its_gradient_matters() -> None:
+    log_probs, _, out = outputs()
+    objective = PolicyObjective(algorithm(), 0.5, 0.0)
+    assert objective.outputs == Outputs(log_probs=True, entropy=True, temperature=0.5)
+    found = objective(out, LossInputs(ROW, advantages=torch.tensor([2.0, -3.0])))
+    assert found.loss.tolist() == [-2, 3]
+    (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
+    assert grad.tolist() == [-2, 3]  # d(-A * ratio) = -A * d log p
+    assert found.metrics["actor/pg_loss"].tolist() == [-2, 3]
+    assert found.metrics["actor/entropy"].tolist() == pytest.approx([0.7, 0.3])
+    assert "actor/kl_loss" not in found.metrics
+
+
+def test_given_old_log_probs_make_the_ratio() -> None:
+    _, _, out = outputs()
+    old = torch.log(torch.tensor([0.4, 0.8]))  # ratios 1.25 and 0.25
+    found = PolicyObjective(algorithm(), 1.0, 0.0)(out, LossInputs(ROW, old_log_probs=old, advantages=torch.ones(2)))
+    assert found.loss.tolist() == pytest.approx([-1.2, -0.25])  # the first is clipped
+
+
+def test_entropy_is_subtracted_and_has_its_gradient() -> None:
+    _, entropy, out = outputs()
+    found = PolicyObjective(algorithm(entropy_coefficient=0.1), 1.0, 0.0)(
+        out, LossInputs(ROW, advantages=torch.ones(2))
+    )
+    assert found.loss.tolist() == pytest.approx([-1.07, -1.03])
+    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([-0.1, -0.1])
+    assert found.metrics["actor/pg_loss"].tolist() == pytest.approx([-1, -1])
+
+
+@pytest.mark.parametrize(
+    ("estimator", "expected"),
+    [
+        ("k2", [0.5 * math.log(2) ** 2, 0.0]),
+        ("k3", [0.5 - 1 + math.log(2), 0.0]),  # q / p = 0.25 / 0.5
+    ],
+)
+def test_divergence_from_the_reference(estimator: str, expected: list[float]) -> None:
+    _, _, out = outputs()
+    ref = torch.log(torch.tensor([0.25, 0.2]))
+    objective = PolicyObjective(algorithm("loss", estimator), 1.0, 0.5)
+    found = objective(out, LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=ref))
+    assert found.metrics["actor/kl_loss"].tolist() == pytest.approx(expected, abs=1e-7)
+    assert found.loss.tolist() == pytest.approx([0.5 * value for value in expected], abs=1e-7)
+
+
+def test_divergence_charged_in_the_reward_is_not_in_the_loss() -> None:
+    _, _, out = outputs()
+    given = LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=torch.zeros(2))
+    found = PolicyObjective(algorithm("reward", "k1"), 1.0, 0.5)(out, given)
+    assert found.loss.tolist() == [0, 0] and "actor/kl_loss" not in found.metrics
+
+
+def test_how_far_the_sampler_was_is_reported_and_has_no_gradient() -> None:
+    log_probs, _, out = outputs()
+    given = LossInputs(ROW, advantages=torch.zeros(2), rollout_log_probs=torch.log(torch.tensor([0.4, 0.2])))
+    found = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
+    assert found.metrics["training/rollout_probs_diff_mean"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
+    assert found.metrics["rollout_corr/kl"].tolist() == pytest.approx([math.log(0.8), 0.0], abs=1e-7)
+    assert found.metrics["rollout_corr/k3_kl"].tolist() == pytest.approx([0.25 - math.log(1.25), 0.0], abs=1e-7)
+    assert not any(metric.requires_grad for metric in found.metrics.values())
+
+
+def test_the_critic_by_hand() -> None:
+    values = torch.tensor([1.0, 0.0], requires_grad=True)
+    given = LossInputs(ROW, old_values=torch.tensor([0.0, 0.0]), returns=torch.tensor([1.0, 2.0]))
+    objective = ValueObjective(ValueLossConfig(clip=0.2, aggregation="token_mean"))
+    assert objective.outputs == Outputs(values=True)
+    found = objective(TokenOutputs(values=values), given)
+    assert found.loss.tolist() == pytest.approx([0.32, 2.0])  # held at 0.2: (0.2 - 1)^2 / 2; 2^2 / 2
+    assert found.metrics["critic/vf_loss"].tolist() == pytest.approx([0.32, 2.0])
+    assert found.metrics["critic/vf_clipfrac"].tolist() == [1, 0]
+
+
+def test_supervised_is_the_negative_log_likelihood() -> None:
+    log_probs = LOG_PROBS.clone().requires_grad_()
+    objective = SupervisedObjective()
+    assert objective.outputs == Outputs(log_probs=True, greedy=True)
+    found = objective(TokenOutputs(log_probs=log_probs, greedy=torch.tensor([True, False])), LossInputs(ROW))
+    assert found.loss.tolist() == pytest.approx([math.log(2), math.log(5)])
+    assert found.metrics["train/token_accuracy"].tolist() == [1, 0]
+    assert not found.metrics["train/loss"].requires_grad
+
+
+def test_a_missing_column_is_named() -> None:
+    _, _, out = outputs()
+    with pytest.raises(ValueError, match="advantages"):
+        PolicyObjective(algorithm(), 1.0, 0.0)(out, LossInputs(ROW))
+    with pytest.raises(ValueError, match="ref_log_probs"):
+        PolicyObjective(algorithm("loss", "k3"), 1.0, 0.5)(out, LossInputs(ROW, advantages=torch.zeros(2)))
+
+
+def test_columns_are_those_of_a_training_batch() -> None:
+    from verl_ray.data.stages import TrainingBatch
+
+    assert set(LossInputs.columns()) <= TrainingBatch.columns().keys()

@@ -1,0 +1,56 @@
+"""Micro-batches and balance: every row once, under the cap, evenly, and by the lengths alone."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ray.data.packing import balance, micro_batches
+from verl_ray.errors import DataError
+
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=200).map(lambda values: np.array(values, dtype=np.int64))
+
+
+@given(LENGTHS, st.integers(100, 500))
+def test_every_row_once_and_no_set_above_the_cap(lengths: np.ndarray, cap: int) -> None:
+    plan = micro_batches(lengths, cap)
+    assert sorted(np.concatenate(plan)) == list(range(len(lengths)))
+    sums = [int(lengths[index].sum()) for index in plan]
+    assert max(sums) <= cap
+    # Two neighbours would not fit into one: so there are never twice as many as needed.
+    assert all(a + b > cap for a, b in pairwise(sums)) or len(plan) == 1
+    assert all((np.diff(index) > 0).all() for index in plan)
+
+
+@given(LENGTHS)
+def test_rows_of_similar_length_are_together(lengths: np.ndarray) -> None:
+    plan = micro_batches(lengths, 100)
+    for index, behind in pairwise(plan):
+        assert lengths[index].min() >= lengths[behind].max()
+
+
+def test_by_hand() -> None:
+    plan = micro_batches(np.array([3, 9, 5, 1]), 10)
+    assert [index.tolist() for index in plan] == [[1], [0, 2, 3]]  # 9 | 5 + 3 + 1
+    assert micro_batches(np.empty(0, np.int64), 10) == []
+
+
+def test_a_row_above_the_cap_is_refused_with_its_length_and_the_key() -> None:
+    with pytest.raises(DataError, match=r"row 1 has 11 tokens, .*micro_batch_tokens_per_rank = 10; .* at least 11"):
+        micro_batches(np.array([3, 11]), 10)
+
+
+@given(LENGTHS, st.integers(1, 8))
+def test_parts_differ_by_no_more_than_the_longest_row(lengths: np.ndarray, parts: int) -> None:
+    found = balance(lengths, parts)
+    assert len(found) == parts and sorted(np.concatenate(found)) == list(range(len(lengths)))
+    sums = [int(lengths[index].sum()) for index in found]
+    assert max(sums) - min(sums) <= lengths.max()
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_balance_by_hand() -> None:
+    assert [index.tolist() for index in balance(np.array([1, 7, 5, 3]), 2)] == [[0, 1], [2, 3]]  # 7 + 1 | 5 + 3
+    assert [index.tolist() for index in balance(np.array([4]), 3)] == [[0], [], []]

@@ -1,0 +1,95 @@
+"""Attention over packed rows against one call per row, forward and backward."""
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_ray.data.batch import offsets_of
+from verl_ray.models.attention import BUCKET_LENGTH_RATIO, attend, plan_layout
+
+HEADS, KV_HEADS, SIZE = 4, 2, 8
+CPU = torch.device("cpu")
+
+
+def projections(tokens: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(tokens)
+    return [
+        torch.randn(1, heads, tokens, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        for heads in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
+def naive(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+) -> torch.Tensor:
+    """Scores, mask, softmax, sum: row by row and written out."""
+    rows = []
+    for q, k, v in zip(*(x[0].split(lengths, dim=1) for x in (query, key, value)), strict=True):
+        k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
+        future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
+        rows.append(((q @ k.mT) * scale).masked_fill(future, -torch.inf).softmax(-1) @ v)
+    return torch.cat(rows, dim=1).transpose(0, 1)[None]
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12))
+@settings(max_examples=60, deadline=None)
+def test_equals_one_row_at_a_time_with_gradients(lengths: list[int]) -> None:
+    inputs = projections(sum(lengths))
+    layout = plan_layout(offsets_of(lengths), CPU, torch.float32)
+    out, weights = attend(torch.nn.Module(), *inputs, None, scaling=0.3, layout=layout)
+    expected = naive(*inputs, lengths, 0.3)
+    assert weights is None and out.shape == (1, sum(lengths), HEADS, SIZE)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    found = torch.autograd.grad(out, inputs, cotangent)
+    for one, other in zip(found, torch.autograd.grad(expected, inputs, cotangent), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
+@settings(deadline=None)
+def test_buckets_hold_every_token_once_and_rows_of_similar_length(lengths: list[int]) -> None:
+    offsets = offsets_of(lengths)
+    layout = plan_layout(offsets, CPU, torch.float32)
+    held = np.concatenate([bucket.source[bucket.places].numpy() for bucket in layout.buckets])
+    assert sorted(held) == list(range(sum(lengths)))
+    if layout.restore is not None:
+        np.testing.assert_array_equal(held[layout.restore.numpy()], np.arange(sum(lengths)))
+    for bucket in layout.buckets:
+        assert len(bucket.places) > bucket.shape[0] * bucket.shape[1] * BUCKET_LENGTH_RATIO - bucket.shape[0]
+    assert len(layout.buckets) <= 9  # log2(500): few kernel calls, whatever the number of rows
+
+
+def test_rows_of_one_length_need_no_padding_and_no_reordering() -> None:
+    layout = plan_layout(offsets_of([5, 5, 5]), CPU, torch.float32)
+    (bucket,) = layout.buckets
+    assert bucket.shape == (3, 5) and layout.restore is None
+    assert bucket.source.tolist() == list(range(15))
+
+
+def test_the_kernel_never_sees_another_row() -> None:
+    """Changing the tokens of one row changes the outputs of no other, to the bit."""
+    lengths = [3, 30, 4]
+    layout = plan_layout(offsets_of(lengths), CPU, torch.float32)
+    inputs = [x.detach().float() for x in projections(sum(lengths))]
+    before, _ = attend(torch.nn.Module(), *inputs, None, layout=layout)
+    for x in inputs:
+        x[:, :, 3:33] += 1
+    after, _ = attend(torch.nn.Module(), *inputs, None, layout=layout)
+    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(before[:, 33:], after[:, 33:])
+    assert not torch.equal(before[:, 3:33], after[:, 3:33])
+
+
+def test_without_scaling_it_is_the_usual_one() -> None:
+    inputs = projections(6)
+    out, _ = attend(torch.nn.Module(), *inputs, None, layout=plan_layout(offsets_of([6]), CPU, torch.float32))
+    expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True).transpose(1, 2)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_call_without_a_layout_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="without the layout"):
+        attend(torch.nn.Module(), *projections(3), None)

@@ -1,0 +1,65 @@
+"""Loading a model for a role: what is refused, and what a value model keeps of a language model."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from verl_ray.config.schema import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.errors import ModelError
+from verl_ray.models.role_model import VALUE_HEAD, load_role_model
+from verl_ray.models.tiny import make_tiny
+from verl_ray.models.weights import CheckpointReader
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    character_tokenizer(tmp_path / "tokenizer", "0123456789+=")
+    sizes = TinyModelConfig(
+        hidden_size=32, num_layers=1, num_heads=1, num_kv_heads=1, head_size=32, intermediate_size=48,
+        tie_embeddings=False,
+    )  # fmt: skip
+    return make_tiny("qwen3", tmp_path / "model", tmp_path / "tokenizer", sizes, seed=0)
+
+
+def edit(directory: Path, **settings: object) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+
+
+def test_a_value_model_has_the_body_of_the_language_model_and_one_number_per_token(directory: Path) -> None:
+    policy = load_role_model(str(directory), "policy", seed=0, device=CPU)
+    value = load_role_model(str(directory), "value", seed=0, device=CPU)
+    body, own = dict(policy.hf.named_parameters()), dict(value.hf.named_parameters())
+    assert own.keys() - body.keys() == {VALUE_HEAD} and body.keys() - own.keys() == {"lm_head.weight"}
+    assert all(torch.equal(body[name], own[name]) for name in body.keys() & own.keys())
+    assert own[VALUE_HEAD].shape == (1, 32)
+    assert len(value.layers) == 1
+
+
+def test_every_parameter_is_float32_and_from_the_checkpoint(directory: Path) -> None:
+    model = load_role_model(str(directory), "policy", seed=0, device=CPU)
+    stored = CheckpointReader(str(directory))
+    for name, parameter in model.hf.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, stored[name])
+
+
+def test_dropout_is_refused_by_name(directory: Path) -> None:
+    edit(directory, attention_dropout=0.1)
+    with pytest.raises(ModelError, match=r"sets \{'attention_dropout': 0.1\}; .* in config\.json"):
+        load_role_model(str(directory), "policy", seed=0, device=CPU)
+
+
+def test_sliding_windows_are_refused(directory: Path) -> None:
+    edit(directory, use_sliding_window=True, sliding_window=8, max_window_layers=0, layer_types=["sliding_attention"])
+    with pytest.raises(ModelError, match="sliding-window layers"):
+        load_role_model(str(directory), "policy", seed=0, device=CPU)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="there is no directory"):
+        load_role_model(str(tmp_path / "nowhere"), "policy", seed=0, device=CPU)
