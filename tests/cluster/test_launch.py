@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -20,8 +21,13 @@ def free_cpus(cluster: Session) -> float:
 
 
 def hosts() -> list[psutil.Process]:
-    names = [(p, p.info["cmdline"] or [""]) for p in psutil.process_iter(["cmdline"])]
-    return [p for p, line in names if line[0].startswith("ray::WorkerHost")]
+    """Worker processes of this test's own cluster."""
+    found = []
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if process.name().startswith("ray::WorkerHost"):
+                found.append(process)
+    return found
 
 
 def wait_until_released(cluster: Session) -> None:
