@@ -1,0 +1,34 @@
+"""scripts/test and .ci/run: which checks, in which order, with which arguments."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scripts.checkout import Checkout
+
+CHECKS = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports --no-cache"]
+
+
+@pytest.fixture
+def ready(checkout: Checkout) -> Checkout:
+    assert checkout.run("scripts/setup")[0] == 0
+    checkout.notes()
+    return checkout
+
+
+@pytest.mark.parametrize("script", ["scripts/test", ".ci/run"])
+def test_every_check_in_order(ready: Checkout, script: str) -> None:
+    assert ready.run(script)[0] == 0
+    assert ready.notes() == [*CHECKS, "python -m pytest"]
+    assert ready.folders() == {str(ready.folder)}
+
+
+def test_the_fast_subset_and_further_arguments(ready: Checkout) -> None:
+    ready.run("scripts/test", "--fast", "tests/data", "-x")
+    assert ready.notes() == [*CHECKS, "python -m pytest -m not cluster and not vllm and not gpu tests/data -x"]
+
+
+@pytest.mark.parametrize("fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"])
+def test_the_first_failure_is_the_result(ready: Checkout, fails: str) -> None:
+    assert ready.run("scripts/test", fails=fails)[0] == 3
+    assert fails in ready.notes()[-1]

@@ -1,0 +1,213 @@
+"""Every command of the README, run as it stands there, from a copy of the checkout; long ones get shortening overrides.
+
+What is not run: scripts/test, which would run itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+
+FEW = "run.total_steps=1 data.prompts_per_step=4 rollout.group_size=2 actor.mini_batch_size=null"
+PREPARED = (
+    "prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 "
+    "prepare.warm_start.accuracy_low=0 prepare.warm_start.evaluate_every=1"
+)
+SHORTER = {
+    "scripts/quickstart": f"{FEW} {PREPARED}",
+    "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
+    "verl-ray train --config-name ppo": f"{FEW} evaluation.num_prompts=5",
+    "verl-ray train --config-name grpo": f"{FEW} evaluation.num_prompts=5 rollout.max_response_tokens=8",
+    "verl-ray train --config-name sft": "run.total_steps=2",
+    "verl-ray evaluate": "evaluation.num_prompts=5",
+    "ray job submit": f"{FEW} {PREPARED}",
+    "verl-ray bench data": "--rows 256 --tokens 32 --repeats 2",
+    "verl-ray bench step": "--steps 2 --warmup 1",
+}
+"""What a command begins with -> what is added to it. A later value of a key wins over an earlier one."""
+AS_IT_STANDS = (
+    ". .venv/bin/activate",
+    "verl-ray --help",
+    "verl-ray check",
+    "export ",
+    "ray get-auth-token",
+    "ray start --head --block",
+    "cat > grader.py",
+    "scripts/prepare_data",
+)
+NOT_RUN = ("scripts/test",)
+CLUSTER = "On a cluster"
+
+
+def sections() -> dict[str, list[str]]:
+    """Heading -> its `sh` blocks."""
+    found: dict[str, list[str]] = {}
+    for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL):
+        blocks = re.findall(r"^```sh\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
+        if blocks:
+            found[heading] = blocks
+    return found
+
+
+def commands(block: str) -> list[str]:
+    """The commands of a block, each in one piece: continued lines joined, a here-document with its command."""
+    joined = block.replace("\\\n", " ")
+    return [match.group().strip() for match in re.finditer(r"^.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", joined, re.MULTILINE)]
+
+
+def runnable(block: str) -> str:
+    """The block as a script: shortened, without what is not run."""
+    lines = ["set -euo pipefail"]
+    for command in commands(block):
+        if not command.startswith(NOT_RUN):
+            lines.append(
+                command + next((f" {more}" for start, more in SHORTER.items() if command.startswith(start)), "")
+            )
+    return "\n".join(lines)
+
+
+def test_every_command_is_known_so_that_none_is_left_out() -> None:
+    every = [command for blocks in sections().values() for block in blocks for command in commands(block)]
+    assert len(every) >= 20
+    unknown = [command for command in every if not command.startswith((*SHORTER, *AS_IT_STANDS, *NOT_RUN))]
+    assert unknown == []
+    assert [start for start in SHORTER if not any(command.startswith(start) for command in every)] == []
+
+
+def test_paths_that_the_readme_names_exist() -> None:
+    for path in re.findall(r"`((?:configs|controllers|workers|verl_ray|scripts|tests)/[\w/.]*)`", README):
+        assert (ROOT / path).exists(), path
+    for path in re.findall(r"\]\(([A-Z]+(?:\.md)?)\)", README):
+        assert (ROOT / path).is_file(), path
+
+
+# ------------------------------------------------------------------------------------------------ running them
+
+
+@pytest.fixture(scope="module")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A clean copy of the checkout with this environment, and a small copy of GSM8K."""
+    folder = tmp_path_factory.mktemp("checkout")
+    for name in ("configs", "controllers", "workers", "verl_ray", "scripts"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "requirements-cpu.lock", ".gitignore"):
+        shutil.copy(ROOT / name, folder / name)
+    (folder / ".venv").symlink_to(ROOT / ".venv")
+    (folder / "gsm8k").mkdir()
+    for name in ("train", "test"):
+        rows = [{"question": f"What is {i} and {i + 1}?", "answer": f"Added up:\n#### {2 * i + 1}"} for i in range(20)]
+        (folder / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def environment(home: Path) -> dict[str, str]:
+    """A fresh account's, with the set-up that is there."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    return {**inherited, "HOME": str(home), "VERL_RAY_SKIP_SETUP": "1"}
+
+
+def run(script: str, checkout: Path, variables: dict[str, str]) -> str:
+    """Run a script; its output."""
+    process = subprocess.run(
+        ["bash", "-c", script], cwd=checkout, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.returncode == 0, f"{script}\n{process.stdout[-4000:]}"
+    return process.stdout
+
+
+@pytest.fixture(scope="module")
+def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkout after the first section, which the others build on."""
+    for block in sections()["Two commands"]:
+        run(runnable(block), checkout, environment(tmp_path_factory.mktemp("home")))
+    return checkout
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
+    listed = re.findall(r"^\| `([\w.]+)/?` ", README.partition("## What a run writes")[2].partition("\n## ")[0], re.M)
+    assert len(listed) == 8
+    for name in listed:
+        assert (first_run / "outputs" / "first" / name).exists(), name
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER)])
+def test_commands_of(heading: str, first_run: Path, tmp_path: Path) -> None:
+    script = "export PATH=.venv/bin:$PATH\n" + "\n".join(runnable(block) for block in sections()[heading])
+    run(script, first_run, environment(tmp_path))
+
+
+@contextlib.contextmanager
+def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
+    """The first terminal: runs until the end of the `with`, then gets the Ctrl-C of the README."""
+    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the names of sockets in it are limited to 107 bytes
+    port = free_port()
+    apart = f" --port=0 --dashboard-port={port} --node-ip-address=127.0.0.2 --temp-dir={folder} --disable-usage-stats"
+    log = home / "head.log"
+    with log.open("w") as output:
+        head = subprocess.Popen(
+            [
+                "bash",
+                "-c",
+                runnable(block).replace("ray start --head --block", "exec ray start --head --block") + apart,
+            ],
+            cwd=checkout,
+            env=environment(home) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        until = time.monotonic() + 90
+        while "will now block" not in log.read_text():
+            assert head.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            time.sleep(0.2)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        os.killpg(head.pid, signal.SIGINT)
+        try:
+            head.wait(60)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(head.pid, signal.SIGKILL)
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(1200)
+def test_commands_of_a_cluster(checkout: Path, tmp_path: Path) -> None:
+    """Head and job on this machine, on ports and in folders of the test's own."""
+    head_block, job_block = sections()[CLUSTER]
+    with head_of_a_cluster(head_block, checkout, tmp_path) as dashboard:
+        variables = environment(tmp_path) | {"RAY_API_SERVER_ADDRESS": dashboard}
+        output = run(runnable(job_block), checkout, variables)
+    assert "succeeded" in output
+    assert (tmp_path / "outputs" / "job" / "metrics.jsonl").exists()
+    assert not (checkout / "outputs" / "job").exists()
