@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.cluster.group import balanced
+from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
 from verl_ray.engine.base import LossReport
@@ -29,8 +31,8 @@ def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
     return {f"{name}/{what}": float(value) for what, value in found.items()}
 
 
-def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int) -> Metrics:
-    """Lengths and ends of prompts and responses."""
+def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, ranks: int) -> Metrics:
+    """Lengths and ends of prompts and responses; `ranks` of the actor share them."""
     finish, response, prompt = (rollouts.row(name) for name in ("finish", "response_length", "prompt_length"))
     whole = finish != Finish.ABORTED
     return {
@@ -42,17 +44,21 @@ def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int) -> Metrics:
         "prompt_length/clip_ratio": float((prompt >= max_prompt_tokens).mean()),
         **spread("num_turns", np.ones(len(rollouts))),
         "perf/total_num_tokens": float(rollouts.num_tokens),
-        **balance(rollouts),
+        **balance(rollouts.lengths, ranks),
     }
 
 
-def balance(rollouts: Sharded[Rollouts]) -> Metrics:
-    lengths = rollouts.lengths
+def balance(lengths: Int64, ranks: int) -> Metrics:
+    """Tokens per rank: dealt in the order they came (min, max), and as `scatter` deals them (balanced_min, _max)."""
+    in_order = [int(part.sum()) for part in np.array_split(lengths, ranks)]
+    dealt = [int(lengths[part].sum()) for part in balanced(lengths, ranks)]
     return {
-        "global_seqlen/min": float(lengths.min()),
-        "global_seqlen/max": float(lengths.max()),
-        "global_seqlen/minmax_diff": float(lengths.max() - lengths.min()),
-        "global_seqlen/mean": float(lengths.mean()),
+        "global_seqlen/min": float(min(in_order)),
+        "global_seqlen/max": float(max(in_order)),
+        "global_seqlen/minmax_diff": float(max(in_order) - min(in_order)),
+        "global_seqlen/balanced_min": float(min(dealt)),
+        "global_seqlen/balanced_max": float(max(dealt)),
+        "global_seqlen/mean": float(lengths.sum() / ranks),
     }
 
 

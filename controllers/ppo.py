@@ -180,7 +180,7 @@ class Trainer:
         timings = self.timers.take()
         response_tokens = int(rollouts.row("response_length").sum())
         return {
-            **measures.of_rollouts(rollouts, self.config.data.max_prompt_tokens),
+            **measures.of_rollouts(rollouts, self.config.data.max_prompt_tokens, self.system.actor.row_count),
             **measures.of_scores(scores),
             **measures.of_credit(credit, rollouts.row("response_length")),
             **timings,

@@ -57,7 +57,7 @@ class UpdateReport:
 class ActorWorker(ModelWorker):
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         super().__init__(context, spec)
-        self._transport: SharedMemoryTransport | None = None
+        self._wire: tuple[SharedMemoryAddress, SharedMemoryTransport] | None = None
         self._own_address: SharedMemoryAddress | None = None
 
     # ------------------------------------------------------------------------------------------- one RL step
@@ -128,22 +128,29 @@ class ActorWorker(ModelWorker):
         return self.engine.manifest()
 
     def open_wire(self, session: str, slot_bytes: int) -> SharedMemoryAddress:
-        """Make the files that weights travel through, on this rank's node."""
+        """Make the files that weights travel through, on this rank's node; those of an earlier call go."""
+        if self._own_address is not None:
+            remove(self._own_address)
         self._own_address = create(session, slot_bytes)
         return self._own_address
 
     def write_bucket(self, bucket: Bucket, address: SharedMemoryAddress) -> dict[str, Fingerprint]:
         """Put this rank's slices of the bucket on the wire; returns their fingerprints, which add up over ranks."""
-        if self._transport is None:
-            self._transport = address.open()
-        return self._transport.write(bucket, self.engine.shards([entry.parameter.name for entry in bucket.entries]))
+        if self._wire is None or self._wire[0] != address:
+            self._close_wire()
+            self._wire = address, address.open()
+        return self._wire[1].write(bucket, self.engine.shards([entry.parameter.name for entry in bucket.entries]))
 
     def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
+        self._close_wire()
         if self._own_address is not None:
             remove(self._own_address)
         super().close()
+
+    def _close_wire(self) -> None:
+        if self._wire is not None:
+            self._wire[1].close()
+            self._wire = None
 
 
 def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:

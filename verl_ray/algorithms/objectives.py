@@ -112,7 +112,8 @@ class ValueObjective:
         found = value_loss(
             values, _given(inputs.old_values, "old_values"), _given(inputs.returns, "returns"), clip=self.config.clip
         )
-        return TokenLoss(found.loss, found.metrics | {"critic/vf_loss": found.loss.detach()})
+        metrics = {"critic/vf_loss": found.loss.detach(), "critic/vpred_mean": values.detach()}
+        return TokenLoss(found.loss, found.metrics | metrics)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,21 @@
+"""Reward functions of a user's own, named as path:function by the tests."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def ones(response: str, answer: str, /, **more: Any) -> float:
+    """The fraction of characters that are 1 or 2: untrained models differ in it, and can learn it within steps."""
+    return sum(character in "12" for character in response) / 8
+
+
+def sometimes(response: str, answer: str, /, **more: Any) -> float:
+    """Breaks on about one response in ten."""
+    if response[:1] == "7":
+        raise ValueError(f"cannot grade {response!r}")
+    return ones(response, answer)
+
+
+def broken(response: str, answer: str, /, **more: Any) -> float:
+    raise ValueError(f"nothing can be graded, least of all {answer!r}")

@@ -1,0 +1,136 @@
+"""Small real runs: their inputs, their configurations, and trainers that share one pair of sampling groups."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from controllers.build import Shape, System, plan_processes
+from controllers.composition import compose
+from controllers.ppo import Trainer
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.config.schema import Config, RLConfig, SFTConfig, TinyModelConfig
+from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.models.tiny import make_tiny_qwen3
+from workers.reward import RewardWorker
+from workers.rollout import RolloutWorker
+
+GRADER = Path(__file__).with_name("grader.py")
+SAMPLING = ("rollout", "reward")
+SHAPE = Shape(cores_per_node=4, cores=4, gpus=0)
+
+# Metrics that say how fast something was or where it ran; all others must be the same wherever a run runs.
+MEASURED = ("timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/")
+
+
+@dataclass(frozen=True)
+class Inputs:
+    model: Path
+    train: Path
+    validation: Path
+
+    def overrides(self, run_dir: Path) -> list[str]:
+        """What makes any root config a run of seconds on these inputs."""
+        return [
+            f"run.dir={run_dir}",
+            f"model.path={self.model}",
+            f"data.train_path={self.train}",
+            f"data.validation_path={self.validation}",
+            "run.threads_per_rank=1",
+            "run.evaluate_every=0",
+            "run.checkpoint_every=0",
+            "tracking.wandb.mode=disabled",
+            "actor.optimizer.lr=1e-3",
+        ]
+
+    def rl(self, run_dir: Path) -> list[str]:
+        return [
+            *self.overrides(run_dir),
+            "data.prompts_per_step=8",
+            "data.max_prompt_tokens=8",
+            "rollout.group_size=4",
+            "rollout.max_response_tokens=6",
+            "rollout.kv_cache_gib=0.03125",
+            f"reward.functions.default={GRADER}:ones",
+            f"reward.functions.sometimes={GRADER}:sometimes",
+            f"reward.functions.broken={GRADER}:broken",
+        ]
+
+    def config(self, root: str, run_dir: Path, *changes: str) -> RLConfig:
+        config = compose(root, [*self.rl(run_dir), *changes])
+        assert isinstance(config, RLConfig)
+        return config
+
+    def supervised(self, run_dir: Path, *changes: str) -> SFTConfig:
+        config = compose("sft", [*self.overrides(run_dir), *changes])
+        assert isinstance(config, SFTConfig)
+        return config
+
+    def graded_by(self, function: str, folder: Path) -> Path:
+        """The training problems under another data source."""
+        path = folder / f"{function}.jsonl"
+        records = [json.loads(line) for line in self.train.read_text().splitlines()]
+        path.write_text("".join(json.dumps(record | {"data_source": function}) + "\n" for record in records))
+        return path
+
+
+def make_inputs(folder: Path) -> Inputs:
+    """Sums of two digits and an untrained model of two layers."""
+    files = write_arithmetic(folder, max_operand=19, num_train=64, num_validation=16, seed=0)
+    character_tokenizer(folder / "tokenizer", ALPHABET)
+    shape = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
+        tie_embeddings=True,
+    )  # fmt: skip
+    model = make_tiny_qwen3(folder / "model", folder / "tokenizer", shape, seed=0)
+    return Inputs(model, files.train.jsonl, files.validation.jsonl)
+
+
+@dataclass(frozen=True)
+class Samplers:
+    """A rollout replica and a reward rank, which any number of trainers use one after another."""
+
+    rollout: WorkerGroup[RolloutWorker]
+    reward: WorkerGroup[RewardWorker]
+
+
+def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups, dict[str, WorkerGroup]]:
+    """Start only the sampling roles of a job, or only the others."""
+    plan = plan_processes(config, SHAPE)
+    sets = [replace(one, cpus_per_rank=0.25) for one in plan.sets if (one.name in SAMPLING) == sampling]
+    roles = {name: role for name, role in plan.roles.items() if (name in SAMPLING) == sampling}
+    groups = start_groups(
+        sets, list(roles.values()), start_deadline_s=240, call_deadline_s=120, log_dir=folder / "logs"
+    )
+    return groups, {name: groups[role] for name, role in roles.items()}
+
+
+@contextmanager
+def training(config: RLConfig, samplers: Samplers) -> Iterator[Trainer]:
+    """The trainer of a job, its model roles started for it."""
+    groups, roles = start_some(config, Path(config.run.dir), sampling=False)
+    with groups:
+        yield trainer_of(config, groups, roles, samplers)
+
+
+def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], samplers: Samplers) -> Trainer:
+    """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
+    used = {name: group for name, group in roles.items() if name in config.model_roles}
+    system = System(
+        groups, used["actor"], used.get("critic"), used.get("reference"), samplers.reward, samplers.rollout,
+        has_gpus=False,
+    )  # fmt: skip
+    tokenizer = load_tokenizer(config.actor.model.path)
+    prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+    return Trainer(config, system, prompts, None)
+
+
+def lasting(metrics: dict[str, float]) -> dict[str, float]:
+    """The metrics that do not depend on speed or on the number of ranks."""
+    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}

@@ -1,0 +1,99 @@
+"""The numbers of a step, by hand."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from controllers import measures
+from tests.rows import rewards_of, rollouts_of, values_of
+from verl_ray.algorithms.credit import assign
+from verl_ray.config.schema import AlgorithmConfig
+from verl_ray.data.batch import Batch, Ragged
+from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.data.stages import Finish, Scores
+from verl_ray.engine.base import LossReport, StepReport
+from verl_ray.rewards.health import Health
+from workers.actor import UpdateReport
+
+
+def held(batch: Batch) -> Sharded:  # type: ignore[type-arg]
+    return Sharded.stored(None, Receipt.of(batch))
+
+
+def test_lengths_and_ends() -> None:
+    finish = [Finish.STOP, Finish.LENGTH, Finish.ABORTED, Finish.STOP]
+    rows = rollouts_of([1, 4, 2, 3], prompts=[3, 5, 1, 1], finish=finish)
+    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, ranks=2)
+    assert [found[f"response_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 4, 1, 0.25]
+    assert found["response_length_non_aborted/mean"] == pytest.approx(8 / 3)
+    assert found["response/aborted_ratio"] == 0.25
+    assert [found[f"prompt_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 5, 1, 0.25]
+    assert found["num_turns/mean"] == 1
+    assert found["perf/total_num_tokens"] == 20
+
+
+def test_tokens_per_rank_as_they_come_and_as_they_are_dealt() -> None:
+    rows = rollouts_of([8, 6, 1, 3], prompts=[1, 1, 1, 1])  # 9, 7, 2, 4 tokens
+    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, ranks=2)
+    # in order: 9 + 7 and 2 + 4; dealt from the longest back and forth: 9 + 2 and 7 + 4
+    names = ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
+    assert [found[f"global_seqlen/{name}"] for name in names] == [6, 16, 10, 11, 11, 11]
+
+
+def test_scores_that_failed_are_counted_and_not_averaged() -> None:
+    health = [Health.OK, Health.TIMEOUT, Health.OK, Health.EXCEPTION]
+    scores = Scores(
+        offsets=np.zeros(5, np.int64), score=np.array([1, np.nan, 0, np.nan], np.float32),
+        health=np.array(health, np.int8), detail=Ragged.of_texts(["", "late", "", "broken"]),
+    )  # fmt: skip
+    found = measures.of_scores(held(scores))
+    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
+    assert [found[kind.metric] for kind in Health] == [2, 1, 1, 0, 0]
+
+
+def test_rewards_are_per_response_and_advantages_per_token() -> None:
+    kl = {"place": "none", "estimator": None, "coefficient": None, "controller": None, "target": None, "horizon": None}
+    algorithm = AlgorithmConfig.model_validate({
+        "name": "test", "advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True,
+        "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
+        "aggregation_horizon": None, "entropy_coefficient": 0.0, "kl": kl, "value_loss": None,
+        "critic_warmup_steps": 0, "truncated": "score",
+    })  # fmt: skip
+    rows = rollouts_of([2, 1, 1])
+    rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
+    credit = assign(algorithm, 0.0, rows, rewards, None, None, values_of(rows, [0.0, 0.5, 1.0, 0.0], [0.0] * 3))
+    found = measures.of_credit(held(credit), rows.response_length)
+    assert [found[f"critic/rewards/{what}"] for what in ("mean", "max", "min")] == [2, 3, 1]
+    # returns (1, 1, 3), values (0, 0.5, 1), advantages (1, 0.5, 2)
+    assert [found[f"critic/returns/{what}"] for what in ("mean", "max", "min")] == pytest.approx([5 / 3, 3, 1])
+    assert [found[f"critic/values/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
+    assert [found[f"critic/advantages/{what}"] for what in ("mean", "max", "min")] == pytest.approx([3.5 / 3, 2, 0.5])
+    residual, returns = np.array([1, 0.5, 2]), np.array([1, 1, 3])
+    assert found["critic/vf_explained_var"] == pytest.approx(1 - residual.var() / returns.var())
+
+
+def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
+    def report(tokens: int, loss: float, x: float, norm: float, skipped: str | None = None) -> UpdateReport:
+        return UpdateReport(LossReport(tokens, loss, {"actor/x": x}), StepReport(norm, 0.5, skipped))
+
+    first = [report(3, 1.0, 6.0, 2.0), report(1, 0.5, 2.0, 2.0)]  # two ranks
+    second = [report(4, 2.5, 4.0, math.inf, "inf"), report(0, 0.0, 0.0, math.inf, "inf")]
+    found = measures.of_updates("actor", [first, second])
+    assert found == {
+        "actor/x": 12 / 8, "actor/loss": 2.0, "actor/grad_norm": 2.0, "actor/lr": 0.5, "actor/skipped_steps": 1.0,
+    }  # fmt: skip
+    assert math.isnan(measures.of_updates("actor", [second])["actor/grad_norm"])
+
+
+def test_timings_per_token() -> None:
+    timings = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 9.0}
+    found = measures.per_token_ms(timings, response_tokens=1000, all_tokens=2000)
+    assert found == {"timing_per_token_ms/gen": 2.0, "timing_per_token_ms/update_actor": 0.5}
+
+
+def test_accuracy_per_data_source() -> None:
+    found = measures.accuracy(["a", "b", "a"], np.array([1, 0.5, 0], np.float32), 4)
+    assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
