@@ -30,7 +30,9 @@ GAE = algorithm("gae", gamma=1.0, lam=0.5)
 GAE_KL = algorithm("gae", IN_REWARD, gamma=1.0, lam=0.5)
 
 
-def judged(config: AlgorithmConfig, rows: Rollouts, score: list[float], charge: list[float] | None = None) -> RowRewards:
+def judged(
+    config: AlgorithmConfig, rows: Rollouts, score: list[float], charge: list[float] | None = None
+) -> RowRewards:
     scores = np.array(score, np.float32)
     charged = None if charge is None else np.array(charge, np.float32)
     return judge(config, scores, ~np.isnan(scores), rows.finish, rows.group_id, rows.trajectory_id, charged)
@@ -160,7 +162,7 @@ def test_what_is_missing_is_named() -> None:
     rows = rollouts_of([1])
     with pytest.raises(DataError, match="gae needs the critic's values, gamma and lam"):
         assign(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
-    with pytest.raises(DataError, match="reinforce_plus_plus needs algorithm.gamma"):
+    with pytest.raises(DataError, match=r"reinforce_plus_plus needs algorithm\.gamma"):
         assign(algorithm("reinforce_plus_plus"), 0.0, rows, rewards_of([1.0]), None, None, None)
     log_probs = log_probs_of(rows, [-1.0])
     with pytest.raises(DataError, match=r"algorithm.kl.estimator is null"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import pickle
 
 import numpy as np
@@ -73,8 +74,8 @@ def test_select_takes_rows_in_any_order_and_more_than_once(rows: list[PlainRow],
 def test_split_and_concat_are_each_others_inverse(rows: list[PlainRow], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     bounds = [0, *cuts, len(rows)]
-    parts = batch_of(rows).split([b - a for a, b in zip(bounds, bounds[1:], strict=False)])
-    assert [plain(part) for part in parts] == [rows[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+    parts = batch_of(rows).split([b - a for a, b in itertools.pairwise(bounds)])
+    assert [plain(part) for part in parts] == [rows[a:b] for a, b in itertools.pairwise(bounds)]
     assert plain(Sample.concat(parts)) == rows
 
 
@@ -137,7 +138,7 @@ def test_ragged_rows_by_index() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens": np.zeros(2, np.int64)}, r"Rows.tokens: expected int32 \(3,\) \(token column of 2 rows\), found int64"),
+        ({"tokens": np.zeros(2, np.int64)}, r"tokens: expected int32 \(3,\) \(token column of 2 rows\), found int64"),
         ({"tokens": np.zeros(4, np.int32)}, r"expected int32 \(3,\).*found int32 \(4,\)"),
         ({"tokens": [1, 2, 3]}, r"found list"),
         ({"response_mask": None}, r"Rows.response_mask: expected bool \(3,\).*found NoneType"),
