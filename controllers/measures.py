@@ -6,11 +6,13 @@ failed scores are counted, never averaged in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
 from verl_ray.cluster.group import balanced
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
@@ -21,6 +23,8 @@ from verl_ray.rewards.health import Health, health_metrics
 from workers.actor import UpdateReport
 
 Metrics = dict[str, float]
+
+FLOAT32_NOISE = 1e-6  # of a variance that is a difference of means of float32 probabilities
 
 
 def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
@@ -97,12 +101,31 @@ def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
     reports = [sum((rank.loss for rank in ranks), LossReport()) for ranks in updates]
     steps = [ranks[0].step for ranks in updates]
     norms = [step.grad_norm for step in steps if step.skipped is None]
+    everything = sum(reports, LossReport())
     return {
-        **sum(reports, LossReport()).means(),
+        **mismatch(everything.means()),
+        **everything.maxima,
         f"{role}/loss": float(np.mean([report.loss for report in reports])),
         f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
         f"{role}/lr": steps[-1].lr,
         f"{role}/skipped_steps": float(sum(step.skipped is not None for step in steps)),
+    }
+
+
+def mismatch(means: Metrics) -> Metrics:
+    """Trainer beside sampler: standard deviation and correlation in place of the moments they are made of."""
+    found = {name: value for name, value in means.items() if not name.startswith(MISMATCH_MOMENTS)}
+    if len(found) == len(means):
+        return found
+    of = {name.removeprefix(MISMATCH_MOMENTS): value for name, value in means.items()}
+    spread = of["difference_squared"] - of["training/rollout_probs_diff_mean"] ** 2
+    actor, rollout = (of[f"{name}_squared"] - of[name] ** 2 for name in ("actor", "rollout"))
+    varies = min(actor, rollout) > FLOAT32_NOISE
+    covariance = of["product"] - of["actor"] * of["rollout"]
+    correlation = covariance / math.sqrt(actor * rollout) if varies else math.nan
+    return found | {
+        "training/rollout_probs_diff_std": math.sqrt(max(spread, 0.0)),
+        "training/rollout_actor_probs_pearson_corr": correlation,
     }
 
 

@@ -10,6 +10,7 @@ import pytest
 from controllers import measures
 from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import assign
+from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
 from verl_ray.config.schema import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
@@ -97,3 +98,25 @@ def test_timings_per_token() -> None:
 def test_accuracy_per_data_source() -> None:
     found = measures.accuracy(["a", "b", "a"], np.array([1, 0.5, 0], np.float32), 4)
     assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
+
+
+def test_trainer_beside_sampler() -> None:
+    actor, rollout = np.array([0.5, 0.25, 0.75, 1.0]), np.array([0.5, 0.5, 0.5, 1.0])
+    difference = abs(actor - rollout)
+    sums = {
+        "training/rollout_probs_diff_mean": difference.sum(),
+        **{MISMATCH_MOMENTS + name: values.sum() for name, values in {
+            "difference_squared": difference**2, "actor": actor, "rollout": rollout, "actor_squared": actor**2,
+            "rollout_squared": rollout**2, "product": actor * rollout}.items()},
+    }  # fmt: skip
+    report = UpdateReport(
+        LossReport(4, 0.0, sums, {"training/rollout_probs_diff_max": 0.25}), StepReport(1.0, 0.1)
+    )
+    lower = UpdateReport(LossReport(0, 0.0, {}, {"training/rollout_probs_diff_max": 0.125}), StepReport(1.0, 0.1))
+    found = measures.of_updates("actor", [[report, lower]])
+    assert not any(name.startswith(MISMATCH_MOMENTS) for name in found)
+    assert found["training/rollout_probs_diff_mean"] == 0.125
+    assert found["training/rollout_probs_diff_max"] == 0.25
+    assert found["training/rollout_probs_diff_std"] == pytest.approx(difference.std())
+    correlation = np.corrcoef(actor, rollout)[0, 1]
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation)

@@ -7,7 +7,7 @@ Not here: entropy bonus and divergence, which are token values of their own (`op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -22,10 +22,12 @@ MAX_LOG_RATIO = 20.0
 @dataclass(frozen=True)
 class TokenLoss:
     """Losses float32 [T], differentiable, and metrics float32 [T] by published name, detached. Metrics are averaged
-    over tokens: sum over all parts, divided by the sum of their token counts."""
+    over tokens: sum over all parts, divided by the sum of their token counts. Of `maxima`, float32 [T] and not
+    negative, the largest value is kept."""
 
     loss: Tensor
     metrics: dict[str, Tensor]
+    maxima: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PolicyLoss(Protocol):

@@ -82,19 +82,33 @@ class PolicyObjective:
             divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
             loss = loss + self.kl_coefficient * divergence
             metrics["actor/kl_loss"] = divergence.detach()
+        maxima: dict[str, Tensor] = {}
         if inputs.rollout_log_probs is not None:
-            metrics |= _mismatch(log_probs.detach(), inputs.rollout_log_probs)
-        return TokenLoss(loss, metrics)
+            mismatch, maxima = _mismatch(log_probs.detach(), inputs.rollout_log_probs)
+            metrics |= mismatch
+        return TokenLoss(loss, metrics, maxima)
 
 
-def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> dict[str, Tensor]:
+MISMATCH_MOMENTS = "rollout_probs/"
+"""Names that begin so are means of products, of which a step makes standard deviation and correlation."""
+
+
+def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """How far what the trainer computes is from what the sampler said; rounding alone while they hold one policy."""
-    difference = log_probs.exp() - rollout_log_probs.exp()
-    return {
-        "training/rollout_probs_diff_mean": difference.abs(),
+    actor, rollout = log_probs.exp(), rollout_log_probs.exp()
+    difference = (actor - rollout).abs()
+    means = {
+        "training/rollout_probs_diff_mean": difference,
         "rollout_corr/kl": KL_ESTIMATORS["k1"](rollout_log_probs, log_probs),
         "rollout_corr/k3_kl": KL_ESTIMATORS["k3"](rollout_log_probs, log_probs),
+        MISMATCH_MOMENTS + "difference_squared": difference * difference,
+        MISMATCH_MOMENTS + "actor": actor,
+        MISMATCH_MOMENTS + "rollout": rollout,
+        MISMATCH_MOMENTS + "actor_squared": actor * actor,
+        MISMATCH_MOMENTS + "rollout_squared": rollout * rollout,
+        MISMATCH_MOMENTS + "product": actor * rollout,
     }
+    return means, {"training/rollout_probs_diff_max": difference}
 
 
 @dataclass(frozen=True)

@@ -59,16 +59,20 @@ class ForwardResult:
 
 @dataclass(frozen=True)
 class LossReport:
-    """Sums over the response tokens that one rank saw; adding the reports of all ranks gives the global sums."""
+    """Sums and maxima over the response tokens that one rank saw; adding the reports of all ranks gives the global
+    ones."""
 
     tokens: int = 0
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
+    maxima: dict[str, float] = field(default_factory=dict)  # none is negative
 
     def __add__(self, other: LossReport) -> LossReport:
         names = self.sums.keys() | other.sums.keys()
         sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in sorted(names)}
-        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums)
+        peaks = self.maxima.keys() | other.maxima.keys()
+        maxima = {name: max(self.maxima.get(name, 0.0), other.maxima.get(name, 0.0)) for name in sorted(peaks)}
+        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima)
 
     def means(self) -> dict[str, float]:
         """Token means of the metrics; NaN where there was no token."""

@@ -122,6 +122,7 @@ class ModuleEngine(Engine):
         self._optimizer_or_refuse()
         tokens = 0
         sums: dict[str, Tensor] = {}
+        maxima: dict[str, Tensor] = {}
         plan = self._micro_batches(rows, together=True)
         with self._rng_stream():
             for i, index in enumerate(plan):
@@ -140,8 +141,13 @@ class ModuleEngine(Engine):
                 for name, values in {"loss": None, "tokens": counted, **found.metrics}.items():
                     total = loss.detach() if values is None else (values.detach().float() * counted).sum()
                     sums[name] = sums[name] + total if name in sums else total
-        totals = dict(zip(sums, torch.stack(list(sums.values())).tolist(), strict=True))  # the one transfer
-        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals)
+                for name, values in found.maxima.items() if len(batch.read) else ():
+                    peak = (values.detach().float() * counted).amax()
+                    maxima[name] = torch.maximum(maxima[name], peak) if name in maxima else peak
+        told = torch.stack([*sums.values(), *maxima.values()]).tolist()  # the one transfer
+        totals = dict(zip(sums, told, strict=False))
+        peaks = dict(zip(maxima, told[len(sums) :], strict=True))
+        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals, peaks)
 
     def optimizer_step(self) -> StepReport:
         optimizer = self._optimizer_or_refuse()
