@@ -72,10 +72,9 @@ def evaluate(config: Config) -> int:
     if not isinstance(config, RLConfig) or config.data.validation_path is None:
         fix = "use --config-name ppo or grpo, with data.validation_path"
         raise ConfigError([Problem("data.validation_path", None, "evaluation needs held-out problems", fix)])
-    from controllers.training import Job
+    from controllers.training import evaluate_once
 
-    with Job(config) as job:
-        metrics, samples = job.evaluate_once()
+    metrics, samples = evaluate_once(config)
     for name, value in metrics.items():
         print(f"{name}: {value:.4f}")
     for sample in samples:

@@ -1,7 +1,100 @@
-"""temporary"""
+"""Where a run continues: from the newest whole checkpoint, with nothing lost and nothing silently changed.
+
+Invariant: a checkpoint holds the state of every role that learns (written by its ranks) and of the driver (data
+cursor, KL controller, the trackers' run ids), and counts only once its manifest is written; a run that has checkpoints
+never starts anew by itself. Deliberately not here: the format (`verl_ray/checkpoint`) and when to save (`training.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from verl_ray.checkpoint.changes import changed_keys
+from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.load import to_tree
+from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, Problem
+from workers.model_worker import ModelWorker
+
+
+class Resumable(Protocol):
+    """What a trainer tells, so that it can continue."""
+
+    @property
+    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
+        """The roles whose state a checkpoint holds, by name."""
+
+    def state(self) -> dict[str, Any]:
+        """The driver's part, as JSON."""
+
+    def load_state(self, state: dict[str, Any]) -> None: ...
+
+
 class Recovery:
-    step = None
-    tracker_state = None
-    def __init__(self, config): pass
-    def restore(self, trainer): return 0
-    def save(self, *a): pass
+    """Finds the checkpoint that run.resume asks for before anything is started.
+
+    Raises CheckpointError when there are checkpoints but none is whole, ConfigError when the configuration changed in
+    a key that may not, or when run.resume is none and run.dir already holds a run.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._tree = to_tree(config)
+        self._store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
+        self._checkpoint = self._find(config.run.resume)
+        if self._checkpoint is not None:
+            self._compare(self._checkpoint)
+
+    @property
+    def step(self) -> int | None:
+        """Finished steps of the checkpoint; None = the run begins."""
+        return None if self._checkpoint is None else self._checkpoint.step
+
+    @property
+    def tracker_state(self) -> dict[str, str] | None:
+        return None if self._checkpoint is None else self._checkpoint.state["trackers"]
+
+    def restore(self, trainer: Resumable) -> int:
+        """Bring the trainer to where the checkpoint was written. Returns the number of finished steps."""
+        found = self._checkpoint
+        if found is None:
+            return 0
+        wait_all([group.broadcast(ModelWorker.load, found.role(name)) for name, group in trainer.groups.items()])
+        trainer.load_state(found.state["trainer"])
+        print(f"continuing after step {found.step} from {found.path}", flush=True)
+        return found.step
+
+    def save(self, number: int, trainer: Resumable, trackers: dict[str, str]) -> None:
+        """Write the checkpoint after step `number`."""
+        state = {"trainer": trainer.state(), "trackers": trackers}
+        with self._store.writing(number, state, self._tree) as folder:
+            wait_all(
+                [group.broadcast(ModelWorker.save, str(folder / name)) for name, group in trainer.groups.items()]
+            )
+
+    def _find(self, resume: str) -> Checkpoint | None:
+        if resume not in ("auto", "none"):
+            return self._store.open(resume)
+        found = self._store.latest()
+        if found.checkpoint is not None and resume == "none":
+            fix = "use run.resume=auto to continue, or another run.dir to start anew"
+            rule = f"{self._store.root} already holds {found.checkpoint.path.name}"
+            raise ConfigError([Problem("run.resume", resume, rule, fix)])
+        for reason in found.skipped:
+            print(f"warning: {reason}", file=sys.stderr, flush=True)
+        return found.checkpoint
+
+    def _compare(self, checkpoint: Checkpoint) -> None:
+        allowed, refused = changed_keys(checkpoint.config, self._tree)
+        if refused:
+            fix = "set it back, or start anew in another run.dir"
+            raise ConfigError([
+                Problem(one.key, one.now, f"was {one.saved!r} when {checkpoint.path.name} was written; {one.refused}", fix)
+                for one in refused
+            ])  # fmt: skip
+        for one in allowed:
+            print(f"changed since {checkpoint.path.name}: {one}", flush=True)

@@ -16,6 +16,7 @@ import yaml
 
 from controllers.build import start
 from controllers.evaluation import Evaluator
+from controllers.measures import Metrics
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery
@@ -83,6 +84,18 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
     return conclude(config, trackers, samples)
 
 
+def evaluate_once(config: RLConfig) -> tuple[Metrics, list[Sample]]:
+    """Accuracy of model.path, or of the checkpoint that run.resume names, on the held-out problems."""
+    recovery = Recovery(config)
+    with open_session(config) as session:
+        tokenizer = load_tokenizer(config.actor.model.path)
+        prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+        with start(config, session) as system:
+            trainer = Trainer(config, system, prompts, Evaluator(config, tokenizer))
+            trainer.publish(recovery.restore(trainer))
+            return trainer.evaluate()
+
+
 def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) -> int:
     """Supervised training; ends early at sft.stop_at_accuracy."""
     tokenizer = load_tokenizer(config.actor.model.path)
@@ -139,8 +152,10 @@ def conclude(config: Config, trackers: Trackers, samples: list[Sample]) -> int:
     evaluated = [{k: v for k, v in line.items() if k.startswith("val-")} for line in lines]
     evaluated = [line for line in evaluated if line]
     before, after = (evaluated[0], evaluated[-1]) if evaluated else ({}, {})
-    reward_curve(folder / "metrics.jsonl", folder / "reward_curve.png")
-    outputs = {"run": str(folder), "reward curve": str(folder / "reward_curve.png"), **trackers.outputs()}
+    outputs = {"run": str(folder), **trackers.outputs()}
+    if isinstance(config, RLConfig):
+        outputs["reward curve"] = str(folder / "reward_curve.png")
+        reward_curve(folder / "metrics.jsonl", folder / "reward_curve.png")
     report(before, after, samples[:SHOWN_SAMPLES], outputs, next_command(config))
     if not isinstance(config, RLConfig) or config.prepare is None or not evaluated:
         return 0
@@ -158,5 +173,5 @@ def conclude(config: Config, trackers: Trackers, samples: list[Sample]) -> int:
 def next_command(config: Config) -> str:
     """Something to try now."""
     if isinstance(config, RLConfig) and config.prepare is not None:
-        return "verl-ray train --config-name quickstart algorithm=grpo backend=fsdp"
+        return "scripts/quickstart algorithm=grpo backend=fsdp"
     return f"verl-ray check --config-name {config.task}" if config.task == "sft" else "verl-ray evaluate --help"

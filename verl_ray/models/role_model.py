@@ -112,7 +112,8 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
         hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     new = frozenset() if kind == "policy" else frozenset({VALUE_HEAD})
     unused = frozenset() if kind == "policy" else frozenset({LANGUAGE_HEAD})
-    fill(hf, checkpoint, new=new, unused=unused, seed=seed, init_std=config.initializer_range)
+    # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
+    fill(hf, checkpoint, new=new, unused=unused, seed=seed, init_std=1 / config.hidden_size)
     hf.tie_weights()
     return RoleModel(hf.train(), kind)
 
