@@ -15,7 +15,7 @@ from typing import Any, Self
 
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
-from verl_ray.cluster.placement import ProcessSet, cpu_share
+from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import Config, ModelRole, RLConfig, SupervisedRole, TrainedRole
@@ -32,17 +32,16 @@ SHARED = "shared"  # the bundles that colocated processes sit in
 
 @dataclass(frozen=True)
 class Shape:
-    """What the plan must know of the cluster: cores of its smallest node, all cores, all GPUs."""
+    """What the plan must know of the cluster: the cores of each node, and all GPUs."""
 
-    cores_per_node: int
-    cores: int
+    cores: tuple[int, ...]
     gpus: int
 
     @classmethod
     def of(cls, session: Session) -> Shape:
         nodes = [node.total for node in session.resources()]
-        cores = [int(node.get("CPU", 0)) for node in nodes]
-        return cls(max(1, min(cores)), max(1, sum(cores)), int(sum(node.get("GPU", 0) for node in nodes)))
+        cores = tuple(max(1, int(node.get("CPU", 0))) for node in nodes)
+        return cls(cores, int(sum(node.get("GPU", 0) for node in nodes)))
 
 
 @dataclass(frozen=True)
@@ -108,12 +107,10 @@ def plan_processes(config: Config, shape: Shape) -> Plan:
     counts = {home[name]: role.num_ranks for name, role in config.model_roles.items()}
     if isinstance(config, RLConfig):
         counts |= {"rollout": config.rollout.num_replicas, "reward": config.reward.num_ranks}
-    processes = sum(counts.values())
-    share, warning = cpu_share(processes, shape.cores)
     threads = threads_per_rank(config, counts, shape)
 
     def one(name: str, gpus: int, process_group: bool, bundles: str) -> ProcessSet:
-        return ProcessSet(name, counts[name], share, gpus, bundles, threads.get(name, 1), process_group)
+        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads.get(name, 1), process_group)
 
     sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
     roles: dict[str, Role[Any]] = {
@@ -125,7 +122,8 @@ def plan_processes(config: Config, shape: Shape) -> Plan:
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
         sets.append(one("reward", 0, False, "reward"))
         roles["reward"] = Role("reward", "reward", RewardWorker, (config.reward, config.actor.model.path))
-    return Plan(tuple(sets), roles, () if warning is None or gpu else (warning,))
+    shared, warning = share_cpus(sets, shape.cores)
+    return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,))
 
 
 FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker}
@@ -141,7 +139,7 @@ def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) ->
         return dict.fromkeys(counts, config.run.threads_per_rank)
     trainers = sum(count for name, count in counts.items() if name not in ("rollout", "reward"))
     working = {name: counts[name] if name in ("rollout", "reward") else trainers for name in counts}
-    return {name: max(1, shape.cores_per_node // count) if name != "reward" else 1 for name, count in working.items()}
+    return {name: max(1, min(shape.cores) // count) if name != "reward" else 1 for name, count in working.items()}
 
 
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from verl_ray.cluster.placement import ProcessSet, cpu_share, fits, plan_bundles
+from verl_ray.cluster.placement import ProcessSet, fits, plan_bundles, share_cpus
 from verl_ray.errors import ClusterError
 
 
@@ -40,9 +40,23 @@ def test_bundles_fit_only_when_each_has_a_node() -> None:
     assert not fits([{"CPU": 1.0, "GPU": 1.0}] * 2, nodes)
 
 
+def shares(sets: list[ProcessSet], nodes: list[float]) -> tuple[list[float], str | None]:
+    shared, warning = share_cpus(sets, nodes)
+    return [each.cpus_per_rank for each in shared], warning
+
+
 def test_cpu_shares_fit_the_cores_and_say_when_they_must() -> None:
-    assert cpu_share(2, 2) == (1.0, None)
-    share, warning = cpu_share(3, 2)
-    assert share == 0.66
+    three = [one("trainer", 2, 9, 0, "main"), one("rollout", 1, 9, 0, "main")]
+    assert shares(three, [3]) == ([1, 1], None)
+    found, warning = shares(three, [2])
+    assert found == [0.66, 0.66]
     assert warning is not None
     assert "3 worker processes share 2 CPU cores" in warning
+
+
+def test_cpu_shares_fit_node_by_node() -> None:
+    apart = [one(name, 1, 9, 0, name) for name in "abcde"]
+    assert shares(apart, [2, 2])[0] == [0.66] * 5  # a fair share of all four cores, 0.8, fits twice on each node
+    assert shares(apart, [1, 4])[0] == [1] * 5
+    together = [one("trainer", 1, 9, 0, "main"), one("rollout", 1, 9, 0, "main")]
+    assert shares(together, [1, 1])[0] == [0.5, 0.5]  # colocated ranks are on one node

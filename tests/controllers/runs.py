@@ -23,7 +23,7 @@ from workers.rollout import RolloutWorker
 
 GRADER = Path(__file__).with_name("grader.py")
 SAMPLING = ("rollout", "reward")
-SHAPE = Shape(cores_per_node=4, cores=4, gpus=0)
+SHAPE = Shape(cores=(4,), gpus=0)
 
 # Metrics that say how fast something was or where it ran; all others must be the same wherever a run runs.
 MEASURED = ("timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/")

@@ -11,8 +11,8 @@ from controllers.composition import compose
 from verl_ray.config.schema import RLConfig
 
 INPUTS = ["model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl", "run.dir=/r"]
-TWO = Shape(cores_per_node=2, cores=2, gpus=0)
-GPUS = Shape(cores_per_node=16, cores=64, gpus=8)
+TWO = Shape(cores=(2,), gpus=0)
+GPUS = Shape(cores=(16,) * 4, gpus=8)
 
 
 def config(*changes: str) -> RLConfig:
@@ -82,7 +82,8 @@ def test_more_processes_than_cores_get_fractions_and_a_warning() -> None:
     found = plan()
     assert [one.cpus_per_rank for one in found.sets] == [0.66] * 3
     assert found.warnings == ("3 worker processes share 2 CPU cores; steps will be slower for it",)
-    assert plan(shape=Shape(4, 4, 0)).warnings == ()
+    assert plan(shape=Shape((4,), 0)).warnings == ()
+    assert [one.cpus_per_rank for one in plan("placement=separate", shape=Shape((2, 2), 0)).sets] == [0.66] * 5
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_more_processes_than_cores_get_fractions_and_a_warning() -> None:
     ],
 )
 def test_threads_stay_within_the_cores(changes: list[str], threads: dict[str, int]) -> None:
-    found = plan(*changes, shape=Shape(8, 8, 0))
+    found = plan(*changes, shape=Shape((8,), 0))
     assert {one.name: one.threads_per_rank for one in found.sets} == threads
 
 

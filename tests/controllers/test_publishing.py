@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.profiling.timers import Timers
 from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
@@ -72,9 +72,8 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
     assert metrics["training/rollout_probs_diff_mean"] < 1e-5
 
 
-@pytest.mark.parametrize("wrong", ["a byte on the wire", "a fingerprint"])
-def test_a_corrupted_sync_is_refused_and_nothing_generates(
-    trainer: MakeTrainer, samplers: Samplers, tmp_path: Path, wrong: str
+def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
+    trainer: MakeTrainer, samplers: Samplers, tmp_path: Path
 ) -> None:
     run = trainer("ppo")
     run.publish(0)
@@ -84,15 +83,12 @@ def test_a_corrupted_sync_is_refused_and_nothing_generates(
     address = actor.rank_zero(ActorWorker.open_wire, "tampered", bucket.nbytes).result()
     (sent,) = actor.broadcast(ActorWorker.write_bucket, bucket, address).result()
     victim = bucket.entries[3]
-    name = victim.parameter.name
-    if wrong == "a byte on the wire":
-        with Path(address.paths[0]).open("r+b") as wire:
-            wire.seek(victim.offset)
-            byte = wire.read(1)
-            wire.seek(victim.offset)
-            wire.write(bytes([byte[0] ^ 1]))  # one bit of one mantissa
-    else:
-        sent[name] += Fingerprint(1, 0)
+    name = re.escape(victim.parameter.name)
+    with Path(address.paths[0]).open("r+b") as wire:
+        wire.seek(victim.offset)
+        byte = wire.read(1)
+        wire.seek(victim.offset)
+        wire.write(bytes([byte[0] ^ 1]))  # the last bit of one mantissa
     try:
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
         rollout.broadcast(RolloutWorker.receive, bucket, address).result()
@@ -103,8 +99,6 @@ def test_a_corrupted_sync_is_refused_and_nothing_generates(
             run.step(1)
     finally:
         rollout.restart(240)
-    with pytest.raises(WorkerError, match="no policy version is committed"):  # the replica itself refuses, too
-        drawn(run)
-    rollout.restart(240)
-    run.publish(1)
-    assert largest_difference(run, drawn(run), tmp_path) < 1e-4
+    renewed = trainer("ppo")
+    renewed.publish(1)
+    assert largest_difference(renewed, drawn(renewed), tmp_path) < 1e-4

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
@@ -64,12 +64,22 @@ class Place:
         }
 
 
-def cpu_share(processes: int, cores: int) -> tuple[float, str | None]:
-    """What each of `processes` may ask for so that all fit on `cores`, at most 1, and a warning if they must share."""
-    if processes <= cores:
-        return 1.0, None
-    share = math.floor(100 * cores / processes) / 100
-    return max(share, 1 / _GRAIN), f"{processes} worker processes share {cores} CPU cores; steps will be slower for it"
+def share_cpus(sets: Sequence[ProcessSet], nodes: Sequence[float]) -> tuple[list[ProcessSet], str | None]:
+    """The sets with as many CPUs per rank, at most 1, as let all bundles fit on nodes of these cores, each bundle on
+    one node; and a warning if that is less than 1. A fair share of all cores would not do: on several nodes some cores
+    stay unused.
+    """
+    processes = sum(one.num_ranks for one in sets)
+    shares = {1.0} | {math.floor(100 * cores / n) / 100 for cores in set(nodes) for n in range(1, processes + 1)}
+    shared = list(sets)
+    for share in sorted((share for share in shares if share <= 1), reverse=True):
+        shared = [replace(one, cpus_per_rank=max(share, 1 / _GRAIN)) for one in sets]
+        bundles = [{"CPU": bundle["CPU"]} for plan in plan_bundles(shared) for bundle in plan.bundles]
+        if fits(bundles, [{"CPU": cores} for cores in nodes]):
+            break
+    if share == 1:
+        return shared, None
+    return shared, f"{processes} worker processes share {sum(nodes):g} CPU cores; steps will be slower for it"
 
 
 def plan_bundles(sets: Sequence[ProcessSet]) -> list[Bundles]:
