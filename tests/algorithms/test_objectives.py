@@ -99,7 +99,7 @@ def test_divergence_charged_in_the_reward_is_not_in_the_loss() -> None:
 
 
 def test_how_far_the_sampler_was_is_reported_and_has_no_gradient() -> None:
-    log_probs, _, out = outputs()
+    _, _, out = outputs()
     given = LossInputs(ROW, advantages=torch.zeros(2), rollout_log_probs=torch.log(torch.tensor([0.4, 0.2])))
     found = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
     assert found.metrics["training/rollout_probs_diff_mean"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)

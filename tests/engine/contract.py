@@ -46,7 +46,7 @@ OPTIMIZER = OptimizerConfig(
     betas=(0.9, 0.95),
     eps=1e-8,
     weight_decay=0.1,
-    max_grad_norm=0.5,
+    max_grad_norm=0.3,
     schedule="cosine",
     warmup_steps=2,
     min_lr_fraction=0.1,
@@ -237,10 +237,11 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
     }
     if kind == "fsdp":
-        engine = ranks.engine(kind, reshard_after_forward=False)
+        gathered = {"reshard_after_forward": False}
+        found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
+        engine = ranks.engine(kind, dtype="bfloat16", **gathered)
         engine.forward(mine, Outputs(log_probs=True))
-        ranks.weights(engine)
-        found["gathered in forward"] = ranks.train(engine, mine, POLICY)
+        found["held after forward"] = ranks.weights(engine)
     single = rows.select([4])
     here = single if ranks.rank == 0 else single.select([])
     found["fewer rows than ranks"] = ranks.train(ranks.engine(kind), here, POLICY)
