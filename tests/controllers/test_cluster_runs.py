@@ -233,6 +233,8 @@ def test_a_ray_job_that_is_stopped_leaves_no_worker(tmp_path: Path) -> None:
         stop = subprocess.run([RAY, "job", "stop", "stopped"], env=shell, capture_output=True, text=True, timeout=60)
         assert stop.returncode == 0, stop.stdout + stop.stderr
         assert wait_for(lambda: not workers(), 10), [process.cmdline() for process in workers()]
-        status = subprocess.run([RAY, "job", "status", "stopped"], env=shell, capture_output=True, text=True, timeout=60)
+        status = subprocess.run(
+            [RAY, "job", "status", "stopped"], env=shell, capture_output=True, text=True, timeout=60
+        )
         assert "STOPPED" in (status.stdout + status.stderr).upper()
     assert not list(clone.glob("outputs*"))

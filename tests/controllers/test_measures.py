@@ -109,9 +109,7 @@ def test_trainer_beside_sampler() -> None:
             "difference_squared": difference**2, "actor": actor, "rollout": rollout, "actor_squared": actor**2,
             "rollout_squared": rollout**2, "product": actor * rollout}.items()},
     }  # fmt: skip
-    report = UpdateReport(
-        LossReport(4, 0.0, sums, {"training/rollout_probs_diff_max": 0.25}), StepReport(1.0, 0.1)
-    )
+    report = UpdateReport(LossReport(4, 0.0, sums, {"training/rollout_probs_diff_max": 0.25}), StepReport(1.0, 0.1))
     lower = UpdateReport(LossReport(0, 0.0, {}, {"training/rollout_probs_diff_max": 0.125}), StepReport(1.0, 0.1))
     found = measures.of_updates("actor", [[report, lower]])
     assert not any(name.startswith(MISMATCH_MOMENTS) for name in found)

@@ -151,12 +151,12 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
     assert recorded["reward_health/exception"] > 0 and math.isfinite(recorded["critic/score/mean"])
 
 
-def test_a_broken_grader_stops_the_run_with_its_own_words(
-    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
-) -> None:
+def test_a_broken_grader_stops_the_run_with_its_own_words(trainer: MakeTrainer, inputs: Inputs, tmp_path: Path) -> None:
     run = trainer("grpo", f"data.train_path={inputs.graded_by('broken', tmp_path)}")
     run.publish(0)
-    with pytest.raises(RewardError, match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded"):
+    with pytest.raises(
+        RewardError, match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded"
+    ):
         run.step(1)
 
 

@@ -122,8 +122,8 @@ def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp
 @pytest.mark.cluster
 @pytest.mark.vllm
 def test_evaluating_a_model_directory(command: Command, inputs: Inputs, tmp_path: Path) -> None:
-    grader = "reward.functions.default=exact_match"
-    ended = command("evaluate", "--config-name", "grpo", *inputs.rl(tmp_path), grader, "evaluation.samples=2")
+    changes = ["reward.functions.default=exact_match", "run.evaluate_every=1", "evaluation.samples=2"]
+    ended = command("evaluate", "--config-name", "grpo", *inputs.rl(tmp_path), *changes)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "val-core/arithmetic/acc/mean@1: " in ended.stdout
     assert "val-aux/num_prompts: 16.0000" in ended.stdout
@@ -146,7 +146,10 @@ def test_a_supervised_run(command: Command, inputs: Inputs, tmp_path: Path) -> N
 
 
 PROBLEMS = [
-    ("Ann has {a} pens and buys {b} more. How many pens has she?", "She has {a}+{b}=<<{a}+{b}={c}>>{c} pens.\n#### {c}"),
+    (
+        "Ann has {a} pens and buys {b} more. How many pens has she?",
+        "She has {a}+{b}=<<{a}+{b}={c}>>{c} pens.\n#### {c}",
+    ),
     ("A farm has {a} cows and {b} hens. How many animals?", "There are {a}+{b}=<<{a}+{b}={c}>>{c} animals.\n#### {c}"),
 ]
 
@@ -185,8 +188,8 @@ def test_real_text_with_a_chat_template(command: Command, inputs: Inputs, tmp_pa
 
 
 def test_when_evaluations_and_checkpoints_are_due() -> None:
-    assert [number for number in range(8) if due(number, 3, 7)] == [3, 6, 7]
-    assert not any(due(number, 0, 7) for number in range(8))
+    assert [number for number in range(1, 8) if due(number, 3, 7)] == [3, 6, 7]
+    assert not any(due(number, 0, 7) for number in range(1, 8))
 
 
 def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:

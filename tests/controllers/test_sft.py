@@ -1,0 +1,59 @@
+"""Supervised steps on real engines."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from controllers.sft import SupervisedTrainer
+from tests.controllers.runs import Inputs, start_some
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import SFTConfig
+from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.tokenizers import load_tokenizer
+
+pytestmark = pytest.mark.cluster
+
+
+def source(config: SFTConfig, path: Path) -> SupervisedSource:
+    tokenizer = load_tokenizer(config.model.path)
+    return SupervisedSource(str(path), tokenizer, config.data, max_tokens=16, seed=config.run.seed)
+
+
+def greedy_accuracy(model_path: Path, config: SFTConfig, path: Path) -> float:
+    """By generating, with transformers."""
+    tokenizer = load_tokenizer(config.model.path)
+    model = AutoModelForCausalLM.from_pretrained(str(model_path), dtype=torch.float32)
+    rows = source(config, path).all()
+    right = 0
+    for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
+        tokens, mask = torch.from_numpy(rows.tokens[start:end].astype("int64")), rows.response_mask[start:end]
+        prompt, response = tokens[~torch.from_numpy(mask)], tokens[torch.from_numpy(mask)]
+        said = model.generate(
+            prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False,
+            max_new_tokens=len(response), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        )[0, len(prompt) :]  # fmt: skip
+        right += said.tolist() == response.tolist()
+    return right / rows.num_rows
+
+
+def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.supervised(tmp_path, "actor.optimizer.lr=5e-3", "actor.num_ranks=2", "backend=fsdp",
+                               "actor.optimizer.schedule=constant", "run.total_steps=60")  # fmt: skip
+    train = source(config, inputs.train)
+    groups, roles = start_some(config, tmp_path, sampling=False)
+    with groups:
+        trainer = SupervisedTrainer(roles["actor"], train, train.all(), batch_size=16)
+        steps = [trainer.step() for _ in range(60)]
+        assert steps[-1]["train/loss"] < steps[0]["train/loss"] / 3
+        assert steps[-1]["training/epoch"] >= 14
+        accuracy = trainer.accuracy()
+        trainer.export(str(tmp_path / "model"))
+    assert 0.2 < accuracy <= 1
+    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)
+    assert trainer.state().keys() == {"cursor"}

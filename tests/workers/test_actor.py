@@ -1,0 +1,41 @@
+"""What an actor makes of rows before its engine sees them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.rows import rollouts_of
+from verl_ray.config.schema import AggregationName
+from verl_ray.data.stages import Credit
+from workers.actor import MiniBatch, loss_weights
+
+ROWS = rollouts_of([2, 4, 1])
+
+
+def credit(in_loss: list[bool]) -> Credit:
+    zeros = np.zeros(ROWS.num_rows, np.float32)
+    return Credit(
+        offsets=ROWS.offsets, advantages=np.zeros(ROWS.num_tokens, np.float32), in_loss=np.array(in_loss),
+        reward=zeros, kl=zeros, advantage_statistics=np.zeros((ROWS.num_rows, 4)),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token_mean", [1 / 6, 1 / 6, 0]),
+        ("token_sum", [1, 1, 0]),
+        ("seq_mean_token_sum", [1 / 2, 1 / 2, 0]),
+        ("seq_mean_token_mean", [1 / 4, 1 / 8, 0]),
+        ("seq_mean_token_sum_norm", [1 / 20, 1 / 20, 0]),
+    ],
+)
+def test_rows_out_of_the_loss_weigh_nothing_in_every_mode(mode: AggregationName, expected: list[float]) -> None:
+    mini_batch = MiniBatch(total_tokens=6, total_rows=2, aggregation=mode, horizon=10)
+    assert loss_weights(ROWS, credit([True, True, False]), mini_batch).tolist() == pytest.approx(expected)
+
+
+def test_denominators_are_those_of_all_ranks() -> None:
+    mini_batch = MiniBatch(total_tokens=70, total_rows=9, aggregation="token_mean", horizon=None)
+    assert loss_weights(ROWS, credit([True] * 3), mini_batch).tolist() == pytest.approx([1 / 70] * 3)

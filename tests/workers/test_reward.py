@@ -1,0 +1,69 @@
+"""The reward role on rows: texts decoded, functions chosen by data source, failures typed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.rows import rollouts_of
+from verl_ray.cluster.context import WorkerContext
+from verl_ray.config.schema import FunctionReward
+from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.stages import Rollouts
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.rewards.health import Health
+from workers.reward import RewardWorker
+
+GRADER = """
+def grade(response, answer, /, *, prompt, data_source, extra):
+    if extra["kind"] == "raise":
+        raise ValueError("no grade for " + response)
+    return extra["weight"] * (prompt == "1+2=") + (response == answer)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[RewardWorker]:
+    character_tokenizer(tmp_path / "tokenizer", "0123456789+=")
+    (tmp_path / "own.py").write_text(GRADER)
+    config = FunctionReward(
+        kind="function", num_ranks=1, processes_per_rank=2, deadline_s=20.0, max_failed_fraction=1.0,
+        functions={"default": "exact_match", "mine": f"{tmp_path}/own.py:grade"},
+    )  # fmt: skip
+    context = WorkerContext("reward", 0, 1, "cpu", False, 1, tmp_path / "log", 1)
+    found = RewardWorker(context, config, str(tmp_path / "tokenizer"))
+    yield found
+    found.close()
+
+
+def rows_of(worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]) -> Rollouts:
+    """(prompt, response, answer, data source, extra) -> rows; a response ends with the end token."""
+    tokenizer = worker._tokenizer
+    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, *_ in rows]
+    responses = [tokenizer(row[1], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+    plain = rollouts_of([len(r) for r in responses], prompts=[len(p) for p in prompts])
+    tokens = np.array([t for p, r in zip(prompts, responses, strict=True) for t in p + r], np.int32)
+    assert np.array_equal(plain.offsets, offsets_of([len(p + r) for p, r in zip(prompts, responses, strict=True)]))
+    columns = {name: Ragged.of_texts([row[i] for row in rows])
+               for i, name in ((2, "answer"), (3, "data_source"), (4, "extra"))}  # fmt: skip
+    return plain.replace(tokens=tokens, **columns)
+
+
+def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWorker) -> None:
+    rows = rows_of(worker, [
+        ("1+2=", "3", "3", "sums", "{}"),
+        ("1+2=", "4", "3", "sums", "{}"),
+        ("1+2=", "3", "3", "mine", '{"kind": "", "weight": 0.5}'),
+        ("1+3=", "4", "3", "mine", '{"kind": "", "weight": 0.5}'),
+        ("1+2=", "77", "3", "mine", '{"kind": "raise"}'),
+    ])  # fmt: skip
+    scores = worker.score(rows)
+    assert scores.score[:4].tolist() == [1.0, 0.0, 1.5, 0.0]
+    assert np.isnan(scores.score[4])
+    assert scores.health.tolist() == [Health.OK] * 4 + [Health.EXCEPTION]
+    assert scores.detail.texts()[:4] == [""] * 4
+    assert "no grade for 77" in scores.detail.texts()[4]
+    assert scores.num_rows == 5 and scores.num_tokens == 0

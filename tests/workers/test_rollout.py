@@ -1,0 +1,85 @@
+"""One replica between prompts and rows, around an engine whose responses are written down."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.stages import Finish, Prompts, Rollouts
+from verl_ray.rollout.base import Request, Sampling
+from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.seeds import row_seeds
+from workers.rollout import Generation, RolloutWorker
+
+LENGTHS = {6: 3, 7: 1, 10: 5, 11: 2}  # of the response to each request
+LIMIT = 4
+
+
+class ScriptedWorker(RolloutWorker):
+    """A replica whose engine does what it is told."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.engine = ScriptedEngine(self.script, initial_version=9)
+
+    def script(self, request: Request) -> list[tuple[int, float]]:
+        self.requests.append(request)
+        return [(100 * request.request_id + t, -0.5 - t) for t in range(LENGTHS[request.request_id])]
+
+
+def prompts() -> Prompts:
+    return Prompts(
+        offsets=offsets_of([2, 3]), group_id=np.array([3, 5]), tokens=np.array([1, 2, 3, 4, 5], np.int32),
+        data_source=Ragged.of_texts(["a", "b"]), answer=Ragged.of_texts(["x", "yy"]),
+        extra=Ragged.of_texts(["{}", '{"k": 1}']),
+    )  # fmt: skip
+
+
+def generate(stream_rows: int) -> tuple[ScriptedWorker, list[Rollouts]]:
+    worker = ScriptedWorker()
+    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=stream_rows)
+    return worker, list(worker.generate(prompts(), what))
+
+
+def test_rows_are_whole_however_they_finish() -> None:
+    _, pieces = generate(stream_rows=2)
+    assert [piece.row_id.tolist() for piece in pieces] == [[7, 11], [6, 10]]  # the shortest ones first
+    rows = Rollouts.concat(pieces).select([2, 0, 3, 1])  # in the order of their ids
+    assert rows.row_id.tolist() == rows.trajectory_id.tolist() == [6, 7, 10, 11]
+    assert rows.group_id.tolist() == [3, 3, 5, 5]
+    assert rows.lengths.tolist() == [5, 3, 7, 5]
+    assert rows.tokens.tolist() == [
+        *[1, 2, 600, 601, 602], *[1, 2, 700], *[3, 4, 5, 1000, 1001, 1002, 1003], *[3, 4, 5, 1100, 1101],
+    ]  # fmt: skip
+    assert rows.response_mask.tolist() == (rows.tokens >= 600).tolist()
+    expected = np.where(rows.tokens >= 600, -0.5 - rows.tokens % 100, 0)
+    assert rows.rollout_log_probs.tolist() == expected.tolist()
+    assert (rows.prompt_length.tolist(), rows.response_length.tolist()) == ([2, 2, 3, 3], [3, 1, 4, 2])
+    assert rows.finish.tolist() == [Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.STOP]
+    assert rows.version_spans.values.tolist() == [[2, 9], [2, 9], [3, 9], [3, 9]]
+    assert (rows.answer.texts(), rows.data_source.texts()) == (["x", "x", "yy", "yy"], ["a", "a", "b", "b"])
+
+
+def test_what_is_left_at_the_end_is_handed_on_together() -> None:
+    assert [piece.num_rows for piece in generate(stream_rows=3)[1]] == [3, 1]
+    assert [piece.num_rows for piece in generate(stream_rows=99)[1]] == [4]
+
+
+def test_a_request_is_what_its_row_asks_for() -> None:
+    worker, _ = generate(stream_rows=1)
+    assert [request.request_id for request in worker.requests] == [6, 7, 10, 11]
+    assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([6, 7, 10, 11])).tolist()
+    assert [request.tokens.tolist() for request in worker.requests] == [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
+    assert len({request.session for request in worker.requests}) == 2
+
+
+def test_aborted_responses_come_back_as_far_as_they_got() -> None:
+    worker = ScriptedWorker()
+    stream = worker.generate(prompts(), Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), 4, stream_rows=1))
+    first = next(stream)
+    worker.abort()
+    rest = Rollouts.concat(list(stream))
+    assert first.row_id.tolist() == [7]
+    assert sorted(rest.row_id.tolist()) == [6, 10, 11]
+    assert set(rest.finish.tolist()) == {Finish.ABORTED}
+    assert rest.response_length.tolist() == [1, 1, 1]
