@@ -49,6 +49,7 @@ def prepare(config: RLConfig, session: Session) -> None:
         num_train=wanted.num_train,
         num_validation=wanted.num_validation,
         seed=config.run.seed,
+        wrong_fraction=wanted.warm_start.wrong_fraction,
     )
     character_tokenizer(folder / "tokenizer", ALPHABET)
     make_tiny_qwen3(folder / "untrained", folder / "tokenizer", wanted.model, config.run.seed)
@@ -67,19 +68,21 @@ def _warm_start(
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
         trainer = SupervisedTrainer(system.actor, source, held_out, warm.batch_size)
-        accuracy, number = 0.0, 0
-        while accuracy < warm.accuracy_low and number < warm.max_steps:
-            number += 1
+        accuracy, ready = 0.0, False
+        for number in range(1, warm.max_steps + 1):
             metrics = trainer.step()
             if number % warm.evaluate_every == 0:
                 accuracy = trainer.accuracy()
                 loss = metrics["train/loss"]
                 print(f"warm start: step {number}  loss {loss:.3f}  held-out {accuracy:.3f}", flush=True)
-        if not warm.accuracy_low <= accuracy <= warm.accuracy_high:
+                ready = number >= warm.min_steps and warm.accuracy_low <= accuracy <= warm.accuracy_high
+                if ready:
+                    break
+        if not ready:
             raise DataError(
                 f"the warm start ended at a held-out accuracy of {accuracy:.3f}, not within prepare.warm_start."
-                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; lower evaluate_every or "
-                "the learning rate if it is above, raise max_steps if it is below"
+                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; raise max_steps, or lower "
+                "evaluate_every if the accuracy jumped over them"
             )
         trainer.export(str(folder / "model"))
 

@@ -316,8 +316,13 @@ class WarmStartConfig(Section):
 
     accuracy_low: Fraction
     accuracy_high: Fraction
+    wrong_fraction: Fraction
+    """Share of the demonstrations whose response is wrong: what imitation gets wrong, a reward can put right."""
     batch_size: Positive
     evaluate_every: Positive
+    min_steps: NonNegative
+    """Train at least this long, also when the accuracy is there earlier: a policy that can do nothing else yet
+    learns little from rewards."""
     max_steps: Positive
     optimizer: OptimizerConfig
 

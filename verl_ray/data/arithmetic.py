@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_ray.data.batch import Int64
+from verl_ray.data.stages import Bool
 from verl_ray.data.files import DataFiles, Fields, write_records
 from verl_ray.errors import DataError
 
@@ -53,18 +54,23 @@ def draw_sums(max_operand: int, num_train: int, num_validation: int, seed: int) 
 
 
 def write_arithmetic(
-    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int
+    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int, wrong_fraction: float = 0.0
 ) -> ArithmeticFiles:
-    """Write `train` and `validation` under `directory` as jsonl, Parquet and datasets folders."""
+    """Write `train` and `validation` under `directory` as jsonl, Parquet and datasets folders.
+
+    In a `wrong_fraction` of the training records the demonstrated response is one too many; the answer that a reward
+    compares with is right everywhere. A model that imitates such demonstrations learns to add, and to be wrong.
+    """
     train, validation = draw_sums(max_operand, num_train, num_validation, seed)
+    wrong = np.random.default_rng([seed, num_train]).random(len(train)) < wrong_fraction
     return ArithmeticFiles(
-        train=write_records(_records(train), directory, "train"),
-        validation=write_records(_records(validation), directory, "validation"),
+        train=write_records(_records(train, wrong), directory, "train"),
+        validation=write_records(_records(validation, np.zeros(len(validation), np.bool_)), directory, "validation"),
     )
 
 
-def _records(pairs: Int64) -> list[Fields]:
+def _records(pairs: Int64, wrong: Bool) -> list[Fields]:
     return [
-        {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b), "data_source": DATA_SOURCE}
-        for a, b in pairs.tolist()
+        {"prompt": f"{a}+{b}=", "answer": str(a + b), "response": str(a + b + off), "data_source": DATA_SOURCE}
+        for (a, b), off in zip(pairs.tolist(), wrong.astype(int).tolist(), strict=True)
     ]
