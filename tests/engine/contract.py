@@ -272,7 +272,7 @@ def check_non_finite(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     engine = ranks.engine(kind)
-    ranks.step(engine, mine, POLICY)
+    ranks.train(engine, mine, POLICY, 2)
     before = ranks.weights(engine)
     assert mine.advantages is not None
     bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf)) if ranks.rank == 0 else mine

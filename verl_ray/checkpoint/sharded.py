@@ -9,8 +9,10 @@ is whole (`store.py`).
 from __future__ import annotations
 
 import contextlib
+import shutil
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -26,7 +28,10 @@ RANK_KEY = "rng_"
 
 def save(state: dict[str, Any], path: str) -> None:
     """Write this rank's shards into directory `path`, and to the disk. Raises CheckpointError if that fails."""
-    with _readable_errors(f"{path} cannot be written"):
+    with _readable_errors(f"{path} cannot be written; the directory above it must exist on every node (run.dir)"):
+        # torch says of a full disk only that its archive is not as long as it should be
+        free = shutil.disk_usage(Path(path).parent).free / 2**30
+    with _readable_errors(f"{path} cannot be written ({free:.1f} GiB are free there)"):
         state_dict_saver.save(state, storage_writer=FileSystemWriter(path), no_dist=not dist.is_initialized())
 
 
