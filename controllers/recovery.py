@@ -72,9 +72,7 @@ class Recovery:
         """Write the checkpoint after step `number`."""
         state = {"trainer": trainer.state(), "trackers": trackers}
         with self._store.writing(number, state, self._tree) as folder:
-            wait_all(
-                [group.broadcast(ModelWorker.save, str(folder / name)) for name, group in trainer.groups.items()]
-            )
+            wait_all([group.broadcast(ModelWorker.save, str(folder / name)) for name, group in trainer.groups.items()])
 
     def _find(self, resume: str) -> Checkpoint | None:
         if resume not in ("auto", "none"):
@@ -92,9 +90,9 @@ class Recovery:
         allowed, refused = changed_keys(checkpoint.config, self._tree)
         if refused:
             fix = "set it back, or start anew in another run.dir"
-            raise ConfigError([
-                Problem(one.key, one.now, f"was {one.saved!r} when {checkpoint.path.name} was written; {one.refused}", fix)
-                for one in refused
-            ])  # fmt: skip
+            when = f"when {checkpoint.path.name} was written"
+            raise ConfigError(
+                [Problem(one.key, one.now, f"was {one.saved!r} {when}; {one.refused}", fix) for one in refused]
+            )
         for one in allowed:
             print(f"changed since {checkpoint.path.name}: {one}", flush=True)

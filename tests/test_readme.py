@@ -37,7 +37,7 @@ SHORTER = {
     "verl-ray evaluate": "evaluation.num_prompts=5",
     "ray job submit": f"{FEW} {PREPARED}",
     "verl-ray bench data": "--rows 256 --tokens 32 --repeats 2",
-    "verl-ray bench step": "--steps 2 --warmup 1",
+    "verl-ray bench step": "--steps 2 --warmup 1 prepare.warm_start.accuracy_low=0 prepare.warm_start.evaluate_every=1",
 }
 """What a command begins with -> what is added to it. A later value of a key wins over an earlier one."""
 AS_IT_STANDS = (
