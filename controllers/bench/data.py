@@ -60,13 +60,14 @@ def main(argv: list[str]) -> int:
     store_bytes = max(256 << 20, STORE_COPIES * nbytes(equal))
     with TemporaryDirectory() as logs, Session.open(None, object_store_bytes=store_bytes):
         stop_on_signals()  # again: Ray's own handler exits without a message
+        growth = driver_growth(given.rows, given.tokens, Path(logs))  # first: later, memory of the others is given back
         result = {
             "rows": given.rows,
             "tokens_per_row": given.tokens,
             "copy_gb_per_s": round(nbytes(equal) / copy_s(nbytes(equal), given.repeats) / 1e9, 3),
             "equal_lengths": operations(equal, given.repeats),
             "mixed_lengths": operations(rollouts(lengths), given.repeats),
-            "driver": driver_growth(given.rows, given.tokens, Path(logs)),
+            "driver": growth,
         }
     print(json.dumps(result, indent=2))
     return 0

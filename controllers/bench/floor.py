@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 _READY_S = 300.0  # until the child has loaded its models
+_END_S = 10.0
 _ANSWER_S = 600.0  # until it has done one step
 _NICENESS = 15  # of Ray's workers: where other programs run, too, the floor must wait as they do
 _CLIP, _KL_COEFFICIENT = 0.2, 0.001
@@ -74,9 +75,10 @@ class Floor:
 
     def close(self) -> None:
         """End the child."""
+        self._connection.close()  # the child ends when it reads the end of it
+        self._process.join(_END_S)
         self._process.kill()
         self._process.join()
-        self._connection.close()
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +98,7 @@ class Floor:
 
 
 def _serve(connection: Connection, spec: Spec) -> None:
-    """The child: answers rows with seconds until it is killed."""
+    """The child: answers rows with seconds until the other end of the connection is closed."""
     os.environ.update(spec.environment)
     os.nice(_NICENESS)
     from vllm import LLM
@@ -113,7 +115,10 @@ def _serve(connection: Connection, spec: Spec) -> None:
     training = _Training(spec)
     connection.send({})
     while True:
-        rows: Rollouts = connection.recv()
+        try:
+            rows: Rollouts = connection.recv()
+        except EOFError:
+            return
         began = time.perf_counter()
         _generate(llm, rows)
         generated = time.perf_counter()

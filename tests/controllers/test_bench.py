@@ -44,7 +44,7 @@ def test_data(capsys: pytest.CaptureFixture[str]) -> None:
     driver = found["driver"]
     assert driver["tokens"] == 2 * 2048 * 16 and driver["tokens_x8"] == 8 * driver["tokens"]
     # The rows are 2.4 MB larger and their log-probs 0.9 MB; the driver may not hold even a quarter of that.
-    assert driver["growth_bytes_x8"] - driver["growth_bytes"] < 800_000
+    assert driver["growth_bytes_x8"] < 800_000
 
 
 @pytest.mark.cluster
