@@ -177,8 +177,10 @@ def head_node(home: Path) -> Iterator[dict[str, str]]:
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the names of sockets in it are limited to 107 bytes
     port = free_port()
     shell = environment(home) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
-    arguments = ["--head", "--block", "--port=0", f"--dashboard-port={port}", "--node-ip-address=127.0.0.2",
-                 f"--temp-dir={folder}", "--num-cpus=3", "--disable-usage-stats", "--object-store-memory=200000000"]  # fmt: skip
+    arguments = [
+        "--head", "--block", "--port=0", f"--dashboard-port={port}", "--node-ip-address=127.0.0.2",
+        f"--temp-dir={folder}", "--num-cpus=3", "--disable-usage-stats", "--object-store-memory=200000000",
+    ]  # fmt: skip
     log = home / "head.log"
     with log.open("w") as output:
         head = subprocess.Popen(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,11 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 
 SMALL = [
-    "run.threads_per_rank=1", "prepare.max_operand=9", "prepare.num_train=40", "prepare.num_validation=20",
+    "run.threads_per_rank=1", "prepare.max_operand=19", "prepare.num_train=300", "prepare.num_validation=40",
     "prepare.model.hidden_size=64", "prepare.model.num_layers=2", "prepare.model.num_heads=2",
-    "prepare.model.num_kv_heads=1", "prepare.model.intermediate_size=96", "prepare.warm_start.evaluate_every=5",
-    "prepare.warm_start.batch_size=40", "prepare.warm_start.optimizer.lr=5e-3",
+    "prepare.model.num_kv_heads=1", "prepare.model.intermediate_size=96", "prepare.warm_start.evaluate_every=10",
+    "prepare.warm_start.batch_size=100", "prepare.warm_start.optimizer.lr=3e-3", "prepare.warm_start.min_steps=5",
+    "prepare.warm_start.wrong_fraction=0", "prepare.min_gain=0",
 ]  # fmt: skip
 
 
@@ -51,15 +51,15 @@ def test_inputs_reach_their_window_and_are_made_once(
     for path in (config.data.train_path, config.data.validation_path, tmp_path / "inputs" / COMPLETE):
         assert Path(str(path)).is_file()
     weights = Path(config.model.path, "model.safetensors")
-    made = os.stat(weights).st_mtime_ns
+    made = weights.stat().st_mtime_ns
     prepare(config, cluster)
-    assert os.stat(weights).st_mtime_ns == made
+    assert weights.stat().st_mtime_ns == made
 
 
 @pytest.mark.cluster
 def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(cluster: Session, tmp_path: Path) -> None:
     missed = ["prepare.warm_start.accuracy_low=0.99", "prepare.warm_start.accuracy_high=1",
-              "prepare.warm_start.max_steps=5"]  # fmt: skip
+              "prepare.warm_start.max_steps=10"]  # fmt: skip
     with pytest.raises(DataError, match=r"prepare.warm_start.accuracy_low = 0.99.*raise max_steps"):
         prepare(quickstart(tmp_path, *missed), cluster)
     assert not (tmp_path / "inputs" / COMPLETE).exists()

@@ -30,8 +30,9 @@ def greedy_accuracy(model_path: Path, config: SFTConfig, path: Path) -> float:
     rows = source(config, path).all()
     right = 0
     for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
-        tokens, mask = torch.from_numpy(rows.tokens[start:end].astype("int64")), rows.response_mask[start:end]
-        prompt, response = tokens[~torch.from_numpy(mask)], tokens[torch.from_numpy(mask)]
+        tokens = torch.tensor(rows.tokens[start:end], dtype=torch.long)
+        learned = torch.tensor(rows.response_mask[start:end])
+        prompt, response = tokens[~learned], tokens[learned]
         said = model.generate(
             prompt[None], attention_mask=torch.ones_like(prompt)[None], do_sample=False,
             max_new_tokens=len(response), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

@@ -24,7 +24,7 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # What dashboards of this field know, of what a synchronous run on CPUs has.
-PUBLISHED = """
+PUBLISHED_NAMES = """
 actor/entropy actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/grad_norm actor/lr actor/loss
 actor/reward_kl_penalty actor/reward_kl_penalty_coeff
 critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/rewards/max critic/rewards/min
@@ -46,7 +46,7 @@ training/global_step training/epoch training/rollout_probs_diff_mean training/ro
 training/rollout_probs_diff_std training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl
 weight_sync/bytes weight_sync/bytes_per_s weight_sync/verified
 reward_health/ok reward_health/timeout reward_health/exception reward_health/nonfinite reward_health/none
-""".split()
+"""
 
 
 @pytest.fixture
@@ -93,7 +93,7 @@ def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp
     assert [line["training/global_step"] for line in lines] == [0, 1, 2, 3]
     assert [value is not None for value in held_out(lines)] == [True, False, True, True]
     for line in lines[1:]:
-        assert set(PUBLISHED) - line.keys() == set()
+        assert set(PUBLISHED_NAMES.split()) - line.keys() == set()
         assert line["training/rollout_probs_diff_mean"] < 1e-5
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["training/rollout_actor_probs_pearson_corr"] > 0.9999
@@ -111,8 +111,8 @@ def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
 
-    again = command("evaluate", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
-                    "run.checkpoint_every=3")  # fmt: skip
+    same = ["run.total_steps=3", "run.evaluate_every=2", "run.checkpoint_every=3"]
+    again = command("evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
     assert again.returncode == 0, again.stdout + again.stderr
     printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
                if key.startswith("val-core/")}  # fmt: skip

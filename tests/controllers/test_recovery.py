@@ -1,0 +1,178 @@
+"""A run that is stopped, killed or misconfigured in between ends where one that was never touched ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from controllers.recovery import Recovery
+from tests.controllers.runs import Inputs, lasting
+from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.load import to_tree
+from verl_ray.config.schema import RLConfig
+from verl_ray.errors import CheckpointError, ConfigError
+from verl_ray.tracking.jsonl import read_metrics
+
+ROOT = Path(__file__).parents[2]
+PATIENCE_S = 240
+STEPS = 5
+
+
+def start(inputs: Inputs, run_dir: Path, *changes: str) -> subprocess.Popen[str]:
+    settings = ["run.checkpoint_every=1", "actor.mini_batch_size=16", *changes]
+    command = [sys.executable, "-m", "controllers", "train", "--config-name", "ppo", *inputs.rl(run_dir), *settings]
+    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
+    output, _ = run.communicate(timeout=PATIENCE_S)
+    return run.returncode, output
+
+
+def wait_for_step(run: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not any(line["training/global_step"] == step for line in lines(run_dir)):
+        assert run.poll() is None and time.monotonic() < until, finish(run)
+        time.sleep(0.02)
+
+
+def lines(run_dir: Path) -> list[dict[str, float]]:
+    path = run_dir / "metrics.jsonl"
+    return read_metrics(path) if path.exists() else []
+
+
+def process_behind(log: Path) -> psutil.Process:
+    """The process whose output goes to this file."""
+    for process in psutil.process_iter():
+        try:
+            if os.readlink(f"/proc/{process.pid}/fd/1") == str(log):
+                return process
+        except OSError:
+            continue
+    raise AssertionError(f"no process writes {log}")
+
+
+def weights(run_dir: Path, role: str, folder: Path) -> dict[str, object]:
+    target = folder / f"{role}.pt"
+    dcp_to_torch_save(run_dir / "checkpoints" / f"step_{STEPS:08}" / role, target)
+    state: dict[str, object] = torch.load(target, weights_only=False)
+    return state
+
+
+def assert_same(left: object, right: object, where: str) -> None:
+    if isinstance(left, dict) and isinstance(right, dict):
+        assert left.keys() == right.keys(), where
+        for key in left:
+            assert_same(left[key], right[key], f"{where}.{key}")
+    elif isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        assert torch.equal(left, right), where
+    else:
+        assert left == right, where
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_not(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    code, output = finish(start(inputs, whole, f"run.total_steps={STEPS}"))
+    assert code == 0, output
+
+    code, output = finish(start(inputs, broken, "run.total_steps=2"))
+    assert code == 0, output
+
+    run = start(inputs, broken, f"run.total_steps={STEPS}")
+    wait_for_step(run, broken, 3)
+    process_behind(broken / "logs" / "engine trainer-0.log").kill()
+    code, output = finish(run)
+    assert code == 1
+    assert "continuing after step 2" in output and f"run.total_steps: 2 -> {STEPS}" in output
+    assert "rank 0" in output and "the process died during" in output
+    assert "Traceback" not in output.partition("last output")[0]
+
+    run = start(inputs, broken, f"run.total_steps={STEPS}")
+    wait_for_step(run, broken, 4)
+    os.kill(run.pid, signal.SIGKILL)
+    run.communicate(timeout=60)
+
+    code, output = finish(start(inputs, broken, f"run.total_steps={STEPS}"))
+    assert code == 0, output
+
+    assert [line["training/global_step"] for line in lines(broken)] == list(range(1, STEPS + 1))
+    for left, right in zip(lines(whole), lines(broken), strict=True):
+        assert lasting(left) == lasting(right)
+    for role in ("actor", "critic"):
+        assert_same(weights(whole, role, tmp_path), weights(broken, role, tmp_path), role)
+    kept = sorted(path.name for path in (broken / "checkpoints").glob("step_*"))
+    assert kept == ["step_00000004", "step_00000005"]  # run.keep_checkpoints = 2
+
+
+# ------------------------------------------------------------------------------------ what is found before a start
+
+
+def written(config: RLConfig, *steps: int) -> CheckpointStore:
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=5)
+    for step in steps:
+        with store.writing(step, {"trainer": {}, "trackers": {"wandb_run_id": "abc"}}, to_tree(config)) as folder:
+            (folder / "actor").mkdir()
+            (folder / "actor" / "shard").write_bytes(bytes(100))
+    return store
+
+
+def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    store = written(config, 1, 2)
+    (store.root / "step_00000002" / "actor" / "shard").write_bytes(bytes(99))
+    recovery = Recovery(config)
+    assert recovery.step == 1 and recovery.tracker_state == {"wandb_run_id": "abc"}
+    assert "actor/shard has 99 bytes instead of 100" in capsys.readouterr().err
+
+
+def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.config("ppo", tmp_path)
+    store = written(config, 1)
+    (store.root / "step_00000001" / "actor" / "shard").unlink()
+    with pytest.raises(CheckpointError, match="no usable checkpoint.*actor/shard is missing"):
+        Recovery(config)
+
+
+def test_a_setting_that_the_state_depends_on_may_not_change(inputs: Inputs, tmp_path: Path) -> None:
+    written(inputs.config("ppo", tmp_path), 1)
+    with pytest.raises(ConfigError) as caught:
+        Recovery(inputs.config("ppo", tmp_path, "run.seed=7", "rollout.group_size=8", "run.total_steps=9"))
+    assert sorted(problem.key for problem in caught.value.problems) == ["rollout.group_size", "run.seed"]
+    assert "was 0 when step_00000001 was written" in str(caught.value)
+
+
+def test_what_may_change_is_shown(inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written(inputs.config("ppo", tmp_path), 1)
+    assert Recovery(inputs.config("ppo", tmp_path, "backend=fsdp", "run.total_steps=9")).step == 1
+    shown = capsys.readouterr().out
+    assert "run.total_steps: 100 -> 9" in shown and "actor.backend.kind: 'engine' -> 'fsdp'" in shown
+
+
+def test_resume_none_refuses_a_folder_that_holds_a_run(inputs: Inputs, tmp_path: Path) -> None:
+    written(inputs.config("ppo", tmp_path), 3)
+    with pytest.raises(ConfigError, match="already holds step_00000003"):
+        Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
+
+
+def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:
+    store = written(inputs.config("ppo", tmp_path / "first"), 3, 4)
+    other = inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}")
+    assert Recovery(other).step == 3
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        Recovery(inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"))
