@@ -51,7 +51,7 @@ def test_data(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.vllm
 def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1"]
-    quick += ["prepare.warm_start.evaluate_every=1", "run.threads_per_rank=1"]
+    quick += ["prepare.warm_start.min_steps=1", "prepare.warm_start.evaluate_every=1", "run.threads_per_rank=1"]
     assert bench.main(["step", "--steps", "2", "--warmup", "1", "--dir", str(tmp_path), *quick]) == 0
     found = json.loads(capsys.readouterr().out)
     for name in ("natural", "forced"):
