@@ -63,7 +63,6 @@ speed depends on how many tokens it says and not on which."""
 
 WORK = (
     "algorithm=grpo",
-    "algorithm.lam=null",  # which quickstart sets for PPO
     "data.prompts_per_step=16",
     "rollout.group_size=8",
     "rollout.max_response_tokens=32",

@@ -31,7 +31,8 @@ def environment(home: Path) -> dict[str, str]:
     """A fresh account's, marked."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**inherited, "HOME": str(home), "PATH": path, MARK: str(home), "OMP_NUM_THREADS": "1"}
+    ours = {"HOME": str(home), "PATH": path, MARK: str(home), "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+    return {**inherited, **ours, "OMP_NUM_THREADS": "1"}
 
 
 def marked(home: Path) -> list[psutil.Process]:
@@ -179,14 +180,14 @@ def head_node(home: Path) -> Iterator[dict[str, str]]:
     shell = environment(home) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "7" * 64}
     arguments = [
         "--head", "--block", "--port=0", f"--dashboard-port={port}", "--node-ip-address=127.0.0.2",
-        f"--temp-dir={folder}", "--num-cpus=3", "--disable-usage-stats", "--object-store-memory=200000000",
+        f"--temp-dir={folder}", f"--dashboard-agent-listen-port={free_port()}", "--num-cpus=3", "--disable-usage-stats",
+        "--object-store-memory=200000000",
     ]  # fmt: skip
     log = home / "head.log"
     with log.open("w") as output:
         head = subprocess.Popen(
-            [RAY, "start", *arguments], env=shell | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}, stdout=output,
-            stderr=subprocess.STDOUT, start_new_session=True,
-        )  # fmt: skip
+            [RAY, "start", *arguments], env=shell, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
     try:
         started = wait_for(lambda: head.poll() is not None or "will now block" in log.read_text(), 90)
         assert started and head.poll() is None, log.read_text()
@@ -224,8 +225,14 @@ def test_a_ray_job_that_is_stopped_leaves_no_worker(tmp_path: Path) -> None:
 
     with head_node(tmp_path) as shell:
         submit = [RAY, "job", "submit", "--no-wait", "--submission-id=stopped", "--working-dir=.", "--", *entry]
-        sent = subprocess.run(submit, cwd=clone, env=shell, capture_output=True, text=True, timeout=120)
-        assert sent.returncode == 0, sent.stdout + sent.stderr
+        said: list[str] = []
+
+        def submitted() -> bool:  # a head that has just started may have no agent for jobs yet
+            sent = subprocess.run(submit, cwd=clone, env=shell, capture_output=True, text=True, timeout=120)
+            said.append(sent.stdout + sent.stderr)
+            return sent.returncode == 0
+
+        assert wait_for(submitted, 60), said[-1]
 
         def job_log() -> str:
             return subprocess.run([RAY, "job", "logs", "stopped"], env=shell, capture_output=True, text=True).stdout

@@ -116,7 +116,8 @@ class Session:
                 logging_level="ERROR",
                 _node_ip_address=_LOOPBACK,
                 # Workers are started for actors as they come; spare ones would only take start-up time and memory.
-                _system_config={"prestart_worker_first_driver": False},
+                # Ray would run them at a niceness of 15: anything else on the machine would come first.
+                _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
             )
         except BaseException as error:
             ray.shutdown()
