@@ -103,9 +103,9 @@ def test_a_stopped_run_leaves_no_process(inputs: Inputs, tmp_path: Path, sent: s
         assert wait_for(lambda: not marked(tmp_path), 10), [process.cmdline() for process in marked(tmp_path)]
         print(f"{sent.name} {moment}: gone after {time.monotonic() - began:.1f} s")
         if sent != signal.SIGKILL:
-            assert code == 130
+            assert code == 130, output.read_text()
             assert f"stopped by {sent.name}" in output.read_text()
-            assert "Traceback" not in output.read_text()
+            assert "Traceback" not in output.read_text(), output.read_text()
     if moment == "in a step":
         lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
         assert [line["training/global_step"] for line in lines] == list(range(1, len(lines) + 1))
