@@ -84,7 +84,7 @@ class PolicyObjective:
             metrics["actor/kl_loss"] = divergence.detach()
         maxima: dict[str, Tensor] = {}
         if inputs.rollout_log_probs is not None:
-            mismatch, maxima = _mismatch(log_probs.detach(), inputs.rollout_log_probs)
+            mismatch, maxima = _mismatch(old, inputs.rollout_log_probs)
             metrics |= mismatch
         return TokenLoss(loss, metrics, maxima)
 
