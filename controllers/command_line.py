@@ -167,9 +167,14 @@ def _bench(arguments: list[str]) -> int:
 
 
 def _stoppable(work: Callable[[], int]) -> int:
-    """Ray's own SIGTERM handler, installed by `ray.init`, exits with the signal's number: that is a stop, too."""
+    """Two more shapes of a stop: Ray's own SIGTERM handler, installed by `ray.init`, exits with the signal's number,
+    and a signal that arrives within one of Ray's compiled calls comes out of it as the cause of a SystemError."""
     try:
         return work()
+    except SystemError as error:
+        if isinstance(error.__cause__, Interrupted):
+            raise error.__cause__ from None
+        raise
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:
             raise

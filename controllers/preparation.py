@@ -81,8 +81,8 @@ def _warm_start(
         if not ready:
             raise DataError(
                 f"the warm start ended at a held-out accuracy of {accuracy:.3f}, not within prepare.warm_start."
-                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; raise max_steps, or lower "
-                "evaluate_every if the accuracy jumped over them"
+                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; raise max_steps, or "
+                "lower evaluate_every if the accuracy jumped over them"
             )
         trainer.export(str(folder / "model"))
 

@@ -24,10 +24,8 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 FEW = "run.total_steps=1 data.prompts_per_step=4 rollout.group_size=2 actor.mini_batch_size=null"
-PREPARED = (
-    "prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 "
-    "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1"
-)
+NO_WARM_START = "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1"
+PREPARED = f"prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 {NO_WARM_START}"
 SHORTER = {
     "scripts/quickstart": f"{FEW} {PREPARED}",
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
@@ -37,7 +35,7 @@ SHORTER = {
     "verl-ray evaluate": "evaluation.num_prompts=5",
     "ray job submit": f"{FEW} {PREPARED}",
     "verl-ray bench data": "--rows 256 --tokens 32 --repeats 2",
-    "verl-ray bench step": "--steps 2 --warmup 1 prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1",
+    "verl-ray bench step": f"--steps 2 --warmup 1 {NO_WARM_START}",
 }
 """What a command begins with -> what is added to it. A later value of a key wins over an earlier one."""
 AS_IT_STANDS = (

@@ -11,10 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from verl_ray.cluster.context import Topology, WorkerContext
+from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
+from verl_ray.parallel.topology import Topology
 
 
 def rows_of(lengths: list[int]) -> Rows:

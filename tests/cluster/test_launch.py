@@ -8,12 +8,12 @@ import psutil
 import pytest
 
 from tests.cluster.crew import Echo, NeverReady, Unbuildable, processes, rows_of
-from verl_ray.cluster.context import Topology
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put
 from verl_ray.errors import ClusterError, DeadlineExceeded, WorkerError
+from verl_ray.parallel.topology import Topology
 
 
 def free_cpus(cluster: Session) -> float:

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from controllers.command_line import compose, main
+from controllers.command_line import _stoppable, compose, main
 from controllers.composition import examine
 from controllers.preflight import preflight
 from verl_ray.config.schema import RLConfig, SFTConfig
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.errors import ConfigError, Interrupted, Problem
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
 
@@ -294,3 +294,16 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signa
     assert out == "gave back\n"
     assert f"stopped by {number.name}" in err
     assert "Traceback" not in err
+
+
+def test_a_signal_within_a_compiled_call_is_a_stop() -> None:
+    def interrupted() -> int:
+        raise SystemError("returned a result with an exception set") from Interrupted("stopped by SIGTERM")
+
+    def broken() -> int:
+        raise SystemError("of another origin")
+
+    with pytest.raises(Interrupted, match="stopped by SIGTERM"):
+        _stoppable(interrupted)
+    with pytest.raises(SystemError, match="of another origin"):
+        _stoppable(broken)

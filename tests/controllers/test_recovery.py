@@ -54,7 +54,7 @@ def process_behind(log: Path) -> psutil.Process:
     """The process whose output goes to this file."""
     for process in psutil.process_iter():
         try:
-            if os.readlink(f"/proc/{process.pid}/fd/1") == str(log):
+            if Path(f"/proc/{process.pid}/fd/1").readlink() == log:
                 return process
         except OSError:
             continue
@@ -145,7 +145,7 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(inputs: Inputs
     config = inputs.config("ppo", tmp_path)
     store = written(config, 1)
     (store.root / "step_00000001" / "actor" / "shard").unlink()
-    with pytest.raises(CheckpointError, match="no usable checkpoint.*actor/shard is missing"):
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint.*actor/shard is missing"):
         Recovery(config)
 
 

@@ -1,4 +1,4 @@
-"""What a worker is told when it is built, and what it tells about itself.
+"""What a worker is told when it is built.
 
 Invariant: plain values only; this module knows neither Ray nor torch, so a worker can be built in a unit test.
 Deliberately not here: the process that hosts a worker (`host.py`).
@@ -22,17 +22,3 @@ class WorkerContext:
     threads: int  # CPU threads this process may use
     log_path: Path  # where this process's output is kept
     incarnation: int  # 1 at first; one more after each restart
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Which rows a rank gets, and whether its answer is the one that counts.
-
-    A worker may carry one as the attribute `topology`; without it every rank has rows of its own and answers. Ranks
-    with the same `row_index` (tensor-, pipeline-, context- and sequence-parallel peers) get the same rows, and exactly
-    one of them answers.
-    """
-
-    row_index: int  # in [0, row_count)
-    row_count: int
-    answers: bool

@@ -23,12 +23,13 @@ from typing import Any
 import psutil
 import ray
 
-from verl_ray.cluster.context import Topology, WorkerContext
+from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.rendezvous import Meeting, join, listen
 from verl_ray.cluster.store import read
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
+from verl_ray.parallel.topology import Topology
 
 COLLECTIVE, CONTROL = "collective", "control"
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held

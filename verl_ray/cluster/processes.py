@@ -15,11 +15,11 @@ import ray
 
 from verl_ray.cluster import failures
 from verl_ray.cluster.calls import Deadline, Flight, collect
-from verl_ray.cluster.context import Topology
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.host import COLLECTIVE, CONTROL, Seat, WorkerHost
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.errors import ClusterError
+from verl_ray.parallel.topology import Topology
 
 W = TypeVar("W")
 

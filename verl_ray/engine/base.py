@@ -20,16 +20,8 @@ from verl_ray.algorithms.objectives import Objective
 from verl_ray.config.schema import Backend, OptimizerConfig
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
 from verl_ray.models.role_model import HeadKind, Outputs
+from verl_ray.parallel.topology import Topology
 from verl_ray.weight_sync.manifest import Manifest, Slice
-
-
-@dataclass(frozen=True)
-class Topology:
-    """Which rows this rank computes, and whether its answer is the one that is read."""
-
-    row_index: int
-    row_count: int
-    answers: bool
 
 
 @dataclass(frozen=True)

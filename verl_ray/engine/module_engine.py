@@ -28,11 +28,12 @@ from verl_ray.algorithms.objectives import LossInputs, Objective
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.packing import micro_batches
 from verl_ray.data.stages import Rows, TrainingBatch
-from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, Topology, scattered
+from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, scattered
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.errors import DataError, EngineError
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.role_model import Outputs, PackedRows, RoleModel, TokenOutputs, load_role_model
+from verl_ray.parallel.topology import Topology
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 MAX_SHARD_BYTES = 5 << 30
