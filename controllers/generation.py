@@ -15,7 +15,9 @@ from verl_ray.config.schema import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts, Scores
+from verl_ray.errors import RewardError
 from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.health import Health
 from verl_ray.rollout.base import Sampling
 from workers.reward import RewardWorker
 from workers.rollout import Generation, RolloutWorker
@@ -41,6 +43,7 @@ class Producer:
         with timers("reward"), timers.waiting():
             scores = Sharded.concat([call.result() for call in scoring])
         rollouts = Sharded.concat(pieces)
+        self._refuse_broken_grader(scores)
         order = np.argsort(rollouts.row("row_id"), kind="stable")
         return Experience(rollouts.select(order), scores.select(order), policy_version)
 
@@ -52,10 +55,19 @@ class Producer:
         wanted = self._config.evaluation
         return self._generation("evaluate", wanted.group_size, wanted.temperature, 1.0, -1)
 
-    def first_failure(self, scores: Sharded[Scores], ok: np.ndarray) -> str:
-        """Why the first failed score failed."""
-        failed = scores.select(np.flatnonzero(~ok)[:1])
-        return read(failed, self._config.run.call_deadline_s).detail.texts()[0]
+    def _refuse_broken_grader(self, scores: Sharded[Scores]) -> None:
+        """A few failed scores are counted and left out; more than reward.max_failed_fraction are no measurement."""
+        health = scores.row("health")
+        failed = np.flatnonzero(health != Health.OK)
+        limit, found = self._config.reward.max_failed_fraction, len(failed) / len(health)
+        if found > limit:
+            names, counts = np.unique(health[failed], return_counts=True)
+            kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(names, counts, strict=True)}
+            first = read(scores.select(failed[:1]), self._config.run.call_deadline_s).detail.texts()[0]
+            raise RewardError(
+                f"{found:.0%} of the scores failed ({kinds}), more than reward.max_failed_fraction = {limit}. "
+                f"The first: {first}"
+            )
 
     def _generation(self, purpose: str, group_size: int, temperature: float, top_p: float, top_k: int) -> Generation:
         rollout = self._config.rollout

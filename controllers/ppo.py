@@ -7,6 +7,7 @@ tokens stay where they are. Deliberately not here: start-up and recovery (`train
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -25,13 +26,13 @@ from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
-from verl_ray.config.schema import AggregationName, RLConfig, TrainedRole
+from verl_ray.config.schema import AlgorithmConfig, RLConfig, TrainedRole, ValueLossConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Bool, Credit, LogProbs, Rollouts, Scores, Values
-from verl_ray.errors import NonFiniteError, RewardError
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Scores, Values
+from verl_ray.errors import NonFiniteError
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
@@ -65,14 +66,13 @@ class Trainer:
         self.prompts, self.evaluator = prompts, evaluator
         self.kl = make(config.algorithm.kl)
         self.producer = Producer(config, system.rollout, system.reward)
-        self.publisher = Publisher(
-            system.actor, system.rollout, config.rollout,
-            shared_device=config.placement.kind == "colocated" and system.has_gpus,
-        )  # fmt: skip
+        models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
+        shared = config.placement.kind == "colocated" and system.has_gpus
+        self.publisher = Publisher(system.actor, system.rollout, config.rollout, sharing=models if shared else ())
         self.buffer = RolloutBuffer(SYNCHRONOUS)
         self.timers = Timers()
         self.policy_version = -1
-        self.skipped_in_a_row = 0
+        self.skipped_in_a_row: dict[str, int] = {}
 
     def step(self, number: int) -> Metrics:
         """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
@@ -116,7 +116,6 @@ class Trainer:
         """Group baselines from the scores, here; everything per token, where the tokens are."""
         algorithm, actor = self.config.algorithm, self.system.actor
         ok = scores.row("health") == Health.OK
-        self._refuse_broken_grader(scores, ok)
         with self.timers("adv"):
             charge = None
             if self.charges_whole_responses:
@@ -135,33 +134,34 @@ class Trainer:
     def learn(self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured) -> Metrics:
         """Critic and actor updates, in flight together; each optimizer step sees a mini-batch cut here."""
         actor, critic, config = self.system.actor, self.system.critic, self.config
-        critic_calls: list[Call[list[UpdateReport]]] = []
-        actor_calls: list[Call[list[UpdateReport]]] = []
+        calls: dict[str, list[Call[list[UpdateReport]]]] = {"critic": [], "actor": []}
+
+        def deadline_s() -> float:  # a queued call also waits for those before it
+            return config.run.call_deadline_s * (1 + len(calls["critic"]) + len(calls["actor"]))
+
         if critic is not None and config.algorithm.value_loss is not None and measured.values is not None:
             value = ValueObjective(config.algorithm.value_loss)
-            for rows in self.mini_batches(number, config.critic, len(rollouts)):
-                about = self.mini_batch(rollouts, credit, rows, config.algorithm.value_loss.aggregation)
-                critic_calls.append(critic.scatter(
+            for rows, about in self.mini_batches(number, config.critic, config.algorithm.value_loss, rollouts, credit):
+                calls["critic"].append(critic.scatter(
                     CriticWorker.update, rollouts.select(rows), credit.select(rows), measured.values.select(rows),
-                    about, value,
+                    about, value, deadline_s=deadline_s(),
                 ))  # fmt: skip
         if number > config.algorithm.critic_warmup_steps:
             policy = PolicyObjective(config.algorithm, config.rollout.temperature, self.kl.coefficient)
             whitening = self.whitening(rollouts, credit)
-            for rows in self.mini_batches(number, config.actor, len(rollouts)):
-                about = self.mini_batch(rollouts, credit, rows, config.algorithm.aggregation)
+            for rows, about in self.mini_batches(number, config.actor, config.algorithm, rollouts, credit):
                 old, reference = (
                     None if column is None else column.select(rows) for column in (measured.old, measured.reference)
                 )
-                actor_calls.append(actor.scatter(
+                calls["actor"].append(actor.scatter(
                     ActorWorker.update, rollouts.select(rows), credit.select(rows), old, reference,
-                    about, whitening, policy,
+                    about, whitening, policy, deadline_s=deadline_s(),
                 ))  # fmt: skip
         metrics: Metrics = {}
-        for role, calls in (("critic", critic_calls), ("actor", actor_calls)):
-            if calls:
+        for role, updates in calls.items():
+            if updates:
                 with self.timers(f"update_{role}"), self.timers.waiting():
-                    reports = wait_all(calls)
+                    reports = wait_all(updates)
                 self._watch_gradients(role, reports)
                 metrics |= measures.of_updates(role, reports)
         if config.algorithm.kl.place != "none":
@@ -194,8 +194,9 @@ class Trainer:
     def evaluate(self) -> tuple[Metrics, list[Sample]]:
         """The present policy on held-out problems."""
         assert self.evaluator is not None
-        metrics, samples = self.evaluator.evaluate(self.producer, self.policy_version, self.timers)
-        return metrics | self.timers.take(), samples
+        timers = Timers()  # its own: the step's generation and grading are timed under the same names
+        metrics, samples = self.evaluator.evaluate(self.producer, self.policy_version, timers)
+        return metrics | {"timing_s/testing": timers.take()["timing_s/testing"]}, samples
 
     # ------------------------------------------------------------------------------------------------ recovery
 
@@ -216,28 +217,34 @@ class Trainer:
     def load_state(self, state: dict[str, Any]) -> None:
         self.prompts.load_state(state["cursor"])
         self.kl.load_state(state["kl"])
-        self.skipped_in_a_row = state["skipped_in_a_row"]
+        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
 
     # -------------------------------------------------------------------------------------------- mini-batches
 
-    def mini_batches(self, number: int, role: TrainedRole, rows: int) -> list[Int64]:
-        """The rows of each optimizer step of this training step; shuffled where there is more than one."""
-        size = role.mini_batch_size or rows
-        if size >= rows and role.epochs == 1:
-            return [np.arange(rows)]
-        batches: list[Int64] = []
+    def mini_batches(
+        self,
+        number: int,
+        role: TrainedRole,
+        loss: AlgorithmConfig | ValueLossConfig,
+        rollouts: Sharded[Rollouts],
+        credit: Sharded[Credit],
+    ) -> Iterator[tuple[Int64, MiniBatch]]:
+        """The rows of each optimizer step of this training step, shuffled where there is more than one, and the
+        global denominators of its loss. Rows of which nothing is learned make no step: momentum alone would move it.
+        """
+        count = len(rollouts)
+        size = role.mini_batch_size or count
+        counted = np.where(credit.row("in_loss"), rollouts.row("response_length"), 0)
         for epoch in range(role.epochs):
-            order = np.random.default_rng([self.config.run.seed, number, epoch]).permutation(rows)
-            batches += [order[start : start + size] for start in range(0, rows, size)]
-        return batches
-
-    def mini_batch(
-        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit], rows: Int64, aggregation: AggregationName
-    ) -> MiniBatch:
-        """The global denominators of a loss."""
-        tokens = rollouts.row("response_length")[rows][credit.row("in_loss")[rows]]
-        horizon = self.config.algorithm.aggregation_horizon
-        return MiniBatch(int(tokens.sum()), int(np.count_nonzero(tokens)), aggregation, horizon)
+            order = np.arange(count)
+            if size < count or role.epochs > 1:
+                order = np.random.default_rng([self.config.run.seed, number, epoch]).permutation(count)
+            for start in range(0, count, size):
+                rows = order[start : start + size]
+                tokens = counted[rows]
+                if tokens.any():
+                    horizon = self.config.algorithm.aggregation_horizon
+                    yield rows, MiniBatch(int(tokens.sum()), int(np.count_nonzero(tokens)), loss.aggregation, horizon)
 
     def whitening(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Moments | None:
         """The moments of all advantages of the step, from the sums that each shard told."""
@@ -275,22 +282,11 @@ class Trainer:
         self.kl.update(mean, len(credit))
         return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
 
-    def _refuse_broken_grader(self, scores: Sharded[Scores], ok: Bool) -> None:
-        limit, failed = self.config.reward.max_failed_fraction, 1 - float(ok.mean())
-        if failed > limit:
-            kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(
-                *np.unique(scores.row("health")[~ok], return_counts=True), strict=True)}  # fmt: skip
-            detail = self.producer.first_failure(scores, ok)
-            raise RewardError(
-                f"{failed:.0%} of the scores failed ({kinds}), more than reward.max_failed_fraction = {limit}. "
-                f"The first: {detail}"
-            )
-
     def _watch_gradients(self, role: str, updates: list[list[UpdateReport]]) -> None:
         for ranks in updates:
             reasons = [report.step.skipped for report in ranks if report.step.skipped is not None]
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if reasons else 0
-            if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if reasons else 0
+            if self.skipped_in_a_row[role] >= MAX_SKIPPED_IN_A_ROW:
                 raise NonFiniteError(
-                    f"{role}: {self.skipped_in_a_row} optimizer steps in a row had no finite gradient: {reasons[0]}"
+                    f"{role}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had no finite gradient: {reasons[0]}"
                 )

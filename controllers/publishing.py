@@ -10,14 +10,17 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
+from typing import Any
 
-from verl_ray.cluster.calls import Call
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RolloutConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from workers.actor import ActorWorker
+from workers.model_worker import ModelWorker
 from workers.rollout import RolloutWorker
 
 BUCKET_BYTES = 256 << 20  # large enough that a bucket's calls cost little beside its copy, small beside any model
@@ -31,9 +34,10 @@ class Publisher:
         rollout: WorkerGroup[RolloutWorker],
         config: RolloutConfig,
         *,
-        shared_device: bool,
+        sharing: Sequence[WorkerGroup[Any]],
     ) -> None:
-        """`shared_device`: actor and rollout take turns on GPUs, so the one at work needs the other's memory."""
+        """`sharing`: groups of models that take turns with the rollout engines on the same GPUs, the actor included;
+        while rollouts are drawn their state is on the host. None of them on a CPU."""
         hosts = {member.facts.host_name for group in (actor, rollout) for member in group.members() if member.facts}
         if len(hosts) > 1:
             raise WeightSyncError(
@@ -41,8 +45,8 @@ class Publisher:
                 f"{sorted(hosts)}. Give the cluster one node with room for both"
             )
         self._actor, self._rollout = actor, rollout
-        self._sleep = config.sleep if config.sleep != "auto" else ("weights" if shared_device else "never")
-        self._shared_device = shared_device
+        self._sleep = config.sleep if config.sleep != "auto" else ("weights" if sharing else "never")
+        self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
         self._buckets = plan_buckets(self._manifest, BUCKET_BYTES)
         slot_bytes = max(bucket.nbytes for bucket in self._buckets)
@@ -53,36 +57,36 @@ class Publisher:
         """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache."""
         began = time.perf_counter()
         actor, rollout = self._actor, self._rollout
+        opening: list[Call[list[None]]] = []
         if self._sleep == "weights":
-            rollout.broadcast(RolloutWorker.wake, "weights")
-        rollout.broadcast(RolloutWorker.begin_update, self._manifest, version)
+            opening.append(rollout.broadcast(RolloutWorker.wake, "weights"))
+        opening.append(rollout.broadcast(RolloutWorker.begin_update, self._manifest, version))
         sent: dict[str, Fingerprint] = {}
         received: list[Call[list[None]]] = []
         for i, bucket in enumerate(self._buckets):
             if i >= SLOTS:
-                received[i - SLOTS].result()
+                wait_all([*opening, received[i - SLOTS]])
             for part in actor.broadcast(ActorWorker.write_bucket, bucket, self._address).result():
                 for name, print_ in part.items():
                     sent[name] = sent.get(name, EMPTY) + print_
             received.append(rollout.broadcast(RolloutWorker.receive, bucket, self._address))
         committed = rollout.broadcast(RolloutWorker.commit, sent)
-        for call in received:
-            call.result()
-        committed.result()
-        if self._shared_device:
-            actor.broadcast(ActorWorker.place, params="host", optimizer="host").result()
+        wait_all([*opening, *received, committed])  # in this order: the first failure is the reason of the others
+        self._place("host")
         if self._sleep != "never":
             rollout.broadcast(RolloutWorker.wake, "kv_cache").result()
         seconds = time.perf_counter() - began
         return {
             "weight_sync/bytes": self._bytes,
             "weight_sync/bytes_per_s": self._bytes / seconds,
-            "weight_sync/verified": 1,
+            "weight_sync/verified": float(len(sent)),
         }
 
     def hand_back(self) -> None:
         """Generation is over: free what the trainer needs, and bring its state back to the device."""
         if self._sleep != "never":
             self._rollout.broadcast(RolloutWorker.sleep, "weights" if self._sleep == "weights" else "kv_cache").result()
-        if self._shared_device:
-            self._actor.broadcast(ActorWorker.place, params="device", optimizer="device").result()
+        self._place("device")
+
+    def _place(self, where: str) -> None:
+        wait_all([group.broadcast(ModelWorker.place, where, where) for group in self._sharing])

@@ -80,7 +80,8 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
                 trackers.samples(number, samples)
             trackers.log(number, metrics)
             if due(number, config.run.checkpoint_every, config.run.total_steps):
-                recovery.save(number, trainer, trackers.state())
+                with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
+                    recovery.save(number, trainer, trackers.state())
     return conclude(config, trackers, samples)
 
 
@@ -119,7 +120,8 @@ def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) ->
             )
             trackers.log(number, metrics)
             if reached or due(number, config.run.checkpoint_every, config.run.total_steps):
-                recovery.save(number, trainer, trackers.state())
+                with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
+                    recovery.save(number, trainer, trackers.state())
             if reached:
                 break
         trainer.export(str(Path(config.run.dir) / "model"))

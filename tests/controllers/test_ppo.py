@@ -88,7 +88,7 @@ def test_every_algorithm_takes_steps(trainer: MakeTrainer, name: str, setting: s
         assert math.isfinite(metrics["actor/pg_loss"])
         assert metrics["actor/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
-        assert metrics["weight_sync/verified"] == 1
+        assert metrics["weight_sync/verified"] == 23  # parameters of two layers with tied embeddings
         assert ("critic/vf_loss" in metrics) == (name == "ppo")
         assert ("actor/kl_loss" in metrics) == (name in ("grpo", "reinforce_plus_plus_baseline"))
         assert ("actor/reward_kl_penalty" in metrics) == (name in ("ppo", "reinforce_plus_plus", "rloo"))

@@ -125,6 +125,13 @@ def examine(facts: Facts, stacks: bool) -> tuple[str, str]:
         alive = False
     if not alive:
         return "the process is gone", tail(facts.log_path)
+    try:
+        return _examine_living(process, facts, stacks)
+    except psutil.NoSuchProcess:  # it ended while it was looked at
+        return "the process is gone", tail(facts.log_path)
+
+
+def _examine_living(process: psutil.Process, facts: Facts, stacks: bool) -> tuple[str, str]:
     if process.status() == psutil.STATUS_STOPPED:
         return "the process is stopped (SIGSTOP)", tail(facts.log_path)
     if stacks:

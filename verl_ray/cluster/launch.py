@@ -65,7 +65,13 @@ def start_groups(
     deadline = Deadline.of(start_deadline_s, START_KEY)
     places = place(sets, start_deadline_s)
     running = [
-        Processes(one, places[one.name], [role for role in roles if role.processes == one.name], str(log_dir.resolve()))
+        Processes(
+            one,
+            places[one.name],
+            [role for role in roles if role.processes == one.name],
+            str(log_dir.resolve()),
+            call_deadline_s,
+        )
         for one in sets
     ]
     try:

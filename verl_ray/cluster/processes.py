@@ -40,7 +40,10 @@ class Role(Generic[W]):
 class Processes:
     """All processes of one set."""
 
-    def __init__(self, spec: ProcessSet, place: Place, roles: Sequence[Role[Any]], log_dir: str) -> None:
+    def __init__(
+        self, spec: ProcessSet, place: Place, roles: Sequence[Role[Any]], log_dir: str, collective_s: float
+    ) -> None:
+        """`collective_s`: how long the ranks may wait for each other in one collective."""
         self.spec = spec
         self.roles = tuple(roles)
         self.incarnation = 0
@@ -49,6 +52,7 @@ class Processes:
         self.topologies: dict[str, list[Topology]] = {}
         self._place = place
         self._log_dir = log_dir
+        self._collective_s = collective_s
 
     def spawn(self, deadline: Deadline) -> list[Flight]:
         """Create the actors of a new incarnation and ask where they are; rank 0 also where its set will meet."""
@@ -85,7 +89,7 @@ class Processes:
         flights = []
         if self.spec.process_group:
             flights += [
-                self._ask(member, "join", COLLECTIVE, deadline, told[ranks], deadline.allowed_s)
+                self._ask(member, "join", COLLECTIVE, deadline, told[ranks], self._collective_s)
                 for member in self.members
             ]
         for role in self.roles:
