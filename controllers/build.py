@@ -121,11 +121,14 @@ def plan_processes(config: Config, shape: Shape) -> Plan:
         sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, SHARED if colocated else "rollout"))
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
         sets.append(one("reward", 0, False, "reward"))
-        roles["reward"] = Role("reward", "reward", RewardWorker, (config.reward, config.actor.model.path))
+        roles["reward"] = Role(
+            "reward", "reward", GRADERS[config.reward.kind], (config.reward, config.actor.model.path)
+        )
     shared, warning = share_cpus(sets, shape.cores)
     return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,))
 
 
+GRADERS = {"function": RewardWorker}  # reward.kind -> the worker with the `score` verb
 FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker}
 
 
@@ -139,6 +142,8 @@ def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) ->
         return dict.fromkeys(counts, config.run.threads_per_rank)
     trainers = sum(count for name, count in counts.items() if name not in ("rollout", "reward"))
     working = {name: counts[name] if name in ("rollout", "reward") else trainers for name in counts}
+    if isinstance(config, RLConfig):
+        working["rollout"] *= config.rollout.tensor_parallel  # each rank of an engine has as many threads
     return {name: max(1, min(shape.cores) // count) if name != "reward" else 1 for name, count in working.items()}
 
 
@@ -150,9 +155,16 @@ def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
         head="value" if name == "critic" else "policy",
         backend=role.backend,
         optimizer=learning.optimizer if learning else None,
-        schedule_steps=config.run.total_steps * updates_per_step(learning, config) if learning else 0,
+        schedule_steps=learning_steps(name, config) * updates_per_step(learning, config) if learning else 0,
         seed=config.run.seed,
     )
+
+
+def learning_steps(name: str, config: Config) -> int:
+    """Training steps in which a role learns."""
+    if isinstance(config, RLConfig) and name == "actor":
+        return config.run.total_steps - config.algorithm.critic_warmup_steps
+    return config.run.total_steps
 
 
 def updates_per_step(role: SupervisedRole, config: Config) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
@@ -19,6 +19,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.tracking.jsonl import read_metrics
 from workers.model_worker import ModelWorker
 
 
@@ -75,16 +76,37 @@ class Recovery:
             wait_all([group.broadcast(ModelWorker.save, str(folder / name)) for name, group in trainer.groups.items()])
 
     def _find(self, resume: str) -> Checkpoint | None:
-        if resume not in ("auto", "none"):
-            return self._store.open(resume)
         found = self._store.latest()
-        if found.checkpoint is not None and resume == "none":
+        here = self._store.root
+        if resume not in ("auto", "none"):
+            if Path(resume).resolve().parent != here.resolve() and (found.checkpoint is not None or self._recorded()):
+                self._refuse(resume, "run.dir holds another run", "use another run.dir for what continues from here")
+            return self._store.open(resume)
+        if resume == "none" and (found.checkpoint is not None or self._recorded()):
+            what = found.checkpoint.path.name if found.checkpoint is not None else "the record of a run"
             fix = "use run.resume=auto to continue, or another run.dir to start anew"
-            rule = f"{self._store.root} already holds {found.checkpoint.path.name}"
-            raise ConfigError([Problem("run.resume", resume, rule, fix)])
+            self._refuse(resume, f"{here.parent} already holds {what}", fix)
         for reason in found.skipped:
             print(f"warning: {reason}", file=sys.stderr, flush=True)
+        if found.checkpoint is None and (steps := self._recorded()):
+            record = here.parent / "metrics.jsonl"
+            aside = record.with_name(f"metrics.{int(record.stat().st_mtime)}.jsonl")
+            record.rename(aside)
+            print(
+                f"warning: {here.parent} records {steps} steps but holds no checkpoint: the run begins anew, and the "
+                f"old record is in {aside.name}",
+                file=sys.stderr,
+                flush=True,
+            )
         return found.checkpoint
+
+    def _recorded(self) -> int:
+        """Steps that metrics.jsonl of this folder holds."""
+        record = self._store.root.parent / "metrics.jsonl"
+        return len(read_metrics(record)) if record.is_file() else 0
+
+    def _refuse(self, resume: str, rule: str, fix: str) -> NoReturn:
+        raise ConfigError([Problem("run.resume", resume, rule, fix)])
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         allowed, refused = changed_keys(checkpoint.config, self._tree)
@@ -96,3 +118,9 @@ class Recovery:
             )
         for one in allowed:
             print(f"changed since {checkpoint.path.name}: {one}", flush=True)
+            if one.key == "run.total_steps" and "cosine" in str(self._tree):
+                print(
+                    "warning: cosine schedules now end at another step, so the learning rate jumps",
+                    file=sys.stderr,
+                    flush=True,
+                )

@@ -26,6 +26,7 @@ class SupervisedTrainer:
         self._actor, self._train, self._batch_size = actor, train, batch_size
         self._held_out = None if held_out is None else put(held_out)
         self.timers = Timers()
+        self.finished = False
 
     def step(self) -> Metrics:
         """One optimizer step on the next batch."""
@@ -50,8 +51,11 @@ class SupervisedTrainer:
         graded = self._actor.scatter(ActorWorker.grade_supervised, self._held_out).result()
         return float(graded.row("score").mean())
 
-    def evaluate(self) -> Metrics:
-        return {"val-core/held_out/acc/mean@1": self.accuracy()}
+    def evaluate(self, enough: float | None) -> Metrics:
+        """Greedy accuracy on the held-out rows; training is finished once it is `enough` (None: never)."""
+        accuracy = self.accuracy()
+        self.finished = enough is not None and accuracy >= enough
+        return {"val-core/held_out/acc/mean@1": accuracy}
 
     def export(self, path: str) -> None:
         """The trained model as a Hugging Face directory."""
@@ -66,7 +70,8 @@ class SupervisedTrainer:
 
     def state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint, as JSON."""
-        return {"cursor": self._train.state()}
+        return {"cursor": self._train.state(), "finished": self.finished}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._train.load_state(state["cursor"])
+        self.finished = state["finished"]

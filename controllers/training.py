@@ -42,6 +42,7 @@ def train(config: Config) -> int:
     print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
     recovery = Recovery(config)
     with open_session(config) as session:
+        (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
         if isinstance(config, SFTConfig):
             return train_supervised(config, session, recovery)
         prepare(config, session)
@@ -49,10 +50,8 @@ def train(config: Config) -> int:
 
 
 def open_session(config: Config) -> Session:
-    """The cluster to run on, with the run's folder and its configuration on disk."""
-    folder = Path(config.run.dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    """The cluster to run on; the run's folder, where its processes keep their logs."""
+    Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     session = Session.open(config.ray.address)
     stop_on_signals()  # again: Ray's own handler exits without a message
     return session
@@ -62,6 +61,7 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
     """Reinforcement learning, from the newest checkpoint or from the beginning."""
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+    tell_skipped(prompts)
     evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every else None
     samples: list[Sample] = []
     with start(config, session) as system, recording(config, recovery) as trackers:
@@ -102,6 +102,7 @@ def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) ->
     tokenizer = load_tokenizer(config.actor.model.path)
     limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
     source = SupervisedSource(config.data.train_path, tokenizer, config.data, **limits)
+    tell_skipped(source)
     held_out = None
     if config.run.evaluate_every and config.data.validation_path is not None:
         everything = SupervisedSource(config.data.validation_path, tokenizer, config.data, **limits)
@@ -110,22 +111,26 @@ def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) ->
         trainer = SupervisedTrainer(system.actor, source, held_out, config.sft.batch_size)
         done = recovery.restore(trainer)
         if done == 0 and held_out is not None:
-            trackers.log(0, trainer.evaluate())
+            trackers.log(0, trainer.evaluate(None))
         for number in range(done + 1, config.run.total_steps + 1):
+            if trainer.finished:
+                break
             metrics = trainer.step()
             if held_out is not None and due(number, config.run.evaluate_every, config.run.total_steps):
-                metrics |= trainer.evaluate()
-            reached = config.sft.stop_at_accuracy is not None and any(
-                value >= config.sft.stop_at_accuracy for name, value in metrics.items() if name.startswith(HELD_OUT)
-            )
+                metrics |= trainer.evaluate(config.sft.stop_at_accuracy)
             trackers.log(number, metrics)
-            if reached or due(number, config.run.checkpoint_every, config.run.total_steps):
-                with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
+            last = trainer.finished or number == config.run.total_steps
+            if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
+                with trainer.timers("save_checkpoint"):
                     recovery.save(number, trainer, trackers.state())
-            if reached:
-                break
         trainer.export(str(Path(config.run.dir) / "model"))
     return conclude(config, trackers, [])
+
+
+def tell_skipped(source: PromptSource | SupervisedSource) -> None:
+    """What data.overlong = skip leaves out."""
+    if source.skipped:
+        print(f"warning: {source.skipped} rows of the data are too long and left out", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager

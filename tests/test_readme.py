@@ -28,6 +28,7 @@ NO_WARM_START = "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=
 PREPARED = f"prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 {NO_WARM_START}"
 SHORTER = {
     "scripts/quickstart": f"{FEW} {PREPARED}",
+    "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",  # one more
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
     "verl-ray train --config-name ppo": f"{FEW} evaluation.num_prompts=5",
     "verl-ray train --config-name grpo": f"{FEW} evaluation.num_prompts=5 rollout.max_response_tokens=8",

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 _READY_S = 300.0  # until the child has loaded its models
 _END_S = 10.0
 _ANSWER_S = 600.0  # until it has done one step
-_NICENESS = 15  # of Ray's workers: where other programs run, too, the floor must wait as they do
 _CLIP, _KL_COEFFICIENT = 0.2, 0.001
 
 
@@ -100,7 +99,6 @@ class Floor:
 def _serve(connection: Connection, spec: Spec) -> None:
     """The child: answers rows with seconds until the other end of the connection is closed."""
     os.environ.update(spec.environment)
-    os.nice(_NICENESS)
     from vllm import LLM
 
     llm = LLM(

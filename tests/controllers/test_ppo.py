@@ -9,12 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from controllers.ppo import MAX_SKIPPED_IN_A_ROW
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, Samplers, lasting, training
 from verl_ray.cluster.store import read
-from verl_ray.errors import RewardError
+from verl_ray.engine.base import LossReport, StepReport
+from verl_ray.errors import NonFiniteError, RewardError
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Health
+from workers.actor import UpdateReport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
@@ -169,3 +172,14 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
     metrics = run.step(1)
     assert (metrics["reward_health/exception"], metrics["actor/grad_norm"]) == (32, 0)
     assert math.isnan(metrics["critic/score/mean"])
+
+
+def test_a_role_without_finite_gradients_stops_the_run_however_healthy_the_other_is(trainer: MakeTrainer) -> None:
+    watched = trainer("ppo")
+    healthy, sick = UpdateReport(LossReport(), StepReport(1.0, 1e-3)), StepReport(float("nan"), 1e-3, "norm.weight")
+    for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
+        watched._watch_gradients("critic", [[healthy]])
+        watched._watch_gradients("actor", [[UpdateReport(LossReport(), sick)]])
+    watched._watch_gradients("critic", [[healthy]])
+    with pytest.raises(NonFiniteError, match=r"actor: 5 optimizer steps in a row .*norm\.weight"):
+        watched._watch_gradients("actor", [[UpdateReport(LossReport(), sick)]])

@@ -27,8 +27,16 @@ PATIENCE_S = 240
 STEPS = 5
 
 
+# What a checkpoint must hold: sharded states, a controller that learns, the id of a W&B run.
+RICH = [
+    "run.checkpoint_every=1", "actor.mini_batch_size=16", "actor.num_ranks=2", "backend=fsdp",
+    "backend@critic.backend=engine", "tracking.wandb.mode=offline", "algorithm.kl.controller=adaptive",
+    "algorithm.kl.target=0.01", "algorithm.kl.horizon=100",
+]  # fmt: skip
+
+
 def start(inputs: Inputs, run_dir: Path, *changes: str) -> subprocess.Popen[str]:
-    settings = ["run.checkpoint_every=1", "actor.mini_batch_size=16", *changes]
+    settings = [*RICH, *changes]
     command = [sys.executable, "-m", "controllers", "train", "--config-name", "ppo", *inputs.rl(run_dir), *settings]
     return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
@@ -94,7 +102,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
 
     run = start(inputs, broken, f"run.total_steps={STEPS}")
     wait_for_step(run, broken, 3)
-    process_behind(broken / "logs" / "engine trainer-0.log").kill()
+    process_behind(broken / "logs" / "fsdp trainer-0.log").kill()
     code, output = finish(run)
     assert code == 1
     assert "continuing after step 2" in output and f"run.total_steps: 2 -> {STEPS}" in output
@@ -114,6 +122,10 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
         assert lasting(left) == lasting(right)
     for role in ("actor", "critic"):
         assert_same(weights(whole, role, tmp_path), weights(broken, role, tmp_path), role)
+    coefficients = [line["actor/reward_kl_penalty_coeff"] for line in lines(broken)]
+    assert len(set(coefficients)) == STEPS  # it moved at every step
+    sessions = [path.name.rpartition("-")[2] for path in (broken / "wandb").glob("offline-run-*")]
+    assert len(sessions) == 4 and len(set(sessions)) == 1  # four sessions of one W&B run
     kept = sorted(path.name for path in (broken / "checkpoints").glob("step_*"))
     assert kept == ["step_00000004", "step_00000005"]  # run.keep_checkpoints = 2
 
@@ -168,6 +180,25 @@ def test_resume_none_refuses_a_folder_that_holds_a_run(inputs: Inputs, tmp_path:
     written(inputs.config("ppo", tmp_path), 3)
     with pytest.raises(ConfigError, match="already holds step_00000003"):
         Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
+
+
+def test_a_record_without_a_checkpoint_is_kept_aside(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n')
+    with pytest.raises(ConfigError, match="already holds the record of a run"):
+        Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
+    assert Recovery(inputs.config("ppo", tmp_path)).step is None
+    assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.jsonl").exists() and len(list(tmp_path.glob("metrics.*.jsonl"))) == 1
+
+
+def test_another_runs_checkpoint_does_not_push_out_this_runs(inputs: Inputs, tmp_path: Path) -> None:
+    other = written(inputs.config("ppo", tmp_path / "other"), 3)
+    config = inputs.config("ppo", tmp_path / "mine", f"run.resume={other.root / 'step_00000003'}")
+    written(config, 7)
+    with pytest.raises(ConfigError, match=r"run\.dir holds another run"):
+        Recovery(config)
 
 
 def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from tests.engine import contract
 from verl_ray.config.schema import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.tiny import make_tiny
 
 MODELS = {"qwen3": False, "llama": True, "qwen2": True}
@@ -362,3 +363,16 @@ def test_an_export_is_what_transformers_computes_with(folder: Path, place: tuple
         np.testing.assert_allclose(log_probs[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT)
     files = {path.name for path in (folder / f"export_{kind}_{world}").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+
+
+def test_a_resumed_engine_obeys_its_own_optimizer_settings(folder: Path, tmp_path: Path) -> None:
+    ranks = contract.Ranks(0, 1, folder)
+    saved = ranks.engine("engine")
+    contract.sharded.save(saved.state(), str(tmp_path / "state"))
+    changed = contract.OPTIMIZER.model_copy(update={"weight_decay": 0.7, "betas": (0.5, 0.6), "eps": 1e-3})
+    engine = ranks.engine("engine", optimizer=changed)
+    contract.load(engine, tmp_path / "state")
+    assert isinstance(engine, ModuleEngine) and engine.optimizer is not None
+    matrices, norms = engine.optimizer.param_groups
+    assert (matrices["weight_decay"], norms["weight_decay"]) == (0.7, 0.0)
+    assert matrices["betas"] == norms["betas"] == (0.5, 0.6) and matrices["eps"] == norms["eps"] == 1e-3

@@ -38,6 +38,7 @@ from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 MAX_SHARD_BYTES = 5 << 30
 COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+OWN_SETTINGS = ("betas", "eps", "weight_decay")
 
 
 @dataclass(frozen=True)
@@ -197,9 +198,12 @@ class ModuleEngine(Engine):
         self.steps = int(state["steps"])
         self._rng = state.get(f"rng_{self.rank}", self._rng)
         if self.optimizer is not None:
+            settings = [{name: group[name] for name in OWN_SETTINGS} for group in self.optimizer.param_groups]
             set_state_dict(
                 self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
             )
+            for group, own in zip(self.optimizer.param_groups, settings, strict=True):
+                group.update(own)  # a resumed run obeys its configuration; torch restores the checkpoint's
 
     def place(self, *, params: str, optimizer: str) -> None:
         unknown = {params, optimizer} - {"device", "host"}
