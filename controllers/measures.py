@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
-from verl_ray.cluster.group import balanced
+from verl_ray.data import packing
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
@@ -55,7 +55,7 @@ def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, ranks: int)
 def balance(lengths: Int64, ranks: int) -> Metrics:
     """Tokens per rank: dealt in the order they came (min, max), and as `scatter` deals them (balanced_min, _max)."""
     in_order = [int(part.sum()) for part in np.array_split(lengths, ranks)]
-    dealt = [int(lengths[part].sum()) for part in balanced(lengths, ranks)]
+    dealt = [int(lengths[part].sum()) for part in packing.balance(lengths, ranks)]
     return {
         "global_seqlen/min": float(min(in_order)),
         "global_seqlen/max": float(max(in_order)),

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from tests.cluster.crew import Echo, Paired, rows_of
 from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.group import WorkerGroup, balanced
+from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put, read
+from verl_ray.data.packing import balance
 from verl_ray.errors import DataError
 
 Crew = Callable[..., WorkerGroup[Any]]
@@ -23,7 +24,7 @@ LENGTHS = [3, 5, 2, 4, 1]
 
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 7))
 def test_balanced_parts_hold_every_row_once_in_ascending_order(lengths: list[int], parts: int) -> None:
-    chosen = balanced(np.array(lengths, dtype=np.int64), parts)
+    chosen = balance(np.array(lengths, dtype=np.int64), parts)
     assert len(chosen) == parts
     assert sorted(np.concatenate(chosen).tolist()) == list(range(len(lengths)))
     assert all(bool(np.all(np.diff(index) > 0)) for index in chosen)
@@ -34,7 +35,7 @@ def test_balanced_parts_hold_every_row_once_in_ascending_order(lengths: list[int
 def test_balanced_parts_have_nearly_equal_tokens() -> None:
     # From long to short 8 7 6 5 4 3 2 1, dealt 0 1 1 0 0 1 1 0: 8 + 5 + 4 + 1 and 7 + 6 + 3 + 2.
     lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
-    assert [int(lengths[index].sum()) for index in balanced(lengths, 2)] == [18, 18]
+    assert [int(lengths[index].sum()) for index in balance(lengths, 2)] == [18, 18]
 
 
 @pytest.mark.cluster

@@ -21,6 +21,7 @@ from verl_ray.cluster.failures import Member
 from verl_ray.cluster.host import COLLECTIVE, CONTROL, Request, Status, Value
 from verl_ray.cluster.processes import Processes
 from verl_ray.data.batch import Batch, Int64
+from verl_ray.data.packing import balance
 from verl_ray.data.sharded import Receipt, Sharded, join
 from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
 
@@ -103,7 +104,7 @@ class WorkerGroup(Generic[W]):
         one value per row coordinate, in order. Raises DataError when row counts do not match.
         """
         self._check_beside(rows, more)
-        chosen = balanced(rows.lengths, self.row_count) if assignment is None else list(assignment)
+        chosen = balance(rows.lengths, self.row_count) if assignment is None else list(assignment)
         if len(chosen) != self.row_count or sum(map(len, chosen)) != len(rows):
             raise DataError(
                 f"{self.role}: an assignment of {sum(map(len, chosen))} rows to {len(chosen)} coordinates was given "
@@ -196,7 +197,7 @@ class WorkerGroup(Generic[W]):
         replicas stop too (their `abort`, if they have one).
         """
         self._check_beside(rows, more)
-        chosen = balanced(rows.lengths, self.row_count) if assignment is None else list(assignment)
+        chosen = balance(rows.lengths, self.row_count) if assignment is None else list(assignment)
         deadline = self._deadline(deadline_s)
         stream_id = uuid.uuid4().hex
         sources: dict[Any, Flight] = {}
@@ -319,20 +320,6 @@ class WorkerGroup(Generic[W]):
                     f"{self.role}: {len(other)} rows of {other.stage.__name__} were given beside {len(rows)} rows of "
                     f"{rows.stage.__name__}; they must stand row by row"
                 )
-
-
-def balanced(lengths: Int64, parts: int) -> list[Int64]:
-    """Row indices for each of `parts`, ascending, with nearly equal counts (they differ by at most one) and tokens.
-
-    Rows are dealt from the longest to the shortest, back and forth over the parts.
-    """
-    if parts == 1:
-        return [np.arange(len(lengths), dtype=np.int64)]
-    order = np.argsort(-lengths, kind="stable")
-    turn = np.arange(len(lengths)) % (2 * parts)
-    part = np.empty(len(lengths), dtype=np.int64)
-    part[order] = np.minimum(turn, 2 * parts - 1 - turn)
-    return [np.flatnonzero(part == index) for index in range(parts)]
 
 
 def _slice(args: tuple[object, ...], index: Int64) -> tuple[object, ...]:
