@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,12 +92,14 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
     return composition.config
 
 
-def examine(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Composition:
-    """As `compose`, with the problems as a value."""
+def examine(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None, *, evaluates: bool = False
+) -> Composition:
+    """As `compose`, with the problems as a value; `evaluates` for one evaluation in place of training."""
     result = Composition()
     try:
         with _config_sources(config_dir):
-            _compose_into(result, config_name, overrides, own_configs=config_dir is not None)
+            _compose_into(result, config_name, overrides, own_configs=config_dir is not None, evaluates=evaluates)
     except ConfigError as error:
         result.problems += error.problems
     except (HydraException, OmegaConfBaseException) as error:  # what only Hydra knows, such as a broken YAML file
@@ -108,7 +110,9 @@ def examine(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 # ------------------------------------------------------------------------------------------------- the steps
 
 
-def _compose_into(result: Composition, config_name: str, overrides: Sequence[str], *, own_configs: bool) -> None:
+def _compose_into(
+    result: Composition, config_name: str, overrides: Sequence[str], *, own_configs: bool, evaluates: bool
+) -> None:
     roots = [name for name in _options("") if not name.startswith("_")]
     if config_name not in roots:
         fix = did_you_mean(config_name, roots, "root config")
@@ -131,9 +135,9 @@ def _compose_into(result: Composition, config_name: str, overrides: Sequence[str
     if result.config is not None:
         touched = {key for override in parsed for key in _touched(override)}
         known_bad = {problem.key for problem in result.problems}
-        result.problems += [p for p in broken(result.config, touched) if p.key not in known_bad]
+        result.problems += [p for p in broken(result.config, touched, evaluates=evaluates) if p.key not in known_bad]
     bad = {problem.key for problem in result.problems}
-    result.problems = [problem for problem in result.problems if sources.get(problem.key) not in bad]
+    result.problems = [problem for problem in result.problems if not _within(sources.get(problem.key, ()), bad)]
 
 
 def _config_sources(config_dir: str | None) -> AbstractContextManager[None]:
@@ -226,6 +230,7 @@ def _accepted(
     tree = _plain(base)
     keys = sorted([*_leaves(tree), *choices])
     nulls = [str(override.key_or_group) for override in values if _sets_null(override)]
+    roles_backends = {f"{name}.backend" for name in _backend_roles(choices)}
     for override in values:
         key = str(override.key_or_group)
         null = next((section for section in nulls if key.startswith(f"{section}.")), None)
@@ -236,7 +241,7 @@ def _accepted(
             problems += [] if roles and key != "backend.kind" else [_bad_backend_key(override)]
             if key != "backend.kind":
                 shared += [(f"{name}.{key}", override) for name in roles]
-        elif re.fullmatch(r"\w+\.backend\.kind", key):
+        elif re.fullmatch(r"\w+\.backend\.kind", key) or (key in roles_backends and isinstance(override.value(), str)):
             group = f"backend@{key.removesuffix('.kind')}"
             rule = "a backend is chosen as a whole, with its settings"
             problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
@@ -364,10 +369,14 @@ def _at(tree: Tree, key: str) -> object:
     return node
 
 
-def _sources(tree: Tree) -> dict[str, str]:
-    """The key that each key copies its value from (`num_ranks: ${actor.num_ranks}`), and so its problems too."""
-    copies = ((key, re.fullmatch(r"\$\{([\w.]+)\}", str(_at(tree, key)))) for key in _leaves(tree))
-    return {key: match[1] for key, match in copies if match}
+def _sources(tree: Tree) -> dict[str, list[str]]:
+    """The keys that each key takes its value from (`num_ranks: ${actor.num_ranks}`), and so its problems too."""
+    return {key: re.findall(r"\$\{([\w.]+)\}", str(_at(tree, key))) for key in _leaves(tree)}
+
+
+def _within(keys: Sequence[str], sections: Collection[str]) -> bool:
+    """Whether one of `keys` is one of `sections` or lies inside one."""
+    return any(key == section or key.startswith(f"{section}.") for key in keys for section in sections)
 
 
 def _leaves(node: object, prefix: str = "") -> Iterator[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.composition import compose
+from controllers.composition import compose, examine
 from verl_ray.config.load import known_keys, parse, to_tree
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import ConfigError, Problem
@@ -34,10 +34,10 @@ def test_a_configuration_survives_yaml(root: str) -> None:
 
 
 def test_lists_become_tuples_except_in_free_sections() -> None:
-    config = compose("quickstart", ["rollout.vllm_args.cudagraph_sizes=[1,2]", "tracking.wandb.tags=[a,b]"])
+    config = compose("quickstart", ["rollout.vllm_args.cudagraph_capture_sizes=[1,2]", "tracking.wandb.tags=[a,b]"])
     assert isinstance(config, RLConfig)
     assert config.tracking.wandb.tags == ("a", "b")
-    assert config.rollout.vllm_args == {"cudagraph_sizes": [1, 2]}
+    assert config.rollout.vllm_args == {"cudagraph_capture_sizes": [1, 2]}
 
 
 def test_all_problems_come_at_once_with_their_keys() -> None:
@@ -69,6 +69,50 @@ def test_numbers_are_finite_and_not_coerced(value: object) -> None:
     values = tree()
     values["actor"]["optimizer"]["lr"] = value
     assert "actor.optimizer.lr" in problems(values)
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "says"),
+    [
+        ("actor.optimizer.betas=[0.9]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
+        ("actor.optimizer.betas=[]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
+        ("actor.optimizer.betas=[0.9,0.9,0.9]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
+        ("actor.optimizer.betas=0.9", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
+        ("actor.optimizer.betas=[2,0.9]", "actor.optimizer.betas.0", "Use a number of at most 1.0."),
+        ("tracking.wandb.tags=x", "tracking.wandb.tags", "Use a list, e.g. [first,second]."),
+        ("rollout.vllm_args=3", "rollout.vllm_args", "Use a section, e.g. 'rollout.vllm_args={block_size: 32}'."),
+        ("algorithm.kl=3", "algorithm.kl", "Set the keys inside it, e.g. algorithm.kl.place=..."),
+        ("run.total_steps=1e3", "run.total_steps", "Use the whole number 1000."),
+        ("run.total_steps=1.5", "run.total_steps", "Use a whole number."),
+        ("run.total_steps=nan", "run.total_steps", "Use a whole number."),
+        ("run.seed=4294967296", "run.seed", "Use a number of at most 4294967295."),
+        ("rollout.temperature=2.5", "rollout.temperature", "Use a number of at most 2.0."),
+        ("evaluation.temperature=2.5", "evaluation.temperature", "Use a number of at most 2.0."),
+    ],
+)
+def test_a_value_of_the_wrong_shape_says_what_is_right(override: str, key: str, says: str) -> None:
+    (problem,) = examine("quickstart", [override]).problems
+    assert (problem.key, problem.fix) == (key, says)
+
+
+def test_a_number_that_is_not_finite_is_called_that() -> None:
+    (problem,) = examine("quickstart", ["actor.optimizer.lr=nan"]).problems
+    assert problem.rule == "this is not a finite number"
+
+
+@pytest.mark.parametrize(
+    ("override", "fix"),
+    [
+        ("model=/tmp", "Did you mean model.path=/tmp?"),
+        ("critic.model=/tmp", "Did you mean critic.model.path=/tmp?"),
+        ("actor=null", "Set the keys inside it, e.g. actor.model.path=..."),
+        ("run=x", "Set the keys inside it, e.g. run.name=..."),
+        ("actor.backend=fsdp", "Choose it with backend@actor.backend=fsdp."),
+    ],
+)
+def test_a_bad_section_is_the_only_problem(override: str, fix: str) -> None:
+    (problem,) = examine("quickstart", [override]).problems
+    assert (problem.key, problem.fix) == (override.partition("=")[0], fix)
 
 
 def test_an_unknown_backend_and_task_are_named() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shlex
 from typing import NamedTuple
 
@@ -9,8 +10,18 @@ import pytest
 
 from controllers.composition import compose, examine
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.rules import DISCOUNTED, GROUP_BASELINES, RL_RULES, RULES, VLLM_ARGS_FIXED, VLLM_ARGS_OF_OTHER_KEYS
+from verl_ray.config.rules import (
+    DISCOUNTED,
+    GROUP_BASELINES,
+    RL_RULES,
+    RULES,
+    VLLM_ARGS_FIXED,
+    VLLM_ARGS_FIXED_ON_A_CPU,
+    VLLM_ARGS_OF_OTHER_KEYS,
+)
 from verl_ray.config.schema import RLConfig
+from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
+from verl_ray.rollout.vllm_engine import fixed_arguments
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
 
@@ -26,6 +37,8 @@ class Case(NamedTuple):
 
 CASES = [
     Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
+    Case("run_has_a_name", "run.name=.. run.dir=x", "run.name", "also the name of its folder", "dots, - and _"),
+    Case("run_has_a_name", "'run.name=a b' run.dir=x", "run.name", "also the name of its folder", "letters, digits"),
     Case("run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"),
     Case("resume_is_a_choice_or_a_path", "run.resume=Auto", "run.resume", "no such choice", "auto, none, or the path"),
     Case(
@@ -44,6 +57,14 @@ CASES = [
         "Leave it out",
     ),
     Case(
+        "stopping_is_measured",
+        "model.path=/m data.train_path=t data.validation_path=v sft.stop_at_accuracy=0.5 run.evaluate_every=0",
+        "sft.stop_at_accuracy",
+        "run.evaluate_every=0 turns that off",
+        "Use null",
+        "sft",
+    ),
+    Case(
         "checkpoints_are_kept",
         "run.checkpoint_every=0 run.keep_checkpoints=9",
         "run.keep_checkpoints",
@@ -59,9 +80,9 @@ CASES = [
     ),
     Case(
         "schedule_settings_are_used",
-        "actor.optimizer.min_lr_fraction=0.1",
-        "actor.optimizer.min_lr_fraction",
-        "actor.optimizer.schedule=constant has no end",
+        "critic.optimizer.min_lr_fraction=0.1",
+        "critic.optimizer.min_lr_fraction",
+        "critic.optimizer.schedule=constant has no end",
         "Leave it out",
     ),
     Case(
@@ -139,10 +160,10 @@ CASES = [
     ),
     Case(
         "critic_settings_are_used",
-        "algorithm.critic_warmup_steps=150",
+        "algorithm.critic_warmup_steps=200",
         "algorithm.critic_warmup_steps",
         "the actor would never learn",
-        "at most 149",
+        "at most 199",
     ),
     Case(
         "reference_settings_are_used",
@@ -213,6 +234,14 @@ CASES = [
     Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),
+    Case("temperature_is_not_too_low", "rollout.temperature=0.001", "rollout.temperature", "of 0.01", "at least 0.01."),
+    Case(
+        "temperature_is_not_too_low",
+        "prepare.min_gain=0 evaluation.temperature=0.001",
+        "evaluation.temperature",
+        "vLLM samples from a temperature of 0.01",
+        "or 0 for greedy",
+    ),
     Case(
         "greedy_evaluation_needs_one_response",
         "evaluation.group_size=4",
@@ -235,6 +264,20 @@ CASES = [
         "Leave it out",
     ),
     Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.blok_size=32",
+        "rollout.vllm_args.blok_size",
+        "no such engine argument",
+        "Did you mean block_size",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.zzz=32",
+        "rollout.vllm_args.zzz",
+        "no such engine argument",
+        "vLLM's EngineArgs",
+    ),
+    Case(
         "rewards_have_a_function",
         "~reward.functions.default ~reward.functions.gsm8k",
         "reward.functions",
@@ -242,7 +285,21 @@ CASES = [
         "default: exact_match",
     ),
     Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
-    Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 67"),
+    Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
+    Case(
+        "prepared_data_exists",
+        "evaluation.num_prompts=501",
+        "evaluation.num_prompts",
+        "prepare.num_validation=500 makes fewer",
+        "at most 500",
+    ),
+    Case(
+        "prepared_model_is_possible",
+        "rollout.tensor_parallel=3",
+        "rollout.tensor_parallel",
+        "must divide prepare.model.num_heads=4",
+        "2 or 4",
+    ),
     Case(
         "prepared_model_is_possible",
         "prepare.model.num_kv_heads=3",
@@ -261,7 +318,7 @@ CASES = [
         "warm_start_leaves_room",
         "prepare.warm_start.accuracy_low=0.5",
         "prepare.warm_start.accuracy_low",
-        "accuracy_high=0.5",
+        "accuracy_high=0.45",
         "below accuracy_high",
     ),
     Case("warm_start_leaves_room", "prepare.min_gain=0.6", "prepare.min_gain", "cannot rise", "at most 0.5"),
@@ -311,5 +368,35 @@ def test_the_rules_know_the_advantages_that_exist() -> None:
     assert {name for name, advantage in ADVANTAGES.items() if advantage.level == "token"} == DISCOUNTED
 
 
-def test_an_engine_argument_is_listed_once() -> None:
-    assert not VLLM_ARGS_OF_OTHER_KEYS.keys() & VLLM_ARGS_FIXED.keys()
+def test_an_engine_argument_is_listed_once_and_exists() -> None:
+    listed = [*VLLM_ARGS_OF_OTHER_KEYS, *VLLM_ARGS_FIXED, *VLLM_ARGS_FIXED_ON_A_CPU]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= set(VLLM_ARGUMENTS)
+
+
+def test_the_rules_know_the_arguments_that_the_engine_fixes() -> None:
+    config = compose("quickstart")
+    assert isinstance(config, RLConfig)
+    cpu, gpu = (fixed_arguments("/m", config.rollout, 24, 0, device, True).keys() for device in ("cpu", "cuda"))
+    everywhere = VLLM_ARGS_OF_OTHER_KEYS.keys() | VLLM_ARGS_FIXED.keys()
+    assert cpu - everywhere == VLLM_ARGS_FIXED_ON_A_CPU.keys()
+    assert gpu <= everywhere
+
+
+@pytest.mark.vllm
+def test_the_names_of_the_engine_arguments_are_current() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    assert list(VLLM_ARGUMENTS) == [name for name in names if not name.startswith("_")]
+
+
+def test_an_evaluation_looks_at_its_settings_whenever_training_would() -> None:
+    settings = ["run.evaluate_every=0", "evaluation.temperature=1.0", "evaluation.group_size=2"]
+    assert {problem.key for problem in examine("quickstart", settings).problems} == {
+        "evaluation.temperature", "evaluation.group_size", "prepare.min_gain",
+    }  # fmt: skip
+    assert examine("quickstart", settings, evaluates=True).problems == []
+    without = ["model.path=/m", "data.train_path=t", "data.validation_path=null", "run.evaluate_every=0"]
+    (problem,) = examine("ppo", without, evaluates=True).problems
+    assert (problem.key, problem.rule) == ("data.validation_path", "an evaluation needs held-out problems")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from verl_ray.config.schema import Config, RLConfig, SFTConfig
@@ -19,6 +20,7 @@ from verl_ray.config.suggest import closest, did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
 
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
 _TASKS: dict[str, type[RLConfig] | type[SFTConfig]] = {"rl": RLConfig, "sft": SFTConfig}
 
 
@@ -48,11 +50,15 @@ def to_tree(config: Config) -> dict[str, object]:
 
 def known_keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
     """Every dotted key that `kind` can hold, over all choices (`actor.backend.reshard_after_forward` included)."""
+    return (key for key, _ in _fields(kind, prefix))
+
+
+def _fields(kind: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
     for name, field in kind.model_fields.items():
         key = f"{prefix}{name}"
-        yield key
+        yield key, field
         for section in _sections(field.annotation):
-            yield from known_keys(section, f"{key}.")
+            yield from _fields(section, f"{key}.")
 
 
 def _sections(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -72,13 +78,16 @@ def _problems(errors: list[ErrorDetails], tree: Mapping[str, object], kind: type
 
 
 def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
-    """The dotted key of an error. A location also names members of unions, which are no part of the tree."""
+    """The dotted key of an error. A location also names members of unions, which are no part of the tree, and the
+    positions that a list lacks, where the list itself is what is wrong."""
     node: object = tree
     parts: list[str] = []
     for position, part in enumerate(error["loc"]):
         if isinstance(node, Mapping) and part in node:
             node = node[part]
         elif isinstance(node, list):
+            if error["type"] == "missing":
+                break
             node = node[int(part)]
         elif not (error["type"] == "missing" and position == len(error["loc"]) - 1):
             continue
@@ -88,19 +97,44 @@ def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
 
 def _problem(key: str, alternatives: list[ErrorDetails], kind: type[BaseModel]) -> Problem:
     first = alternatives[0]
+    if first["type"] in ("missing", "too_long") and isinstance(first["input"], list):
+        return Problem(key, first["input"], "this list has the wrong length", f"Use {_list(key, kind)}.")
     if first["type"] == "missing":
         return Problem(key, None, "this key has no value", "Set it; the YAML holds every value.")
+    if first["type"] in _SECTION_ERRORS:
+        return Problem(key, first["input"], "this is a section of keys, not a value", _set_inside(key, first, kind))
     if first["type"] == "extra_forbidden":
         return Problem(key, first["input"], "no such key", did_you_mean(key, _without_prefixes(kind), "key"))
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return Problem(f"{key}.kind", first["input"], "no such choice", f"Use {first['ctx']['expected_tags']}.")
-    fixes = dict.fromkeys(_fix(error) for error in alternatives)
+    fixes = dict.fromkeys(_list(key, kind) if error["type"] == "tuple_type" else _fix(error) for error in alternatives)
     near = [name for error in alternatives for name in closest(str(first["input"]), _choices(error))]
     hint = f"Did you mean {either(near)}? " if near else ""
     return Problem(key, first["input"], _rule(first["input"], alternatives), f"{hint}Use {either(fixes)}.")
 
 
+def _list(key: str, kind: type[BaseModel]) -> str:
+    """What the list at `key` holds, with an example of it."""
+    field = dict(_fields(kind))[key]
+    items = get_args(field.annotation)
+    size = "" if Ellipsis in items else f" of {len(items)} numbers"
+    return f"a list{size}, e.g. {either(field.examples or [])}"
+
+
+def _set_inside(key: str, error: ErrorDetails, kind: type[BaseModel]) -> str:
+    """How to set what is inside the section at `key`."""
+    example = dict(_fields(kind))[key].examples
+    if example:
+        return f"Use a section, e.g. '{key}={either(example)}'."
+    inside = [name for name in _without_prefixes(kind) if name.startswith(f"{key}.") and not name.endswith(".kind")]
+    if isinstance(error["input"], str) and f"{key}.path" in inside:
+        return f"Did you mean {key}.path={error['input']}?"
+    return f"Set the keys inside it, e.g. {inside[0]}=..."
+
+
 def _rule(found: object, alternatives: list[ErrorDetails]) -> str:
+    if any(error["type"] == "finite_number" for error in alternatives):
+        return "this is not a finite number"
     if any(error["type"] in _BOUNDS for error in alternatives):
         return "this number is out of range"
     if any(error["type"] == "literal_error" for error in alternatives) and isinstance(found, str):
@@ -135,15 +169,15 @@ def _fix(error: ErrorDetails) -> str:
         case "literal_error":
             return either(_choices(error))
         case "int_type" | "int_from_float" | "int_parsing":
-            return "a whole number"
+            found = error["input"]
+            whole = isinstance(found, float) and found.is_integer()
+            return f"the whole number {found:.0f}" if whole else "a whole number"
         case "float_type" | "float_parsing" | "finite_number":
             return "a finite number"
         case "bool_type" | "bool_parsing":
             return "true or false"
         case "string_type":
             return "a text"
-        case "too_long" | "too_short":
-            return f"a list of {context.get('max_length', context.get('min_length'))}"
         case "none_required":
             return "null"
         case _:

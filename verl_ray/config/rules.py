@@ -7,11 +7,13 @@ field (`schema.py`), and what only the machine knows, such as files and memory (
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
-from verl_ray.config.schema import Config, OptimizerConfig, RLConfig
-from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.config.schema import Config, OptimizerConfig, RLConfig, SFTConfig
+from verl_ray.config.suggest import closest, either, nearest_divisors
+from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.errors import Problem
 
 GROUP_BASELINES = frozenset({"grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline"})
@@ -42,12 +44,23 @@ VLLM_ARGS_OF_OTHER_KEYS = {
 VLLM_ARGS_FIXED = {
     "logprobs_mode": "the trainer compares with log-probs after temperature",
     "skip_tokenizer_init": "the engine takes and gives token ids as it stands",
-    "enable_chunked_prefill": "seeded sampling on a CPU needs it off",
+    "load_format": "weights come from model.path as safetensors, or from the trainer",
+    "disable_log_stats": "the project measures the engine itself",
+    "use_tqdm_on_load": "the engine's process has no terminal",
     "worker_cls": "the worker class is what frees memory and receives weights",
     "worker_extension_cls": "the worker class is what frees memory and receives weights",
     "weight_transfer_config": "weights reach the engine through the project's own transport",
 }
 """Arguments of the rollout engine that the project depends on, and why."""
+
+VLLM_ARGS_FIXED_ON_A_CPU = {
+    "enforce_eager": "compiled graphs are for GPUs",
+    "enable_chunked_prefill": "seeded sampling needs it off",
+}
+"""The same for a machine without GPUs, which only preflight knows."""
+
+VLLM_LEAST_TEMPERATURE = 0.01
+"""Above 0, which is greedy, the sampler takes nothing lower."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +68,8 @@ class Overridden:
     """The dotted keys that the user set on the command line; `critic.backend` stands for a whole section."""
 
     keys: Collection[str]
+    evaluates: bool
+    """The command is one evaluation, whatever run.evaluate_every says."""
 
     def under(self, section: str) -> list[str]:
         """The overridden keys that are `section` or lie inside it."""
@@ -65,9 +80,10 @@ Rule = Callable[[Config, Overridden], Iterator[Problem]]
 RLRule = Callable[[RLConfig, Overridden], Iterator[Problem]]
 
 
-def broken(config: Config, overridden: Collection[str] = ()) -> list[Problem]:
-    """Every rule that `config` breaks; `overridden` are the dotted keys set on the command line."""
-    keys = Overridden(overridden)
+def broken(config: Config, overridden: Collection[str] = (), *, evaluates: bool = False) -> list[Problem]:
+    """Every rule that `config` breaks; `overridden` are the dotted keys set on the command line, and `evaluates` says
+    that the command is one evaluation instead of training."""
+    keys = Overridden(overridden, evaluates)
     problems = [problem for rule in RULES for problem in rule(config, keys)]
     if isinstance(config, RLConfig):
         problems += [problem for rl_rule in RL_RULES for problem in rl_rule(config, keys)]
@@ -77,8 +93,14 @@ def broken(config: Config, overridden: Collection[str] = ()) -> list[Problem]:
 # ------------------------------------------------------------------------------------------- rules of every run
 
 
-def evaluation_has_data(config: Config, _: Overridden) -> Iterator[Problem]:
-    if config.run.evaluate_every and config.data.validation_path is None:
+def evaluation_has_data(config: Config, overridden: Overridden) -> Iterator[Problem]:
+    if config.data.validation_path is not None:
+        return
+    if overridden.evaluates:
+        yield Problem(
+            "data.validation_path", None, "an evaluation needs held-out problems", "Set data.validation_path to a file."
+        )
+    elif config.run.evaluate_every:
         yield Problem(
             "data.validation_path",
             None,
@@ -88,7 +110,7 @@ def evaluation_has_data(config: Config, _: Overridden) -> Iterator[Problem]:
 
 
 def evaluation_is_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
-    if config.run.evaluate_every == 0:
+    if config.run.evaluate_every == 0 and not overridden.evaluates:
         yield from _ignored(overridden.under("evaluation"), config, "run.evaluate_every=0 turns evaluation off")
 
 
@@ -105,11 +127,18 @@ def resume_is_a_choice_or_a_path(config: Config, _: Overridden) -> Iterator[Prob
 
 
 def run_has_a_name(config: Config, _: Overridden) -> Iterator[Problem]:
-    if not config.run.name.strip() or "/" in config.run.name:
-        fix = "Use letters, digits, - and _ ; run.dir takes a path."
+    if not re.fullmatch(r"[A-Za-z0-9._-]+", config.run.name) or config.run.name in (".", ".."):
+        fix = "Use letters, digits, dots, - and _ ; run.dir takes a path."
         yield Problem("run.name", config.run.name, "the name of a run is also the name of its folder", fix)
     if not config.run.dir.strip():
         yield Problem("run.dir", config.run.dir, "the run needs a folder to write to", "Use outputs/NAME.")
+
+
+def stopping_is_measured(config: Config, _: Overridden) -> Iterator[Problem]:
+    if isinstance(config, SFTConfig) and config.sft.stop_at_accuracy is not None and config.run.evaluate_every == 0:
+        rule = "the accuracy is measured by evaluating, and run.evaluate_every=0 turns that off"
+        fix = "Use null, or run.evaluate_every=10."
+        yield Problem("sft.stop_at_accuracy", config.sft.stop_at_accuracy, rule, fix)
 
 
 def wandb_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
@@ -304,6 +333,15 @@ def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterat
             yield Problem(f"rollout.{field}", value, rule, fix)
 
 
+def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    settings = {"rollout": config.rollout.temperature, "evaluation": config.evaluation.temperature}
+    for section, value in settings.items():
+        if 0 < value < VLLM_LEAST_TEMPERATURE:
+            rule = f"vLLM samples from a temperature of {VLLM_LEAST_TEMPERATURE}"
+            greedy = ", or 0 for greedy" if section == "evaluation" else ""
+            yield Problem(f"{section}.temperature", value, rule, f"Use at least {VLLM_LEAST_TEMPERATURE}{greedy}.")
+
+
 def greedy_evaluation_needs_one_response(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     if config.evaluation.temperature == 0 and config.evaluation.group_size > 1:
         rule = "with evaluation.temperature=0 all responses to a problem are the same"
@@ -318,6 +356,11 @@ def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
             yield Problem(key, value, f"{setter} sets this argument", f"Leave it out and set {setter}.")
         elif reason := VLLM_ARGS_FIXED.get(name):
             yield Problem(key, value, f"this argument may not change: {reason}", "Leave it out.")
+        elif name not in VLLM_ARGUMENTS:
+            own = [argument for argument in VLLM_ARGUMENTS if argument not in VLLM_ARGS_OF_OTHER_KEYS | VLLM_ARGS_FIXED]
+            near = closest(name, own)
+            fix = f"Did you mean {either(near)}?" if near else "Use the name of a field of vLLM's EngineArgs."
+            yield Problem(key, value, "vLLM has no such engine argument", fix)
 
 
 def rewards_have_a_function(config: RLConfig, _: Overridden) -> Iterator[Problem]:
@@ -348,6 +391,10 @@ def prepared_data_exists(config: RLConfig, _: Overridden) -> Iterator[Problem]:
             f"asks for {wanted} different ones",
             f"Use at least {_operand_for(wanted)}, or fewer problems.",
         )
+    asked, made = config.evaluation.num_prompts, config.prepare.num_validation
+    if asked is not None and asked > made:
+        rule = f"prepare.num_validation={made} makes fewer held-out problems"
+        yield Problem("evaluation.num_prompts", asked, rule, f"Use at most {made}, or null for all.")
 
 
 def prepared_model_is_possible(config: RLConfig, _: Overridden) -> Iterator[Problem]:
@@ -358,14 +405,19 @@ def prepared_model_is_possible(config: RLConfig, _: Overridden) -> Iterator[Prob
         nearest = nearest_divisors(model.num_heads, model.num_kv_heads)
         rule = f"it must divide prepare.model.num_heads={model.num_heads}"
         yield Problem("prepare.model.num_kv_heads", model.num_kv_heads, rule, f"The nearest are {either(nearest)}.")
+    parallel = config.rollout.tensor_parallel
+    if model.num_heads % parallel:
+        nearest = nearest_divisors(model.num_heads, parallel)
+        rule = f"it must divide prepare.model.num_heads={model.num_heads}"
+        yield Problem("rollout.tensor_parallel", parallel, rule, f"The nearest that do are {either(nearest)}.")
     if model.head_size not in ATTENTION_HEAD_SIZES:
         nearest = sorted(sorted(ATTENTION_HEAD_SIZES, key=lambda size: abs(size - model.head_size))[:2])
         rule = "the rollout engine's attention does not take this size on a CPU"
         yield Problem("prepare.model.head_size", model.head_size, rule, f"The nearest are {either(nearest)}.")
 
 
-def warm_start_leaves_room(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    if config.prepare is None:
+def warm_start_leaves_room(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    if config.prepare is None or overridden.evaluates:
         return
     warm, gain = config.prepare.warm_start, config.prepare.min_gain
     if warm.accuracy_low >= warm.accuracy_high:
@@ -388,6 +440,7 @@ RULES: tuple[Rule, ...] = (
     resume_is_a_choice_or_a_path,
     evaluation_has_data,
     evaluation_is_used,
+    stopping_is_measured,
     checkpoints_are_kept,
     wandb_settings_are_used,
     schedule_settings_are_used,
@@ -409,6 +462,7 @@ RL_RULES: tuple[RLRule, ...] = (
     bootstrapping_needs_values,
     algorithm_name_is_its_group,
     sampling_is_what_the_trainer_sees,
+    temperature_is_not_too_low,
     greedy_evaluation_needs_one_response,
     vllm_args_are_free,
     rewards_have_a_function,

@@ -16,6 +16,8 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's range; random streams made from it fit torch's 64 bits
+Temperature = Annotated[float, Field(ge=0, le=2)]  # vLLM's range
 
 
 class Section(BaseModel):
@@ -34,7 +36,7 @@ class RunConfig(Section):
     """Name of the run: its folder, and its name in W&B."""
     dir: str
     """Where everything the run writes goes."""
-    seed: NonNegative
+    seed: Seed
     """Root of every random stream: data order, sampling, new parameters."""
     total_steps: Positive
     """Training steps in all, those before a resume included."""
@@ -118,7 +120,7 @@ class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101); weight decay spares norms and biases."""
 
     lr: NonNegativeFloat
-    betas: tuple[Fraction, Fraction]
+    betas: Annotated[tuple[Fraction, Fraction], Field(examples=["[0.9,0.999]"])]
     eps: PositiveFloat
     weight_decay: NonNegativeFloat
     max_grad_norm: PositiveFloat | None
@@ -171,7 +173,7 @@ class FunctionReward(Section):
     """Killable processes per actor: responses scored at the same time."""
     deadline_s: PositiveFloat
     """How long one response may take to score before its process is killed and the failure counted."""
-    functions: dict[str, str]
+    functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
     """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
     max_failed_fraction: Fraction
     """Stop the run when more than this fraction of a step's scores failed."""
@@ -184,7 +186,7 @@ class RolloutConfig(Section):
     group_size: Positive
     """Responses per prompt."""
     max_response_tokens: Positive
-    temperature: NonNegativeFloat
+    temperature: Temperature
     """Of the sampler; the trainer divides its logits by the same."""
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: int
@@ -200,7 +202,7 @@ class RolloutConfig(Section):
     """Finished responses are handed on to the reward role once this many are ready."""
     sleep: Literal["auto", "never", "kv_cache", "weights"]
     """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""
-    vllm_args: dict[str, Any]
+    vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
     """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
 
 
@@ -209,7 +211,7 @@ class EvaluationConfig(Section):
     """The first N held-out problems; null = all."""
     group_size: Positive
     """Responses per problem; the metric is acc/mean@N."""
-    temperature: NonNegativeFloat
+    temperature: Temperature
     """0 = greedy."""
     samples: NonNegative
     """Rollouts of each evaluation written to samples/ and the tracker's table."""
@@ -286,7 +288,7 @@ class WandbConfig(Section):
     project: str
     entity: str | None
     group: str | None
-    tags: tuple[str, ...]
+    tags: Annotated[tuple[str, ...], Field(examples=["[first,second]"])]
 
 
 class TrackingConfig(Section):

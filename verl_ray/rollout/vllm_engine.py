@@ -245,6 +245,19 @@ def _vllm_config(
             f"rollout on {device!r} was asked for, but the installed vLLM runs on {current_platform.device_type!r}: "
             f"install the extra 'cpu' or 'gpu' of this package"
         )
+    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, without_weights)
+    preferred: dict[str, Any] = {"enable_prefix_caching": True}
+    if device == "cpu":
+        preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
+    if clash := sorted(fixed.keys() & config.vllm_args.keys()):
+        raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
+    return EngineArgs(**{**preferred, **config.vllm_args, **fixed}).create_engine_config()
+
+
+def fixed_arguments(
+    model_path: str, config: RolloutConfig, max_model_len: int, seed: int, device: str, without_weights: bool
+) -> dict[str, Any]:
+    """The engine arguments that rollout.vllm_args may not set; `verl_ray.config.rules` tells the user so."""
     fixed: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -260,18 +273,14 @@ def _vllm_config(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
-    preferred: dict[str, Any] = {"enable_prefix_caching": True}
     if device == "cpu":
         fixed["worker_cls"] = "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker"
         fixed["enforce_eager"] = True
         # With seeds per request, a prompt that is prefilled in parts fails on a CPU (its generators know no offset).
         fixed["enable_chunked_prefill"] = False
-        preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
     else:
         fixed["enable_sleep_mode"] = config.sleep != "never"
-    if clash := sorted(fixed.keys() & config.vllm_args.keys()):
-        raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
-    return EngineArgs(**{**preferred, **config.vllm_args, **fixed}).create_engine_config()
+    return fixed
 
 
 def _end_tokens(model_path: str, vllm_config: VllmConfig) -> tuple[int, ...]:
