@@ -17,22 +17,28 @@ from rich.table import Table
 from controllers.composition import examine
 from controllers.preflight import Findings, Machine, machine_of, preflight
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 
 _WIDTH = 110  # of tables where there is no terminal to ask
 
 
-def checked(config_name: str, overrides: Sequence[str], config_dir: str | None) -> tuple[Config, Findings]:
-    """The configuration, and what preflight found worth a warning.
+def checked(
+    config_name: str, overrides: Sequence[str], config_dir: str | None, *, evaluates: bool = False
+) -> tuple[Config, Findings]:
+    """The configuration, and what preflight found worth a warning; `evaluates` for the command `evaluate`.
 
     Raises ConfigError with the problems of configuration and machine together.
     """
-    composition = examine(config_name, overrides, config_dir)
+    composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     problems = list(composition.problems)
+    if evaluates and isinstance(composition.config, SFTConfig):
+        rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
+        fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
+        problems.append(Problem("--config-name", config_name, rule, fix))
     findings = Findings()
     if composition.config is not None:
-        findings = preflight(composition.config, machine_of(composition.config))
+        findings = preflight(composition.config, machine_of(composition.config), evaluates=evaluates)
         known_bad = {problem.key for problem in problems}
         problems += [problem for problem in findings.problems if problem.key not in known_bad]
     if composition.config is None or problems:

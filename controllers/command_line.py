@@ -150,7 +150,7 @@ def _run(arguments: list[str]) -> int:
     if command == "check":
         return check(given.config_name, given.overrides, given.config_dir)
     stop_on_signals()
-    config, findings = checked(given.config_name, given.overrides, given.config_dir)
+    config, findings = checked(given.config_name, given.overrides, given.config_dir, evaluates=command == "evaluate")
     print_warnings(findings.warnings, sys.stderr)
     module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
     implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))

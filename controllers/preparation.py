@@ -1,7 +1,8 @@
 """What a run makes itself before it trains: arithmetic problems, a tokenizer, and a model that has seen some of them.
 
-Invariant: inputs that are complete are never made again, so a resumed run finds what it began with; a marker written
-last says so. Deliberately not here: reinforcement learning.
+Invariant: inputs that are complete are never made again, so a resumed run finds what it began with: a marker written
+last says so. One written first says that the folder is a run's own: no other is ever deleted. Deliberately not here:
+reinforcement learning.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import shutil
 from pathlib import Path
 
 from controllers.build import start
+from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
 from controllers.sft import SupervisedTrainer
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import (
@@ -26,23 +28,24 @@ from verl_ray.config.schema import (
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import DataError
+from verl_ray.errors import ConfigError, DataError
 from verl_ray.models.tiny import make_tiny_qwen3
-
-COMPLETE = "complete"
 
 
 def prepare(config: RLConfig, session: Session) -> None:
     """Make run.dir/inputs, unless it is complete: data files, and a model warm-started to a middling accuracy.
 
-    Raises DataError if the accuracy never falls within prepare.warm_start's bounds.
+    Raises DataError if the accuracy never falls within prepare.warm_start's bounds, ConfigError if the folder is there
+    and is not a run's.
     """
-    wanted = config.prepare
-    folder = Path(config.run.dir) / "inputs"
-    if wanted is None or (folder / COMPLETE).exists():
+    wanted, folder = config.prepare, inputs_folder(config)
+    if wanted is None or (folder / INPUTS_COMPLETE).exists():
         return
+    if problems := list(foreign_inputs(config)):
+        raise ConfigError(problems)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    (folder / INPUTS_STARTED).touch()
     files = write_arithmetic(
         folder,
         max_operand=wanted.max_operand,
@@ -54,7 +57,7 @@ def prepare(config: RLConfig, session: Session) -> None:
     character_tokenizer(folder / "tokenizer", ALPHABET)
     make_tiny_qwen3(folder / "untrained", folder / "tokenizer", wanted.model, config.run.seed)
     _warm_start(config, wanted, session, folder, files.train.jsonl, files.validation.jsonl)
-    (folder / COMPLETE).touch()
+    (folder / INPUTS_COMPLETE).touch()
 
 
 def _warm_start(

@@ -27,7 +27,8 @@ from controllers.build import Shape, System, plan_processes, start
 from controllers.composition import compose
 from controllers.generation import Producer
 from controllers.ppo import Trainer
-from controllers.preparation import COMPLETE, prepare
+from controllers.preflight import INPUTS_COMPLETE
+from controllers.preparation import prepare
 from controllers.signals import stop_on_signals
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import read
@@ -164,7 +165,7 @@ def configuration(model: str, backend: str, folder: Path, overrides: Sequence[st
 def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
     """Problems, tokenizer and model under run.dir/inputs, unless they are there already."""
     folder = Path(config.run.dir) / "inputs"
-    if (folder / COMPLETE).exists():
+    if (folder / INPUTS_COMPLETE).exists():
         return
     if warm_start:
         with Session.open(config.ray.address) as session:
@@ -176,7 +177,7 @@ def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
     write_arithmetic(folder, max_operand=wanted.max_operand, **counts, seed=config.run.seed)
     character_tokenizer(folder / "tokenizer", ALPHABET)
     make_tiny_qwen3(folder / "model", folder / "tokenizer", wanted.model, config.run.seed)
-    (folder / COMPLETE).touch()
+    (folder / INPUTS_COMPLETE).touch()
 
 
 def measure(bench: Bench, floor: Floor, steps: int, warm_up: int, *, forced: bool) -> dict[str, object]:

@@ -14,8 +14,17 @@ from safetensors.numpy import save_file
 
 from controllers.command_line import main
 from controllers.composition import compose
-from controllers.preflight import GIB, Findings, Machine, parameter_count, preflight
-from verl_ray.config.schema import Config
+from controllers.preflight import (
+    GIB,
+    INPUTS_COMPLETE,
+    INPUTS_STARTED,
+    Findings,
+    Machine,
+    parameter_count,
+    preflight,
+    tiny_parameter_count,
+)
+from verl_ray.config.schema import Config, TinyModelConfig
 
 BIG = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB)
 
@@ -70,7 +79,7 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
     assert main(["check", "run.name=mine", "backend@critic.backend=fsdp"]) == 0
     out = capsys.readouterr().out
     assert "32 prompts x 8 = 256 rows, each of up to 24 tokens" in out
-    assert [cell.strip() for cell in _row(out, "actor", 7)] == ["actor", "1", "256", "128", "128", "2", "<= 8192"]
+    assert [cell.strip() for cell in _row(out, "actor", 7)] == ["actor", "1", "256", "256", "256", "1", "<= 8192"]
     assert [cell.strip() for cell in _row(out, "critic", 6)][:3] == ["critic", "fsdp", "float32"]
     assert "this machine:" in out and "cores" in out
     assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
@@ -188,12 +197,63 @@ def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
     assert "Lower it by 3" in message
 
 
+def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> None:
+    eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight))["rollout.tensor_parallel"]
+    assert "shares exactly one GPU" in message and "placement=separate" in message
+    assert preflight(ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight).problems == []
+    assert preflight(ppo(model, data, "rollout.tensor_parallel=2"), BIG).problems == []
+
+
+def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> None:
+    config = ppo(model, data, "rollout.vllm_args.enforce_eager=false")
+    assert "may not change on a CPU" in found(preflight(config, BIG))["rollout.vllm_args.enforce_eager"]
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=GIB, shm_free_bytes=GIB)
+    assert preflight(config, on_gpu).problems == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "processes"),
+    [
+        ("actor.num_ranks=64", "actor.num_ranks", "66 processes (trainer 64 + rollout 1 + reward 1)"),
+        ("reward.num_ranks=64", "reward.num_ranks", "66 processes (trainer 1 + rollout 1 + reward 64)"),
+        ("rollout.num_replicas=64", "rollout.num_replicas", "66 processes (trainer 1 + rollout 64 + reward 1)"),
+    ],
+)
+def test_processes_take_memory_of_their_own(override: str, key: str, processes: str) -> None:
+    small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(compose("quickstart", [override]), small))[key]
+    assert processes in message and "This machine has 8.0 GiB: use fewer" in message
+    assert preflight(compose("quickstart"), small).problems == []
+
+
+def test_the_model_that_a_run_will_make_is_counted(tmp_path: Path) -> None:
+    small = Machine(cores=8, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=64 * GIB)
+    wide = [f"run.dir={tmp_path}/run", "prepare.model.hidden_size=4096", "prepare.model.intermediate_size=16384"]
+    assert "at least" in found(preflight(compose("quickstart", wide), small))["model.path"]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_count_of_a_made_model_is_right(tmp_path: Path, tie: bool) -> None:
+    from verl_ray.data.arithmetic import ALPHABET
+    from verl_ray.data.tokenizers import character_tokenizer
+    from verl_ray.models.tiny import make_tiny_qwen3
+
+    shape = TinyModelConfig(
+        hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=80,
+        tie_embeddings=tie,
+    )  # fmt: skip
+    character_tokenizer(tmp_path / "tokenizer", ALPHABET)
+    made = make_tiny_qwen3(tmp_path / "model", tmp_path / "tokenizer", shape, seed=0)
+    assert tiny_parameter_count(shape) == parameter_count(str(made))
+
+
 def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> None:
     small = Machine(cores=8, gpus=0, memory_bytes=GIB, shm_free_bytes=32 * 2**20)
     messages = found(preflight(ppo(model, data), small))
     # 256 rows x 1536 tokens x 32 bytes are 12 MiB: Ray's floor of 128 MiB is what counts.
     assert "about 128 MiB" in messages["/dev/shm"] and "--shm-size" in messages["/dev/shm"]
-    assert "at least 2.0 GiB" in messages["model.path"]  # the key-value cache alone
+    assert "at least 3.0 GiB" in messages["model.path"]  # the key-value cache, and 1 GiB of three processes
     # A cluster is asked for its own.
     assert preflight(ppo(model, data), None).problems == []
 
@@ -203,6 +263,44 @@ def test_a_run_dir_and_a_checkpoint_that_cannot_be(model: Path, data: Path) -> N
     messages = found(preflight(blocked, BIG))
     assert "cannot be written to" in messages["run.dir"]
     assert "no such checkpoint" in messages["run.resume"]
+
+
+def test_inputs_that_no_run_has_made_are_not_written_over(tmp_path: Path) -> None:
+    config = compose("quickstart", [f"run.dir={tmp_path}"])
+    (tmp_path / "inputs").mkdir()
+    assert preflight(config, BIG).problems == []
+    (tmp_path / "inputs" / "mine.txt").write_text("mine")
+    assert "no run has made" in found(preflight(config, BIG))["run.dir"]
+    (tmp_path / "inputs" / INPUTS_STARTED).touch()
+    assert preflight(config, BIG).problems == []
+
+
+# ------------------------------------------------------------------------------------------------- evaluation
+
+
+def test_a_supervised_run_has_no_evaluation_of_its_own(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
+    assert main(["evaluate", "--config-name", "sft", *inputs]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("1 problem in the configuration:\n\n  --config-name = sft")
+    assert "Use --config-name ppo or grpo" in err
+
+
+def test_a_model_that_training_makes_cannot_be_evaluated_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = f"run.dir={tmp_path}/run"
+    assert main(["evaluate", run]) == 2
+    err = capsys.readouterr().err
+    assert (
+        f"model.path = {tmp_path}/run/inputs/model\n    rule: training makes this model, and there is none yet" in err
+    )
+    assert "run.dir of a finished run; or prepare=null with model.path" in err
+    (tmp_path / "run" / "inputs").mkdir(parents=True)
+    (tmp_path / "run" / "inputs" / INPUTS_COMPLETE).touch()
+    assert preflight(compose("quickstart", [run]), BIG, evaluates=True).problems == []
 
 
 def test_with_an_address_the_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 from controllers.composition import compose
-from controllers.preparation import COMPLETE, prepare, supervised_job
+from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED
+from controllers.preparation import prepare, supervised_job
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import DataError
+from verl_ray.errors import ConfigError, DataError
 
 SMALL = [
     "run.threads_per_rank=1", "prepare.max_operand=19", "prepare.num_train=300", "prepare.num_validation=40",
@@ -38,6 +39,15 @@ def test_the_warm_start_is_a_supervised_job_of_the_actor() -> None:
     assert job.sft.max_tokens == 16 + 8
 
 
+def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
+    (tmp_path / "inputs").mkdir()
+    mine = tmp_path / "inputs" / "thesis.txt"
+    mine.write_text("years of work")
+    with pytest.raises(ConfigError, match=r"run\.dir.*no run has made.*move that folder away"):
+        prepare(quickstart(tmp_path), Session.__new__(Session))
+    assert mine.read_text() == "years of work"
+
+
 @pytest.mark.cluster
 def test_inputs_reach_their_window_and_are_made_once(
     cluster: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -48,7 +58,7 @@ def test_inputs_reach_their_window_and_are_made_once(
     reached = float(capsys.readouterr().out.splitlines()[-1].rpartition(" ")[2])
     assert 0.05 <= reached <= 0.9
     assert load_tokenizer(config.model.path).decode(load_tokenizer(config.model.path)("1+2=")["input_ids"]) == "1+2="
-    for path in (config.data.train_path, config.data.validation_path, tmp_path / "inputs" / COMPLETE):
+    for path in (config.data.train_path, config.data.validation_path, tmp_path / "inputs" / INPUTS_COMPLETE):
         assert Path(str(path)).is_file()
     weights = Path(config.model.path, "model.safetensors")
     made = weights.stat().st_mtime_ns
@@ -62,4 +72,5 @@ def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(clu
               "prepare.warm_start.max_steps=10"]  # fmt: skip
     with pytest.raises(DataError, match=r"prepare.warm_start.accuracy_low = 0.99.*raise max_steps"):
         prepare(quickstart(tmp_path, *missed), cluster)
-    assert not (tmp_path / "inputs" / COMPLETE).exists()
+    assert not (tmp_path / "inputs" / INPUTS_COMPLETE).exists()
+    assert (tmp_path / "inputs" / INPUTS_STARTED).exists()  # so that the next attempt may begin anew
