@@ -1,5 +1,6 @@
 """Weight updates of other architectures, of tied heads, and over two ranks: each an engine of its own."""
 
+import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,21 @@ def test_synced_weights_are_what_is_sampled_from(
     publish(engine, second, 3)
     engine.wake("kv_cache")
     assert _worst(engine, second, reference_log_probs) < 1e-4
+
+
+def test_sampling_settings_of_the_model_directory_are_left_alone(
+    start_vllm: Callable[..., VllmEngine],
+    make_model: Callable[..., Path],
+    load_reference: Load,
+    reference_log_probs: Reference,
+) -> None:
+    path = make_model("qwen3", tie=True)
+    plain = load_reference(path)
+    settings = json.loads((path / "generation_config.json").read_text())
+    settings |= {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 2.0}
+    (path / "generation_config.json").write_text(json.dumps(settings))
+    # Of a truncated or sharpened distribution the log-probs would be near 0.
+    assert _worst(start_vllm(path, initial_version=0), plain, reference_log_probs) < 1e-4
 
 
 def test_two_ranks(
