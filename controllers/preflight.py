@@ -369,10 +369,16 @@ def tiny_parameter_count(model: TinyModelConfig) -> int:
     return vocabulary * hidden * (1 if model.tie_embeddings else 2) + model.num_layers * layer + hidden
 
 
+WIRE_BUCKET_BYTES = 256 << 20
+"""Of the weights that travel to the rollout engine at once: a bucket's calls cost little beside its copy, and it is
+small beside any model. A single larger tensor takes more."""
+
+
 def _shared_memory_bytes(config: Config, parameters: int) -> int:
     sizes = batch_algebra(config)
     rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
-    weights = parameters * (4 if isinstance(config, RLConfig) and config.rollout.dtype == "float32" else 2)
+    # The wire has two slots of a bucket each; weights travel as the trainer holds them, in float32.
+    weights = 2 * min(4 * parameters, WIRE_BUCKET_BYTES)
     return max(rows, OBJECT_STORE_FLOOR_BYTES) + (weights if isinstance(config, RLConfig) else 0)
 
 

@@ -7,6 +7,7 @@ reinforcement learning.
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from verl_ray.config.schema import (
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
-from verl_ray.errors import ConfigError, DataError
+from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 
 
@@ -39,7 +40,14 @@ def prepare(config: RLConfig, session: Session) -> None:
     and is not a run's.
     """
     wanted, folder = config.prepare, inputs_folder(config)
-    if wanted is None or (folder / INPUTS_COMPLETE).exists():
+    if wanted is None:
+        return
+    complete, recipe = folder / INPUTS_COMPLETE, _recipe(config, wanted)
+    if complete.exists():
+        if complete.read_text() != recipe:
+            rule = f"{folder} was made with another seed or other settings of prepare"
+            fix = "set them back, or use another run.dir"
+            raise ConfigError([Problem("prepare", "changed", rule, fix)])
         return
     if problems := list(foreign_inputs(config)):
         raise ConfigError(problems)
@@ -57,7 +65,12 @@ def prepare(config: RLConfig, session: Session) -> None:
     character_tokenizer(folder / "tokenizer", ALPHABET)
     make_tiny_qwen3(folder / "untrained", folder / "tokenizer", wanted.model, config.run.seed)
     _warm_start(config, wanted, session, folder, files.train.jsonl, files.validation.jsonl)
-    (folder / INPUTS_COMPLETE).touch()
+    complete.write_text(recipe)
+
+
+def _recipe(config: RLConfig, wanted: PrepareConfig) -> str:
+    """What the inputs depend on."""
+    return json.dumps({"seed": config.run.seed, **wanted.model_dump(exclude={"min_gain"})}, indent=1)
 
 
 def _warm_start(

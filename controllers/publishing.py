@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
+from controllers.preflight import WIRE_BUCKET_BYTES
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RolloutConfig
@@ -23,7 +24,6 @@ from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
 from workers.rollout import RolloutWorker
 
-BUCKET_BYTES = 256 << 20  # large enough that a bucket's calls cost little beside its copy, small beside any model
 SLOTS = 2
 
 
@@ -48,7 +48,7 @@ class Publisher:
         self._sleep = config.sleep if config.sleep != "auto" else ("weights" if sharing else "never")
         self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
-        self._buckets = plan_buckets(self._manifest, BUCKET_BYTES)
+        self._buckets = plan_buckets(self._manifest, WIRE_BUCKET_BYTES)
         slot_bytes = max(bucket.nbytes for bucket in self._buckets)
         self._address = actor.rank_zero(ActorWorker.open_wire, uuid.uuid4().hex[:8], slot_bytes).result()
         self._bytes = sum(bucket.nbytes for bucket in self._buckets)

@@ -172,6 +172,21 @@ CASES = [
         "algorithm.kl.place=none makes no reference",
         "Leave it out",
     ),
+    Case(
+        "kl_in_the_loss_has_a_gradient",
+        "algorithm=grpo algorithm.kl.estimator=k1",
+        "algorithm.kl.estimator",
+        "the expected gradient of k1 is zero",
+        "k2 or k3",
+    ),
+    Case("reinforce_updates_once", "algorithm=rloo actor.epochs=2", "actor.epochs", "no ratio", "ppo_clip"),
+    Case(
+        "reinforce_updates_once",
+        "algorithm=rloo actor.mini_batch_size=128",
+        "actor.mini_batch_size",
+        "no ratio",
+        "null or 256",
+    ),
     Case("kl_is_complete", "algorithm.kl.estimator=null", "algorithm.kl.estimator", "place=reward needs it", "k3"),
     Case(
         "kl_is_complete",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from controllers.composition import compose
-from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED
+from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder
 from controllers.preparation import prepare, supervised_job
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RLConfig
@@ -74,3 +75,12 @@ def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(clu
         prepare(quickstart(tmp_path, *missed), cluster)
     assert not (tmp_path / "inputs" / INPUTS_COMPLETE).exists()
     assert (tmp_path / "inputs" / INPUTS_STARTED).exists()  # so that the next attempt may begin anew
+
+
+def test_inputs_of_another_seed_are_not_trained_on(tmp_path: Path) -> None:
+    config = quickstart(tmp_path)
+    folder = inputs_folder(config)
+    folder.mkdir(parents=True)
+    (folder / INPUTS_COMPLETE).write_text("made with other settings")
+    with pytest.raises(ConfigError, match="made with another seed or other settings"):
+        prepare(config, cast(Session, None))

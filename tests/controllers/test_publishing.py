@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.ppo import Trainer
-from controllers.publishing import BUCKET_BYTES
+from controllers.preflight import WIRE_BUCKET_BYTES
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers
 from verl_ray.cluster.store import read
@@ -79,7 +79,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     run.publish(0)
     actor, rollout = run.system.actor, samplers.rollout
     manifest = actor.rank_zero(ActorWorker.manifest).result()
-    (bucket,) = plan_buckets(manifest, BUCKET_BYTES)
+    (bucket,) = plan_buckets(manifest, WIRE_BUCKET_BYTES)
     address = actor.rank_zero(ActorWorker.open_wire, "tampered", bucket.nbytes).result()
     (sent,) = actor.broadcast(ActorWorker.write_bucket, bucket, address).result()
     victim = bucket.entries[3]

@@ -271,6 +271,25 @@ def kl_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:
         yield from _iff(charged, f"algorithm.kl.{field}", getattr(kl, field), because, value)
 
 
+def kl_in_the_loss_has_a_gradient(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    kl = config.algorithm.kl
+    if kl.place == "loss" and kl.estimator == "k1":
+        rule = "as a loss, the expected gradient of k1 is zero: it would only add noise"
+        yield Problem("algorithm.kl.estimator", kl.estimator, rule, "Use k2 or k3, or algorithm.kl.place=reward.")
+
+
+def reinforce_updates_once(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    actor, rows = config.actor, config.data.prompts_per_step * config.rollout.group_size
+    if config.algorithm.policy_loss != "reinforce":
+        return
+    rule = "reinforce has no ratio that would correct a second update on the same rollouts"
+    if actor.epochs > 1:
+        yield Problem("actor.epochs", actor.epochs, rule, "Set it to 1, or use algorithm.policy_loss=ppo_clip.")
+    if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
+        fix = f"Set it to null or {rows}, or use algorithm.policy_loss=ppo_clip."
+        yield Problem("actor.mini_batch_size", actor.mini_batch_size, rule, fix)
+
+
 def kl_controller_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     kl = config.algorithm.kl
     adaptive = kl.controller == "adaptive"
@@ -456,6 +475,8 @@ RL_RULES: tuple[RLRule, ...] = (
     critic_settings_are_used,
     reference_settings_are_used,
     kl_is_complete,
+    kl_in_the_loss_has_a_gradient,
+    reinforce_updates_once,
     kl_controller_is_complete,
     clipping_belongs_to_ppo,
     horizon_belongs_to_its_aggregation,
