@@ -161,7 +161,10 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
     """The first terminal: runs until the end of the `with`, then gets the Ctrl-C of the README."""
     folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the names of sockets in it are limited to 107 bytes
     port = free_port()
-    apart = f" --port=0 --dashboard-port={port} --node-ip-address=127.0.0.2 --temp-dir={folder} --disable-usage-stats"
+    apart = (
+        f" --port=0 --dashboard-port={port} --dashboard-agent-listen-port={free_port()}"
+        f" --node-ip-address=127.0.0.2 --temp-dir={folder} --disable-usage-stats"
+    )
     log = home / "head.log"
     with log.open("w") as output:
         head = subprocess.Popen(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +14,8 @@ import pytest
 from controllers import bench
 from controllers.bench import data
 from controllers.bench.floor import _padded
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_an_unknown_suite_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -34,10 +39,18 @@ def test_the_floor_sees_every_token_of_a_row_and_nothing_behind_it() -> None:
     assert table.tolist() == [[7, 0, 0], [4, 5, 6]]
 
 
+def measured(*arguments: str) -> dict[str, Any]:
+    """What a suite prints, in a process of its own: it opens a cluster of its own."""
+    command = [sys.executable, "-m", "controllers", "bench", *arguments]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=290)
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found
+
+
 @pytest.mark.cluster
-def test_data(capsys: pytest.CaptureFixture[str]) -> None:
-    assert bench.main(["data", "--rows", "2048", "--tokens", "128", "--repeats", "3"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_data() -> None:
+    found = measured("data", "--rows", "2048", "--tokens", "128", "--repeats", "3")
     names = {"split_8", "concat_8", "select_random", "select_neighbours", "put", "get"}
     assert found["equal_lengths"].keys() == found["mixed_lengths"].keys() == names
     assert all(one["ms"] > 0 for one in found["mixed_lengths"].values())
@@ -49,11 +62,10 @@ def test_data(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_step(tmp_path: Path) -> None:
     quick = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1"]
     quick += ["prepare.warm_start.min_steps=1", "prepare.warm_start.evaluate_every=1", "run.threads_per_rank=1"]
-    assert bench.main(["step", "--steps", "2", "--warmup", "1", "--dir", str(tmp_path), *quick]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = measured("step", "--steps", "2", "--warmup", "1", "--dir", str(tmp_path), *quick)
     for name in ("natural", "forced"):
         figures = found[name]
         assert 0 < figures["best_step_s"] <= figures["median_step_s"]

@@ -73,6 +73,7 @@ class ScoringPool:
         self._item_s = _MESSAGE_S  # nothing is known yet: begin with single items
         self._waiting: deque[int] = deque()
         self._scores: dict[int, Score] = {}
+        self._returned: set[int] = set()  # items given back by a process that ended before it looked at them
         self._children: list[_Child] = []
         with self._closing_on_error():
             self._children += (self._new_child() for _ in range(processes))
@@ -99,6 +100,7 @@ class ScoringPool:
                 self._hand_out(items)
         scores = [self._scores[index] for index in range(len(items))]
         self._scores.clear()
+        self._returned.clear()
         return scores
 
     def close(self) -> None:
@@ -178,7 +180,9 @@ class ScoringPool:
                 raise ConfigError([Problem(**json.loads(text))])
             if kind == READY:
                 child.ready = True
-            elif kind != STARTED:
+            elif kind == STARTED:
+                child.working = True
+            else:
                 self._scores[child.unanswered.popleft()] = Score(value, _HEALTHS[kind], text)
                 self._remember(time_s - child.since)
             child.since = time_s
@@ -199,6 +203,9 @@ class ScoringPool:
                 math.nan, Health.TIMEOUT, f"no score within {self._deadline_s:g} s; the process was killed"
             )
             self._remember(self._deadline_s)
+        elif child.unanswered and not overdue and not child.working and child.unanswered[0] not in self._returned:
+            # It ended before it looked at what it was handed (killed while idle): no fault of the item, once.
+            self._returned.add(child.unanswered[0])
         elif child.unanswered and not overdue:
             self._scores[child.unanswered.popleft()] = Score(math.nan, Health.EXCEPTION, f"the scoring process {cause}")
         self._waiting.extendleft(reversed(child.unanswered))
@@ -224,6 +231,7 @@ class _Child:
 
     def __init__(self, start: bytes) -> None:
         self.ready = False
+        self.working = False  # it has begun with what it was handed last
         self.unanswered: deque[int] = deque()
         self.outgoing = b""
         self._incoming = bytearray()
@@ -243,6 +251,7 @@ class _Child:
     def hand(self, indices: list[int], items: list[Item]) -> None:
         """Send `items`, known to the caller as `indices`; nothing may be unanswered."""
         self.unanswered.extend(indices)
+        self.working = False
         self.since = time.monotonic()
         self._send(message(items))
 
