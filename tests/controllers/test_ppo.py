@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from controllers.ppo import MAX_SKIPPED_IN_A_ROW
+from controllers.ppo import MAX_SKIPPED_IN_A_ROW, Trainer
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, Samplers, lasting, training
 from verl_ray.cluster.store import read
@@ -17,7 +17,8 @@ from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import NonFiniteError, RewardError
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Health
-from workers.actor import UpdateReport
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from workers.actor import ActorWorker, UpdateReport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
@@ -91,7 +92,7 @@ def test_every_algorithm_takes_steps(trainer: MakeTrainer, name: str, setting: s
         assert math.isfinite(metrics["actor/pg_loss"])
         assert metrics["actor/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
-        assert metrics["weight_sync/verified"] == 23  # parameters of two layers with tied embeddings
+        assert metrics["weight_sync/verified"] == 24  # parameters: 2 x 11, embeddings, norm
         assert ("critic/vf_loss" in metrics) == (name == "ppo")
         assert ("actor/kl_loss" in metrics) == (name in ("grpo", "reinforce_plus_plus_baseline"))
         assert ("actor/reward_kl_penalty" in metrics) == (name in ("ppo", "reinforce_plus_plus", "rloo"))
@@ -169,9 +170,18 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
     data = inputs.graded_by("broken", tmp_path)
     run = trainer("ppo", f"data.train_path={data}", "reward.max_failed_fraction=1")
     run.publish(0)
+    before = held(run)
     metrics = run.step(1)
-    assert (metrics["reward_health/exception"], metrics["actor/grad_norm"]) == (32, 0)
-    assert math.isnan(metrics["critic/score/mean"])
+    assert metrics["reward_health/exception"] == 32 and math.isnan(metrics["critic/score/mean"])
+    assert "actor/grad_norm" not in metrics  # no step at all: momentum alone would have moved the weights
+    assert held(run) == before
+
+
+def held(run: Trainer) -> list[dict[str, Fingerprint]]:
+    """The fingerprints of the actor's weights."""
+    publisher = run.publisher
+    wire = publisher._buckets[0], publisher._address
+    return run.system.actor.broadcast(ActorWorker.write_bucket, *wire).result()
 
 
 def test_a_role_without_finite_gradients_stops_the_run_however_healthy_the_other_is(trainer: MakeTrainer) -> None:
