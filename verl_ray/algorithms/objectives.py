@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, value_loss
-from verl_ray.config.schema import AlgorithmConfig, KLEstimator, ValueLossConfig
+from verl_ray.config.schema import AlgorithmConfig, ValueLossConfig
 from verl_ray.models.role_model import Outputs, TokenOutputs
 from verl_ray.ops.kl import KL_ESTIMATORS
 
@@ -78,7 +78,8 @@ class PolicyObjective:
         if self.algorithm.entropy_coefficient:
             loss = loss - self.algorithm.entropy_coefficient * entropy
         if self.algorithm.kl.place == "loss":
-            estimator: KLEstimator = self.algorithm.kl.estimator or "k3"
+            estimator = self.algorithm.kl.estimator
+            assert estimator is not None, "the configuration requires one where there is a place"
             divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
             loss = loss + self.kl_coefficient * divergence
             metrics["actor/kl_loss"] = divergence.detach()
