@@ -72,10 +72,10 @@ class System:
         self.groups.close()
 
 
-def start(config: Config, session: Session) -> System:
-    """Start every role of the job, or nothing."""
+def start(config: Config, session: Session, *, learns: bool = True) -> System:
+    """Start every role of the job, or nothing; without learning, only those that answer and grade."""
     shape = Shape.of(session)
-    plan = plan_processes(config, shape)
+    plan = plan_processes(config, shape, learns=learns)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     groups = start_groups(
@@ -93,7 +93,7 @@ def start(config: Config, session: Session) -> System:
     return System(groups, actor, critic, reference, reward, rollout, shape.gpus > 0)
 
 
-def plan_processes(config: Config, shape: Shape) -> Plan:
+def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
     """Process sets and roles of a job.
 
     Colocated, the model roles of one backend share a process per rank; different backends never share one. The
@@ -101,10 +101,11 @@ def plan_processes(config: Config, shape: Shape) -> Plan:
     """
     gpu = 1 if shape.gpus else 0
     colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
+    models = {name: role for name, role in config.model_roles.items() if learns or name == "actor"}
     home: dict[str, str] = {
-        name: f"{role.backend.kind} trainer" if colocated else name for name, role in config.model_roles.items()
+        name: f"{role.backend.kind} trainer" if colocated else name for name, role in models.items()
     }
-    counts = {home[name]: role.num_ranks for name, role in config.model_roles.items()}
+    counts = {home[name]: role.num_ranks for name, role in models.items()}
     if isinstance(config, RLConfig):
         counts |= {"rollout": config.rollout.num_replicas, "reward": config.reward.num_ranks}
     threads = threads_per_rank(config, counts, shape)
@@ -115,7 +116,7 @@ def plan_processes(config: Config, shape: Shape) -> Plan:
     sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
     roles: dict[str, Role[Any]] = {
         name: Role(name, home[name], FACTORIES[name], (engine_spec(name, role, config),))
-        for name, role in config.model_roles.items()
+        for name, role in models.items()
     }
     if isinstance(config, RLConfig):
         sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, SHARED if colocated else "rollout"))

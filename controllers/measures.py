@@ -19,8 +19,9 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
 from verl_ray.engine.base import LossReport
 from verl_ray.ops.masked import Moments, explained_variance
+from verl_ray.profiling.memory import GIB
 from verl_ray.rewards.health import Health, health_metrics
-from workers.actor import UpdateReport
+from workers.model_worker import UpdateReport
 
 Metrics = dict[str, float]
 
@@ -109,7 +110,29 @@ def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
         f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
         f"{role}/lr": steps[-1].lr,
         f"{role}/skipped_steps": float(sum(step.skipped is not None for step in steps)),
+        **utilisation(role, updates),
     }
+
+
+def utilisation(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
+    """Arithmetic per rank and second of a role's optimizer steps, and what it needed of the devices' memory.
+
+    perf/mfu is the model FLOPs utilisation of PaLM (arXiv:2204.02311, appendix B) as a fraction; only where the peak
+    of the device is known. perf/tflops counts the same arithmetic on any device.
+    """
+    ranks = [rank for step in updates for rank in step]
+    seconds = sum(max(rank.seconds for rank in step) * len(step) for step in updates)
+    flops = sum(rank.flops for rank in ranks)
+    metrics: Metrics = {}
+    if flops and seconds:
+        metrics[f"perf/tflops/{role}"] = flops / seconds / 1e12
+        if peak := ranks[0].peak_flops_per_s:
+            metrics[f"perf/mfu/{role}"] = flops / seconds / peak
+    memory = [rank.memory for rank in ranks if rank.memory is not None]
+    if memory:
+        metrics[f"{role}/perf/max_memory_allocated_gb"] = max(one.peak_allocated_bytes for one in memory) / GIB
+        metrics[f"{role}/perf/max_memory_reserved_gb"] = max(one.peak_reserved_bytes for one in memory) / GIB
+    return metrics
 
 
 def mismatch(means: Metrics) -> Metrics:

@@ -38,8 +38,9 @@ from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Health
 from verl_ray.tracking.base import Sample
-from workers.actor import ActorWorker, MiniBatch, UpdateReport
+from workers.actor import ActorWorker
 from workers.critic import CriticWorker
+from workers.model_worker import MiniBatch, UpdateReport
 from workers.reference import ReferenceWorker
 
 T = TypeVar("T")

@@ -7,8 +7,12 @@ never starts anew by itself. Deliberately not here: the format (`verl_ray/checkp
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import fcntl
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
@@ -36,6 +40,32 @@ class Resumable(Protocol):
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
+@contextlib.contextmanager
+def claim(run_dir: str) -> Iterator[None]:
+    """One run at a time writes to a folder: the lock ends with the process that holds it, however that ends.
+
+    Raises ConfigError when another run holds it. A file system without locks is a warning.
+    """
+    folder = Path(run_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                print(f"warning: {folder} cannot be locked against a second run: {error}", file=sys.stderr, flush=True)
+            else:
+                file.seek(0)
+                rule = f"another run is writing to it ({file.read().strip() or 'not yet known which'})"
+                fix = "wait for it to end, or use another run.dir"
+                raise ConfigError([Problem("run.dir", run_dir, rule, fix)]) from None
+        else:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {os.uname().nodename}")
+            file.flush()
+        yield
+
+
 class Recovery:
     """Finds the checkpoint that run.resume asks for before anything is started.
 
@@ -58,6 +88,21 @@ class Recovery:
     @property
     def tracker_state(self) -> dict[str, str] | None:
         return None if self._checkpoint is None else self._checkpoint.state["trackers"]
+
+    def set_aside(self) -> None:
+        """Keep the record of a run that left no checkpoint out of the way of the one that begins anew."""
+        steps = self._recorded()
+        if self._checkpoint is not None or not steps:
+            return
+        record = self._store.root.parent / "metrics.jsonl"
+        aside = record.with_name(f"metrics.{int(record.stat().st_mtime)}.jsonl")
+        record.rename(aside)
+        print(
+            f"warning: {record.parent} records {steps} steps but holds no checkpoint: the run begins anew, and the old "
+            f"record is in {aside.name}",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def restore(self, trainer: Resumable) -> int:
         """Bring the trainer to where the checkpoint was written. Returns the number of finished steps."""
@@ -88,16 +133,6 @@ class Recovery:
             self._refuse(resume, f"{here.parent} already holds {what}", fix)
         for reason in found.skipped:
             print(f"warning: {reason}", file=sys.stderr, flush=True)
-        if found.checkpoint is None and (steps := self._recorded()):
-            record = here.parent / "metrics.jsonl"
-            aside = record.with_name(f"metrics.{int(record.stat().st_mtime)}.jsonl")
-            record.rename(aside)
-            print(
-                f"warning: {here.parent} records {steps} steps but holds no checkpoint: the run begins anew, and the "
-                f"old record is in {aside.name}",
-                file=sys.stderr,
-                flush=True,
-            )
         return found.checkpoint
 
     def _recorded(self) -> int:

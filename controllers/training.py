@@ -19,7 +19,7 @@ from controllers.evaluation import Evaluator
 from controllers.measures import Metrics
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
-from controllers.recovery import Recovery
+from controllers.recovery import Recovery, claim
 from controllers.sft import SupervisedTrainer
 from controllers.signals import stop_on_signals
 from verl_ray.cluster.session import Session
@@ -40,13 +40,20 @@ SHOWN_SAMPLES = 5
 def train(config: Config) -> int:
     """Run the job. Returns 0, or 1 if a run that promised a gain (prepare.min_gain) did not reach it."""
     print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
-    recovery = Recovery(config)
-    with open_session(config) as session:
-        (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-        if isinstance(config, SFTConfig):
-            return train_supervised(config, session, recovery)
-        prepare(config, session)
-        return train_rl(config, session, recovery)
+    with claim(config.run.dir):
+        recovery = Recovery(config)
+        recovery.set_aside()
+        with open_session(config) as session:
+            return run(config, session, recovery)
+
+
+def run(config: Config, session: Session, recovery: Recovery) -> int:
+    """One job on an open cluster."""
+    (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    if isinstance(config, SFTConfig):
+        return train_supervised(config, session, recovery)
+    prepare(config, session)
+    return train_rl(config, session, recovery)
 
 
 def open_session(config: Config) -> Session:
@@ -91,7 +98,7 @@ def evaluate_once(config: RLConfig) -> tuple[Metrics, list[Sample]]:
     with open_session(config) as session:
         tokenizer = load_tokenizer(config.actor.model.path)
         prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
-        with start(config, session) as system:
+        with start(config, session, learns=False) as system:
             trainer = Trainer(config, system, prompts, Evaluator(config, tokenizer))
             trainer.publish(recovery.restore(trainer))
             return trainer.evaluate()

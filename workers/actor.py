@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.credit import assign, diverge
-from verl_ray.algorithms.objectives import Objective, PolicyObjective, SupervisedObjective
+from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import AggregationName, AlgorithmConfig
+from verl_ray.config.schema import AlgorithmConfig
 from verl_ray.data.stages import (
     Credit,
     Divergence,
@@ -21,7 +18,7 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
-from verl_ray.engine.base import EngineSpec, LossReport, StepReport
+from verl_ray.engine.base import EngineSpec
 from verl_ray.models.role_model import Outputs
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.weight_sync.buckets import Bucket
@@ -33,25 +30,7 @@ from verl_ray.weight_sync.shared_memory import (
     create,
     remove,
 )
-from workers.model_worker import ModelWorker
-
-
-@dataclass(frozen=True)
-class MiniBatch:
-    """What a loss must know of a whole mini-batch, over all ranks."""
-
-    total_tokens: int
-    total_rows: int
-    aggregation: AggregationName
-    horizon: int | None
-
-
-@dataclass(frozen=True)
-class UpdateReport:
-    """One optimizer step on one rank."""
-
-    loss: LossReport
-    step: StepReport
+from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
 class ActorWorker(ModelWorker):
@@ -119,9 +98,6 @@ class ActorWorker(ModelWorker):
         wrong = np.bincount(row[rows.response_mask & ~found.greedy], minlength=rows.num_rows)
         return Scores.ok((wrong == 0).astype(np.float32))
 
-    def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:
-        return UpdateReport(self.engine.forward_backward(rows, objective), self.engine.optimizer_step())
-
     # --------------------------------------------------------------------------------------------- publishing
 
     def manifest(self) -> Manifest:
@@ -151,15 +127,3 @@ class ActorWorker(ModelWorker):
         if self._wire is not None:
             self._wire[1].close()
             self._wire = None
-
-
-def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:
-    """The weight of each token loss of a row, float32 [rows]; 0 for rows that are not learned from."""
-    counted = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
-    return row_weights(
-        mini_batch.aggregation,
-        counted,
-        total_tokens=mini_batch.total_tokens,
-        total_rows=mini_batch.total_rows,
-        horizon=mini_batch.horizon,
-    )

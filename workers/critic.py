@@ -5,8 +5,7 @@ from __future__ import annotations
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
 from verl_ray.models.role_model import Outputs
-from workers.actor import MiniBatch, UpdateReport, loss_weights
-from workers.model_worker import ModelWorker
+from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
 class CriticWorker(ModelWorker):
@@ -28,4 +27,4 @@ class CriticWorker(ModelWorker):
             old_values=values.values,
             returns=credit.returns,
         )
-        return UpdateReport(self.engine.forward_backward(batch, objective), self.engine.optimizer_step())
+        return self.learn(batch, objective)

@@ -6,17 +6,48 @@ Invariant: no method knows which backend holds the model. Deliberately not here:
 from __future__ import annotations
 
 import contextlib
-from dataclasses import asdict
+import time
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from verl_ray.algorithms.aggregation import row_weights
+from verl_ray.algorithms.objectives import Objective
 from verl_ray.checkpoint.sharded import load, save
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.data.stages import LogProbs, Rows
-from verl_ray.engine.base import EngineSpec
+from verl_ray.config.schema import AggregationName
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
+from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.models.role_model import Outputs
-from verl_ray.profiling.memory import device_memory, process_memory
+from verl_ray.profiling.flops import ModelShape, peak_flops_per_s, training_flops
+from verl_ray.profiling.memory import DeviceMemory, device_memory
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """What a loss must know of a whole mini-batch, over all ranks."""
+
+    total_tokens: int
+    total_rows: int
+    aggregation: AggregationName
+    horizon: int | None
+
+
+@dataclass(frozen=True)
+class UpdateReport:
+    """One optimizer step on one rank."""
+
+    loss: LossReport
+    step: StepReport
+    seconds: float = 0.0
+    flops: float = 0.0
+    """Needed for this rank's rows; 0 for a model whose arithmetic is not counted."""
+    peak_flops_per_s: float | None = None
+    """Of this rank's device; None where it is not known."""
+    memory: DeviceMemory | None = None
+    """Of this rank's device, with the peaks of the step; None without one."""
 
 
 class ModelWorker:
@@ -27,12 +58,22 @@ class ModelWorker:
         device = torch.device(context.device)
         self.engine = build_engine(spec, device=device, rank=context.rank, world_size=context.num_ranks)
         self.topology = self.engine.topology
+        self._shape = ModelShape.of(spec.model_path)
+        self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
 
     def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
         """Log-probabilities of the response tokens at the temperature they were sampled with."""
         found = self.engine.forward(rows, Outputs(log_probs=True, temperature=temperature))
         assert found.log_probs is not None
         return LogProbs(offsets=rows.offsets, log_probs=found.log_probs)
+
+    def learn(self, rows: TrainingBatch, objective: Objective) -> UpdateReport:
+        """One optimizer step on this rank's rows of a mini-batch."""
+        began = time.perf_counter()
+        loss, step = self.engine.forward_backward(rows, objective), self.engine.optimizer_step()
+        seconds = time.perf_counter() - began  # the gradient norm has been waited for, so the device is done
+        flops = training_flops(self._shape, rows.lengths) if self._shape is not None else 0.0
+        return UpdateReport(loss, step, seconds, flops, self._peak_flops_per_s, device_memory(reset_peak=True))
 
     def save(self, path: str) -> None:
         """Write this rank's shards of the engine's state under `path`."""
@@ -52,11 +93,18 @@ class ModelWorker:
         """Move parameters and optimizer state to "device" or "host"."""
         self.engine.place(params=params, optimizer=optimizer)
 
-    def memory(self) -> dict[str, float]:
-        """What this process holds, in bytes by name."""
-        device = device_memory()
-        return {**asdict(process_memory()), **(asdict(device) if device is not None else {})}
-
     def close(self) -> None:
         with contextlib.suppress(Exception):
             self.engine.close()
+
+
+def loss_weights(rows: Rollouts, credit: Credit, mini_batch: MiniBatch) -> np.ndarray:
+    """The weight of each token loss of a row, float32 [rows]; 0 for rows that are not learned from."""
+    counted = np.where(credit.in_loss, rows.response_length, 0).astype(np.int64)
+    return row_weights(
+        mini_batch.aggregation,
+        counted,
+        total_tokens=mini_batch.total_tokens,
+        total_rows=mini_batch.total_rows,
+        horizon=mini_batch.horizon,
+    )

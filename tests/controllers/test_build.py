@@ -72,6 +72,11 @@ def test_roles_that_the_algorithm_does_without_are_not_created(algorithm: str, r
     assert plan(f"algorithm={algorithm}").roles.keys() == roles | {"rollout", "reward"}
 
 
+def test_an_evaluation_starts_neither_critic_nor_reference() -> None:
+    found = plan_processes(config("placement=separate"), TWO, learns=False)
+    assert set(sets(found)) == found.roles.keys() == {"actor", "rollout", "reward"}
+
+
 def test_a_supervised_run_is_an_actor_alone() -> None:
     found = plan_processes(compose("sft", INPUTS), TWO)
     assert (sets(found), homes(found)) == ({"engine trainer": ("shared", 1)}, {"actor": "engine trainer"})

@@ -16,8 +16,9 @@ from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
+from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import Health
-from workers.actor import UpdateReport
+from workers.model_worker import UpdateReport
 
 
 def held(batch: Batch) -> Sharded:  # type: ignore[type-arg]
@@ -87,6 +88,20 @@ def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
         "actor/x": 12 / 8, "actor/loss": 2.0, "actor/grad_norm": 2.0, "actor/lr": 0.5, "actor/skipped_steps": 1.0,
     }  # fmt: skip
     assert math.isnan(measures.of_updates("actor", [second])["actor/grad_norm"])
+
+
+def test_utilisation_counts_the_slowest_rank_of_each_step() -> None:
+    def report(seconds: float, flops: float, peak: float | None = 1e12) -> UpdateReport:
+        memory = DeviceMemory(0, 0, GIB, 2 * GIB)
+        return UpdateReport(LossReport(), StepReport(1.0, 0.1), seconds, flops, peak, memory if peak else None)
+
+    # two ranks for 2 s, then for 1 s: 6 rank-seconds; 3 TFLOP of the 6 that the devices could have done
+    found = measures.utilisation("actor", [[report(2, 1e12), report(1, 1e12)], [report(1, 1e12), report(1, 0)]])
+    assert found == {
+        "perf/tflops/actor": 0.5, "perf/mfu/actor": 0.5,
+        "actor/perf/max_memory_allocated_gb": 1.0, "actor/perf/max_memory_reserved_gb": 2.0,
+    }  # fmt: skip
+    assert measures.utilisation("critic", [[report(2, 1e12, None)]]) == {"perf/tflops/critic": 0.5}
 
 
 def test_timings_per_token() -> None:

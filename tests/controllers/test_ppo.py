@@ -18,7 +18,8 @@ from verl_ray.errors import NonFiniteError, RewardError
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Health
 from verl_ray.weight_sync.fingerprint import Fingerprint
-from workers.actor import ActorWorker, UpdateReport
+from workers.actor import ActorWorker
+from workers.model_worker import UpdateReport
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from controllers.recovery import Recovery
+from controllers.recovery import Recovery, claim
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
@@ -188,9 +188,31 @@ def test_a_record_without_a_checkpoint_is_kept_aside(
     (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n')
     with pytest.raises(ConfigError, match="already holds the record of a run"):
         Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
-    assert Recovery(inputs.config("ppo", tmp_path)).step is None
+    recovery = Recovery(inputs.config("ppo", tmp_path))
+    assert recovery.step is None and (tmp_path / "metrics.jsonl").exists()  # an evaluation only looks
+    recovery.set_aside()
     assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
     assert not (tmp_path / "metrics.jsonl").exists() and len(list(tmp_path.glob("metrics.*.jsonl"))) == 1
+
+
+HOLD = """
+import sys
+from controllers.recovery import claim
+with claim(sys.argv[1]):
+    print("mine", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_one_run_at_a_time_writes_to_a_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+        assert other.stdout is not None and other.stdout.readline() == "mine\n"
+        with pytest.raises(ConfigError, match=f"another run is writing to it .process {other.pid} on "):
+            claim(str(tmp_path)).__enter__()
+        other.kill()
+    with claim(str(tmp_path)):
+        pass
 
 
 def test_another_runs_checkpoint_does_not_push_out_this_runs(inputs: Inputs, tmp_path: Path) -> None:

@@ -1,5 +1,8 @@
 """Arithmetic that fits on a page, and a published model."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_ray.errors import ModelError
-from verl_ray.profiling.flops import ModelShape, forward_flops, mfu, training_flops
+from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
 
 LLAMA_3_8B = {
     "num_hidden_layers": 32,
@@ -59,11 +62,13 @@ def test_equal_to_what_torch_counts() -> None:
     assert 0 <= rotary <= 0.001 * counter.get_total_flops()
 
 
-def test_utilisation_by_hand() -> None:
-    assert mfu(8e12, seconds=2.0, peak_flops_per_s=1e13, num_devices=4) == 0.1
+def test_a_cpu_has_no_known_peak() -> None:
+    assert peak_flops_per_s(torch.device("cpu"), "bfloat16") is None
 
 
-def test_a_mixture_of_experts_is_refused() -> None:
+def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, "num_experts": 8}))
+    assert ModelShape.of(str(tmp_path)) is None
     with pytest.raises(ModelError, match="mixture of experts"):
         ModelShape.from_config({**LLAMA_3_8B, "num_experts": 8})
 

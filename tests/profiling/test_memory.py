@@ -13,29 +13,18 @@ from verl_ray.profiling.memory import (
     TreeMemorySampler,
     device_memory,
     host_used_gib,
-    process_memory,
     tree_pss_bytes,
 )
 
 MIB = 1 << 20
 
 
-def test_an_array_shows_in_both_sizes() -> None:
-    before = process_memory()
-    array = np.ones(64 * MIB, dtype=np.uint8)
-    after = process_memory()
-    for grown in (after.rss_bytes - before.rss_bytes, after.pss_bytes - before.pss_bytes):
-        assert 60 * MIB < grown < 80 * MIB
+def test_an_array_shows_in_what_the_host_uses() -> None:
+    before = host_used_gib()
+    array = np.ones(1 << 30, dtype=np.uint8)
+    assert host_used_gib() - before > 0.5
     del array
-
-
-def test_the_host_uses_more_than_this_process_and_less_than_it_has() -> None:
-    assert (
-        0
-        < process_memory().pss_bytes / GIB
-        < host_used_gib()
-        < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
-    )
+    assert 0 < host_used_gib() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 
 # Each generation holds 64 MiB of its own; the child starts the grandchild, and both wait for their stdin to end.
@@ -74,12 +63,14 @@ def test_a_process_that_is_gone_holds_nothing() -> None:
 
 # Blocks below the size that malloc maps by itself come from the heap, which cannot shrink below the ones that stay.
 TRIM = """
-from verl_ray.profiling.memory import malloc_trim, process_memory
-blocks = [bytes(100_000) for _ in range(1000)]
+import os, psutil
+from verl_ray.profiling.memory import malloc_trim
+process = psutil.Process(os.getpid())
+blocks = [b"x" * (100_000 + i % 2) for i in range(1000)]
 del blocks[::2]
-held = process_memory().rss_bytes
+held = process.memory_full_info().uss
 assert malloc_trim()
-print(held - process_memory().rss_bytes)
+print(held - process.memory_full_info().uss)
 """
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import assert_never
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from verl_ray.config.schema import AggregationName
@@ -54,4 +53,4 @@ def aggregate(token_values: Tensor, row: Tensor, weights: Tensor) -> Tensor:
 
     `token_values` float32 [T] over response tokens, `row` int64 [T] in [0, rows), `weights` float32 [rows].
     """
-    return torch.dot(weights[row], token_values)
+    return (weights.index_select(0, row) * token_values).sum()

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.objectives import LossInputs, Objective
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.packing import micro_batches
@@ -136,10 +137,10 @@ class ModuleEngine(Engine):
                     with self.computing():
                         outputs = self.module(batch.packed, objective.outputs)
                     found = objective(outputs, inputs)
-                    weights = weight.index_select(0, batch.row) if len(index) else batch.row.float()
-                    loss = (found.loss * weights).sum()
+                    loss = aggregate(found.loss, batch.row, weight)
                     loss.backward()
-                counted = (weights != 0).float()  # rows kept out of the loss are kept out of its metrics
+                # rows kept out of the loss are kept out of its metrics
+                counted = (weight != 0).float().index_select(0, batch.row)
                 for name, values in {"loss": None, "tokens": counted, **found.metrics}.items():
                     total = loss.detach() if values is None else (values.detach().float() * counted).sum()
                     sums[name] = sums[name] + total if name in sums else total

@@ -7,13 +7,45 @@ activations and rotary embeddings are left out: well under 1 % at any size that 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from verl_ray.errors import ModelError
+
+if TYPE_CHECKING:
+    import torch
+
+BFLOAT16_PEAK_FLOPS_PER_S = {
+    "A100": 312e12,
+    "A800": 312e12,
+    "B200": 2250e12,
+    "GH200": 989e12,
+    "H100 NVL": 835e12,
+    "H100 PCIe": 756e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "H20": 148e12,
+    "H800": 989e12,
+    "L40S": 362e12,
+    "RTX 4090": 165e12,
+}
+"""Part of the device's name -> dense products in bfloat16, from the makers' data sheets; the first match counts."""
+
+
+def peak_flops_per_s(device: torch.device, dtype: str) -> float | None:
+    """What this device can do in this type; None for a CPU, float32, or a device that is not in the table."""
+    if device.type != "cuda" or dtype != "bfloat16":
+        return None
+    import torch
+
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in BFLOAT16_PEAK_FLOPS_PER_S.items() if part in name), None)
 
 
 @dataclass(frozen=True)
@@ -27,6 +59,14 @@ class ModelShape:
     head_size: int
     intermediate_size: int
     vocab_size: int
+
+    @staticmethod
+    def of(model_path: str) -> ModelShape | None:
+        """Of the model in this directory; None where the arithmetic of its kind is not counted."""
+        try:
+            return ModelShape.from_config(json.loads((Path(model_path) / "config.json").read_text()))
+        except ModelError:
+            return None
 
     @staticmethod
     def from_config(config: Mapping[str, object]) -> ModelShape:
@@ -73,18 +113,6 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
 def training_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
     """FLOPs of one forward and backward pass: the backward pass needs twice the forward pass (the same 6N)."""
     return 3 * forward_flops(shape, lengths)
-
-
-def mfu(flops: float, seconds: float, peak_flops_per_s: float, num_devices: int = 1) -> float:
-    """Model FLOPs utilisation as a fraction (arXiv:2204.02311, appendix B): needed arithmetic over possible arithmetic.
-
-    Args:
-        flops: of all devices together.
-        seconds: they took.
-        peak_flops_per_s: of one device, for dense matrix products in the type that was used.
-        num_devices: that took part.
-    """
-    return flops / (seconds * peak_flops_per_s * num_devices)
 
 
 def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) -> int:

@@ -19,14 +19,6 @@ GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class ProcessMemory:
-    """Of this process."""
-
-    rss_bytes: int
-    pss_bytes: int
-
-
-@dataclass(frozen=True)
 class DeviceMemory:
     """Of this process on its current device, as torch's allocator counts it; peaks since they were last reset."""
 
@@ -34,12 +26,6 @@ class DeviceMemory:
     reserved_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
-
-
-def process_memory() -> ProcessMemory:
-    """Resident and proportional set size of this process, right now."""
-    memory = psutil.Process().memory_full_info()
-    return ProcessMemory(rss_bytes=memory.rss, pss_bytes=memory.pss)
 
 
 def host_used_gib() -> float:

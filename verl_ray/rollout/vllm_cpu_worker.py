@@ -6,12 +6,13 @@ them has to be told. Deliberately not here: anything a GPU worker needs; there v
 
 from __future__ import annotations
 
-import ctypes
 import gc
 from collections.abc import Iterable
 
 import torch
 from vllm.v1.worker.cpu_worker import CPUWorker
+
+from verl_ray.profiling.memory import malloc_trim
 
 Storages = list[tuple[torch.UntypedStorage, int]]  # with their sizes in bytes when resident
 
@@ -38,7 +39,7 @@ class SleepingCPUWorker(CPUWorker):
                 if hasattr(module, "cpu_linear"):
                     module.cpu_linear = None  # holds the weights as packed for the CPU; loading packs them anew
         gc.collect()
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
+        malloc_trim()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         for tag in tags or ["weights", "kv_cache"]:

@@ -8,7 +8,7 @@ import pytest
 from tests.rows import rollouts_of
 from verl_ray.config.schema import AggregationName
 from verl_ray.data.stages import Credit
-from workers.actor import MiniBatch, loss_weights
+from workers.model_worker import MiniBatch, loss_weights
 
 ROWS = rollouts_of([2, 4, 1])
 
