@@ -15,6 +15,9 @@ def test_numbers_are_stable() -> None:
         ("EXCEPTION", 2),
         ("NONFINITE", 3),
         ("NONE", 4),
+        ("UNAVAILABLE", 5),
+        ("UNPARSED", 6),
+        ("TOO_LONG", 7),
     ]
 
 
@@ -26,6 +29,9 @@ def test_metrics_count_every_kind() -> None:
         "reward_health/exception": 0.0,
         "reward_health/nonfinite": 0.0,
         "reward_health/none": 1.0,
+        "reward_health/unavailable": 0.0,
+        "reward_health/unparsed": 0.0,
+        "reward_health/too_long": 0.0,
     }
 
 

@@ -81,6 +81,14 @@ class DataFilesConfig(Section):
     """Whether prompts go through the tokenizer's chat template; auto = when it has one."""
 
 
+class PreferenceDataConfig(DataFilesConfig):
+    """Pairs of responses to one prompt, of which one is better."""
+
+    unusable: Literal["refuse", "skip"]
+    """What happens to a pair whose responses are equal or empty: the run refuses to start, or it is left out and
+    counted."""
+
+
 class DataConfig(DataFilesConfig):
     prompts_per_step: Positive
     """Prompts drawn from train_path for each step."""
@@ -177,6 +185,38 @@ class FunctionReward(Section):
     """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
     max_failed_fraction: Fraction
     """Stop the run when more than this fraction of a step's scores failed."""
+
+
+class HttpReward(Section):
+    """Scores by a service: JSON over HTTP."""
+
+    kind: Literal["http"]
+    num_ranks: Positive
+    """Ray actors that ask; each is CPU only and has limits of its own."""
+    url: str
+    """Where items are posted."""
+    token_env: str | None
+    """Environment variable of the workers that holds a bearer token; null = none is sent."""
+    batch_size: Positive
+    """Responses per request."""
+    concurrency: Positive
+    """Requests in flight at the same time."""
+    requests_per_s: PositiveFloat | None
+    """Rate limit; null = none."""
+    request_timeout_s: PositiveFloat
+    """How long the service may take for one request before it counts as failed."""
+    deadline_s: PositiveFloat
+    """How long one batch may take, all its attempts and waits included."""
+    max_attempts: Positive
+    """Requests per batch, the first included."""
+    backoff_s: PositiveFloat
+    """Wait before the second attempt; it doubles with each further one, with jitter."""
+    circuit_failures: Positive
+    """Batches that fail in a row before the circuit opens: nothing is sent any more and every score fails at once."""
+    circuit_reset_s: PositiveFloat
+    """How long the circuit stays open before one batch may try again."""
+    max_failed_fraction: Fraction
+    """As for functions."""
 
 
 Reward = FunctionReward

@@ -134,6 +134,7 @@ class TrainingBatch(Rows):
     """What a loss may look at: the tokens under the response mask. Columns an algorithm does not use are absent."""
 
     loss_weight: Float32 = row(np.float32)  # of each of the row's token losses: aggregation as one number per row
+    margin: Float32 | None = row(np.float32, optional=True)  # of a pair, on both of its rows
     rollout_log_probs: Float32 | None = token(np.float32, optional=True)
     old_log_probs: Float32 | None = token(np.float32, optional=True)
     ref_log_probs: Float32 | None = token(np.float32, optional=True)

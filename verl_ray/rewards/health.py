@@ -25,6 +25,12 @@ class Health(enum.IntEnum):
     """The function returned NaN or an infinity."""
     NONE = 4
     """The function returned None: it declines to grade this response."""
+    UNAVAILABLE = 5
+    """The service did not answer, or its circuit is open."""
+    UNPARSED = 6
+    """The service or the judge answered, but no score can be read from what it said."""
+    TOO_LONG = 7
+    """The response and its prompt do not fit the model that grades."""
 
     @property
     def metric(self) -> str:
