@@ -11,9 +11,9 @@ from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weig
 class CriticWorker(ModelWorker):
     def compute_values(self, rows: Rows) -> Values:
         """The value before each response token, and after the last one."""
-        found = self.engine.forward(rows, Outputs(values=True), final_values=True)
-        assert found.values is not None and found.final_values is not None
-        return Values(offsets=rows.offsets, values=found.values, final_value=found.final_values)
+        found = self.engine.forward(rows, Outputs(values=True, scores=True))
+        assert found.values is not None and found.scores is not None
+        return Values(offsets=rows.offsets, values=found.values, final_value=found.scores)
 
     def update(
         self, rows: Rollouts, credit: Credit, values: Values, mini_batch: MiniBatch, objective: ValueObjective

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, ppo_clip, reinforce, value_loss
+from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, ppo_clip, reinforce, value_loss
 from verl_ray.config.schema import AlgorithmConfig, KLConfig, PolicyLossName
 
 
@@ -137,3 +137,27 @@ def test_by_name_with_the_settings_of_the_configuration(config: AlgorithmConfig,
     log_probs: Tensor = torch.tensor([4.0, 4.0]).log()
     found = POLICY_LOSSES[config.policy_loss](log_probs, torch.zeros(2), torch.tensor([1.0, -1.0]), config)
     assert found.loss.tolist() == pytest.approx(expected)
+
+
+def test_preferences_by_hand() -> None:
+    chosen = torch.tensor([math.log(3), 1.0, 0.0], requires_grad=True)
+    rejected, margin = torch.tensor([0.0, 1.0, math.log(4)]), torch.tensor([0.0, 0.0, -math.log(2)])
+    found = bradley_terry(chosen, rejected, margin, label_smoothing=0.0)
+    # sigmoid of the differences log 3, 0 and, with the margin, -log 2: 3/4, 1/2 and 1/3
+    torch.testing.assert_close(found.loss, torch.tensor([math.log(4 / 3), math.log(2), math.log(3)]))
+    assert found.metrics["reward/accuracy"].tolist() == [1.0, 0.5, 0.0]
+    # the margin is no part of what the scores say: 1/5 for the third pair
+    torch.testing.assert_close(
+        found.metrics["reward/log_loss"], torch.tensor([math.log(4 / 3), math.log(2), math.log(5)])
+    )
+    torch.testing.assert_close(found.metrics["reward/margin"], torch.tensor([math.log(3), 0.0, -math.log(4)]))
+    (grad,) = torch.autograd.grad(found.loss.sum(), chosen)
+    torch.testing.assert_close(grad, torch.tensor([-1 / 4, -1 / 2, -2 / 3]))
+
+
+def test_smoothed_labels_by_hand() -> None:
+    chosen, nothing = torch.tensor([math.log(3)], requires_grad=True), torch.zeros(1)
+    found = bradley_terry(chosen, nothing, nothing, label_smoothing=0.25)
+    torch.testing.assert_close(found.loss, torch.tensor([0.75 * math.log(4 / 3) + 0.25 * math.log(4)]))
+    (grad,) = torch.autograd.grad(found.loss.sum(), chosen)
+    torch.testing.assert_close(grad, torch.zeros(1))  # at 3:1 odds, a quarter of the labels being wrong is what it says

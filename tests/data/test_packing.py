@@ -54,3 +54,10 @@ def test_parts_differ_by_no_more_than_the_longest_row(lengths: np.ndarray, parts
 def test_balance_by_hand() -> None:
     assert [index.tolist() for index in balance(np.array([1, 7, 5, 3]), 2)] == [[0, 1], [2, 3]]  # 7 + 1 | 5 + 3
     assert [index.tolist() for index in balance(np.array([4]), 3)] == [[0], [], []]
+
+
+def test_rows_of_a_unit_stay_together_in_order() -> None:
+    lengths = np.array([1, 2, 7, 8, 1, 1])  # units of 3, 15 and 2 tokens
+    assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [[2, 3], [0, 1, 4, 5]]
+    with pytest.raises(DataError, match="15 tokens"):
+        micro_batches(lengths, 14, unit=2)

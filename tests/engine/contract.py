@@ -20,7 +20,14 @@ import torch
 import torch.distributed as dist
 
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.objectives import LossInputs, Objective, PolicyObjective, SupervisedObjective, ValueObjective
+from verl_ray.algorithms.objectives import (
+    LossInputs,
+    Objective,
+    PolicyObjective,
+    PreferenceObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
 from verl_ray.checkpoint import sharded
 from verl_ray.config.schema import (
     AlgorithmConfig,
@@ -31,7 +38,7 @@ from verl_ray.config.schema import (
     ValueLossConfig,
 )
 from verl_ray.data.batch import offsets_of
-from verl_ray.data.packing import balance
+from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
@@ -72,6 +79,8 @@ ALGORITHM = AlgorithmConfig(
 )
 POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
 VALUE_CLIP = 0.2
+SMOOTHING = 0.1
+PREFERENCE = PreferenceObjective(SMOOTHING)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
 
 
@@ -100,10 +109,25 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
     )
 
 
+def pairs_of() -> TrainingBatch:
+    """The same rows as pairs of a chosen and a rejected one, read at their ends alone, each pair of another weight."""
+    rows = rows_of()
+    pairs = rows.num_rows // 2
+    weight = np.arange(1, pairs + 1, dtype=np.float32) / pairs
+    return TrainingBatch(
+        offsets=rows.offsets,
+        tokens=rows.tokens,
+        response_mask=np.zeros(rows.num_tokens, np.bool_),
+        loss_weight=np.repeat(weight / 2, 2),
+        margin=np.repeat(np.linspace(0, 0.5, pairs, dtype=np.float32), 2),
+    )
+
+
 @dataclass
 class Noisy:
     """Supervised, with random weights of the tokens: shows where an engine's random numbers come from."""
 
+    rows_per_unit: int = 1
     outputs: Outputs = SupervisedObjective().outputs
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
@@ -145,6 +169,9 @@ class Ranks:
     def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         return balance(rows.lengths, self.world)[self.rank]
 
+    def my_pairs(self, rows: TrainingBatch) -> TrainingBatch:
+        return rows.select(rows_of_units(balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2))
+
     def everyone(self, value: Any) -> list[Any]:
         if self.world == 1:
             return [value]
@@ -182,16 +209,16 @@ class Ranks:
         assert all(bool((times == 1).all()) for times in count.values())
         return full
 
-    def forward(self, engine: Engine, rows: TrainingBatch, outputs: Outputs, **more: Any) -> dict[str, Any]:
+    def forward(self, engine: Engine, rows: TrainingBatch, outputs: Outputs) -> dict[str, Any]:
         """The columns of all rows, from the ranks that computed them."""
         index = self.mine(rows)
-        found = vars(engine.forward(rows.select(index), outputs, **more))
+        found = vars(engine.forward(rows.select(index), outputs))
         order = np.argsort(np.concatenate(self.everyone(index)), kind="stable")
         columns = {}
         for name, mine in found.items():
             if mine is None:
                 continue
-            sizes = np.ones(len(index), int) if name == "final_values" else rows.lengths[index]
+            sizes = np.ones(len(index), int) if name == "scores" else rows.lengths[index]
             flat = [row for part in self.everyone(np.split(mine, np.cumsum(sizes)[:-1])) for row in part]
             columns[name] = np.concatenate([flat[i] for i in order])
         return columns
@@ -212,7 +239,8 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
     engine = ranks.engine(kind, head="value", optimizer=None)
-    found["value"] = ranks.forward(engine, rows, Outputs(values=True), final_values=True)
+    found["value"] = ranks.forward(engine, rows, Outputs(values=True, scores=True))
+    found["scores alone"] = ranks.forward(engine, rows, Outputs(scores=True))
     found["head"] = ranks.weights(engine)["score.weight"]
     found["refused"] = refused(lambda: engine.forward_backward(rows, VALUE))
     found["refused step"] = refused(engine.optimizer_step)
@@ -235,6 +263,9 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
+        "preferences": ranks.train(
+            ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60), ranks.my_pairs(pairs_of()), PREFERENCE
+        ),
     }
     if kind == "fsdp":
         gathered = {"reshard_after_forward": False}

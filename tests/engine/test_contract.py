@@ -137,6 +137,13 @@ def naive_value_loss(model: Any, rows: Any) -> Tensor:
     return total
 
 
+def naive_preference_loss(model: Any, rows: Any) -> Tensor:
+    scores = torch.stack([naive_values(model, rows.tokens[row])[-1] for row, _ in by_row(rows)])
+    d = scores[0::2] - scores[1::2] - torch.tensor(rows.margin[0::2], dtype=torch.float64)
+    loss = -(1 - contract.SMOOTHING) * torch.sigmoid(d).log() - contract.SMOOTHING * torch.sigmoid(-d).log()
+    return (2 * torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
+
+
 def rate_of(step: int) -> float:
     """Two steps of warm-up, then a cosine from 2e-3 to a tenth of it at step 10."""
     if step < 2:
@@ -181,6 +188,9 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
     return {
         **{name: naive_training(reference_model(folder, name), rows, naive_policy_loss) for name in MODELS},
         "value": naive_training(reference_model(folder, "qwen3", "value", value_head), rows, naive_value_loss),
+        "preferences": naive_training(
+            reference_model(folder, "qwen3", "value", value_head), contract.pairs_of(), naive_preference_loss
+        ),
         "one row": naive_training(reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss),
     }
 
@@ -218,7 +228,9 @@ def test_values_are_those_before_each_token_and_after_the_last(folder: Path, res
         with torch.no_grad():
             values = naive_values(plain, rows.tokens[row])
         np.testing.assert_allclose(found["value"]["values"][row][read], values[read - 1], atol=EXACT)
-        np.testing.assert_allclose(found["value"]["final_values"][i], values[-1], atol=EXACT)
+        np.testing.assert_allclose(found["value"]["scores"][i], values[-1], atol=EXACT)
+    np.testing.assert_array_equal(found["scores alone"]["scores"], found["value"]["scores"])
+    assert found["scores alone"].keys() == {"scores"}
     assert not found["value"]["values"][~rows.response_mask].any()
 
 
@@ -241,6 +253,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
         ("llama", "llama"),
         ("qwen2", "qwen2"),
         ("value", "value"),
+        ("preferences", "preferences"),
     ],
 )
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(

@@ -63,3 +63,14 @@ def test_sliding_windows_are_refused(directory: Path) -> None:
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="there is no directory"):
         load_role_model(str(tmp_path / "nowhere"), "policy", seed=0, device=CPU)
+
+
+def test_a_reward_model_keeps_its_head_and_a_language_model_is_none(directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no score\.weight: it is no reward model"):
+        load_role_model(str(directory), "value", seed=0, device=CPU, new_head=False)
+    value = load_role_model(str(directory), "value", seed=5, device=CPU)
+    value.hf.save_pretrained(tmp_path / "reward")
+    again = load_role_model(str(tmp_path / "reward"), "value", seed=0, device=CPU, new_head=False)
+    critic = load_role_model(str(tmp_path / "reward"), "value", seed=0, device=CPU)
+    assert torch.equal(again.hf.score.weight, value.hf.score.weight)
+    assert torch.equal(critic.hf.score.weight, value.hf.score.weight)  # a critic starts from a reward model's head

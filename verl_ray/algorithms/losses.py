@@ -95,6 +95,30 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
     return TokenLoss(0.5 * error, metrics)
 
 
+def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, label_smoothing: float) -> TokenLoss:
+    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), d = chosen - rejected - margin, per pair. All float32 [pairs].
+
+    Metrics: reward/accuracy (the chosen one scores higher; a tie counts half), reward/log_loss (of the preference by
+    the scores alone: margin and smoothing left out), reward/margin, reward/chosen, reward/rejected.
+
+    Sources: R. A. Bradley and M. E. Terry (1952); as a reward model's loss, arXiv:2203.02155, eq. 1; the margin,
+    Llama 2 (arXiv:2307.09288, eq. 2); smoothed labels, arXiv:2401.06080.
+    """
+    difference = chosen - rejected
+    d = difference - margin
+    log_sigmoid = torch.nn.functional.logsigmoid
+    loss = -(1 - label_smoothing) * log_sigmoid(d) - label_smoothing * log_sigmoid(-d)
+    told = difference.detach()
+    metrics = {
+        "reward/accuracy": (1 + told.sign()) / 2,
+        "reward/log_loss": -log_sigmoid(told),
+        "reward/margin": told,
+        "reward/chosen": chosen.detach(),
+        "reward/rejected": rejected.detach(),
+    }
+    return TokenLoss(loss, metrics)
+
+
 def _configured_ppo_clip(
     log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig, /
 ) -> TokenLoss:

@@ -7,11 +7,11 @@ Invariant: an objective maps per-token outputs to per-token losses; how they are
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 from torch import Tensor
 
-from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, value_loss
+from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, value_loss
 from verl_ray.config.schema import AlgorithmConfig, ValueLossConfig
 from verl_ray.models.role_model import Outputs, TokenOutputs
 from verl_ray.ops.kl import KL_ESTIMATORS
@@ -19,9 +19,10 @@ from verl_ray.ops.kl import KL_ESTIMATORS
 
 @dataclass(frozen=True)
 class LossInputs:
-    """Columns of a TrainingBatch at the tokens a loss looks at, float32 [read]; absent ones are None."""
+    """Columns of a TrainingBatch at the tokens that a loss looks at, float32 [read], or its rows; absent ones None."""
 
-    row: Tensor  # int64 [read]: which row of the micro-batch each token belongs to
+    row: Tensor  # int64: which row of the micro-batch each loss belongs to: [read], or [rows] for losses of scores
+    margin: Tensor | None = None  # [rows]
     rollout_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -38,7 +39,11 @@ class LossInputs:
 class Objective(Protocol):
     @property
     def outputs(self) -> Outputs:
-        """What it needs of the model."""
+        """What it needs of the model. With `scores`, it has a loss per row; otherwise one per response token."""
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Neighbouring rows that it compares, and that must be in one micro-batch; 1 = it looks at each by itself."""
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss: ...
 
@@ -60,6 +65,8 @@ class PolicyObjective:
     algorithm: AlgorithmConfig
     temperature: float
     kl_coefficient: float
+
+    rows_per_unit: ClassVar[int] = 1
 
     @property
     def outputs(self) -> Outputs:
@@ -118,6 +125,8 @@ class ValueObjective:
 
     config: ValueLossConfig
 
+    rows_per_unit: ClassVar[int] = 1
+
     @property
     def outputs(self) -> Outputs:
         return Outputs(values=True)
@@ -135,6 +144,8 @@ class ValueObjective:
 class SupervisedObjective:
     """Negative log-likelihood of the response tokens."""
 
+    rows_per_unit: ClassVar[int] = 1
+
     @property
     def outputs(self) -> Outputs:
         return Outputs(log_probs=True, greedy=True)
@@ -143,3 +154,22 @@ class SupervisedObjective:
         log_probs = _given(outputs.log_probs, "log_probs")
         greedy = _given(outputs.greedy, "greedy")
         return TokenLoss(-log_probs, {"train/loss": -log_probs.detach(), "train/token_accuracy": greedy.float()})
+
+
+@dataclass(frozen=True)
+class PreferenceObjective:
+    """Bradley-Terry likelihood that the first row of each pair is preferred to the second; both rows bear the loss of
+    their pair, so that a pair whose rows weigh w counts 2 w."""
+
+    label_smoothing: float
+    rows_per_unit: ClassVar[int] = 2
+
+    @property
+    def outputs(self) -> Outputs:
+        return Outputs(scores=True)
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        scores, margin = _given(outputs.scores, "scores"), _given(inputs.margin, "margin")
+        found = bradley_terry(scores[0::2], scores[1::2], margin[0::2], label_smoothing=self.label_smoothing)
+        metrics = {name: values.repeat_interleave(2) for name, values in found.metrics.items()}
+        return TokenLoss(found.loss.repeat_interleave(2), metrics)

@@ -14,13 +14,16 @@ from verl_ray.data.batch import Int64
 from verl_ray.errors import DataError
 
 
-def micro_batches(lengths: Int64, max_tokens: int) -> list[Int64]:
+def micro_batches(lengths: Int64, max_tokens: int, unit: int = 1) -> list[Int64]:
     """Row indices of each micro-batch, rows of similar length together (attention pads within such a set).
 
-    `lengths` int64 [rows]. Raises DataError for a row that exceeds `max_tokens` by itself.
+    `lengths` int64 [rows]; each `unit` neighbouring rows stay together, in their order. Raises DataError for a unit
+    that exceeds `max_tokens` by itself.
     """
     if not len(lengths):
         return []
+    if unit > 1:
+        return [rows_of_units(units, unit) for units in micro_batches(lengths_of_units(lengths, unit), max_tokens)]
     worst = int(lengths.argmax())
     if lengths[worst] > max_tokens:
         raise DataError(
@@ -35,6 +38,18 @@ def micro_batches(lengths: Int64, max_tokens: int) -> list[Int64]:
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
         cuts.append(int(np.searchsorted(ends, before + max_tokens, side="right")))
     return [np.sort(order[a:b]) for a, b in pairwise(cuts)]
+
+
+def lengths_of_units(lengths: Int64, unit: int) -> Int64:
+    """Tokens of each `unit` neighbouring rows, int64 [rows / unit]."""
+    sums: Int64 = lengths.reshape(-1, unit).sum(axis=1)
+    return sums
+
+
+def rows_of_units(units: Int64, unit: int) -> Int64:
+    """The rows of the given units of `unit` neighbouring rows, int64 [units * unit]."""
+    rows: Int64 = (units[:, None] * unit + np.arange(unit)).reshape(-1)
+    return rows
 
 
 def balance(lengths: Int64, parts: int) -> list[Int64]:

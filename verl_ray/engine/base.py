@@ -36,17 +36,20 @@ class EngineSpec:
     schedule_steps: int
     """Optimizer steps of the whole run: where a cosine schedule ends."""
     seed: int
+    new_head: bool = True
+    """Whether a value head that the model lacks is drawn from the seed; else it is an error."""
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Flat per-token columns of the given rows, 0 outside the response mask; what was not asked for is absent."""
+    """Flat per-token columns [tokens] of the given rows, 0 outside the response mask, and scores [rows]; what was not
+    asked for is absent."""
 
     log_probs: Float32 | None = None
     entropy: Float32 | None = None
     greedy: Bool | None = None
     values: Float32 | None = None
-    final_values: Float32 | None = None  # [rows] the value after each row's last token
+    scores: Float32 | None = None  # [rows] the head's number after each row's last token
 
 
 @dataclass(frozen=True)
@@ -86,12 +89,13 @@ class Engine(ABC):
     topology: Topology
 
     @abstractmethod
-    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
-        """The wanted outputs for every token under the response mask, without gradients."""
+    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
+        """The wanted outputs for every token under the response mask (scores: for every row), without gradients."""
 
     @abstractmethod
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
-        """Add the gradients of the objective over these rows, in micro-batches under the token cap."""
+        """Add the gradients of the objective over these rows, in micro-batches under the token cap. Rows that the
+        objective compares (its `rows_per_unit`) stand side by side, and stay in one micro-batch."""
 
     @abstractmethod
     def optimizer_step(self) -> StepReport:

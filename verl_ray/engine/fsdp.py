@@ -34,8 +34,8 @@ class FsdpEngine(ModuleEngine):
             sharded.set_force_sum_reduction_for_comms(True)
         return model
 
-    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
-        found = super().forward(rows, outputs, final_values=final_values)
+    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
+        found = super().forward(rows, outputs)
         # Without a backward pass that does it, parameters may stay gathered, in the type of the computation; the
         # optimizer, the state and the weight sync read the sharded ones.
         for module in self.module.modules():

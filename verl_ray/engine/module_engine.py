@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.objectives import LossInputs, Objective
-from verl_ray.data.batch import Int64, offsets_of
+from verl_ray.data.batch import Int64, Kind, offsets_of
 from verl_ray.data.packing import micro_batches
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, scattered
@@ -49,7 +49,6 @@ class MicroBatch:
     packed: PackedRows
     read: Int64  # [read] their places among the tokens of the whole batch
     row: Tensor  # int64 [read] which of these rows each belongs to
-    where: Tensor  # int64 [read] their places among the tokens of these rows
 
 
 class ModuleEngine(Engine):
@@ -64,7 +63,7 @@ class ModuleEngine(Engine):
         self.rank, self.world_size = rank, world_size
         self.topology = Topology(row_index=rank, row_count=world_size, answers=True)
         self.dtype = getattr(torch, spec.backend.dtype)
-        self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device)
+        self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device, new_head=spec.new_head)
         self._manifest = _manifest_of(self.model)
         if spec.backend.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable(
@@ -95,56 +94,50 @@ class ModuleEngine(Engine):
     # ------------------------------------------------------------------------------------------- the contract
 
     @torch.no_grad()
-    def forward(self, rows: Rows, outputs: Outputs, *, final_values: bool = False) -> ForwardResult:
+    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
         found: list[TokenOutputs] = []
         reads: list[Int64] = []
+        plan = self._micro_batches(rows, together=self.forward_is_collective)
         with self._rng_stream():
-            for index in self._micro_batches(rows, together=self.forward_is_collective):
-                batch = self._to_device(rows, index, final_values)
+            for index in plan:
+                batch = self._to_device(rows, index)
                 with self.computing():
                     found.append(self.module(batch.packed, outputs))
                 reads.append(batch.read)
-        read = np.concatenate(reads)
 
-        def column(name: str) -> np.ndarray[Any, Any] | None:
+        def column(name: str, where: Sequence[Int64], size: int) -> np.ndarray[Any, Any] | None:
             parts = [getattr(one, name) for one in found]
-            return None if parts[0] is None else torch.cat(parts).cpu().numpy()
+            if parts[0] is None:
+                return None
+            return scattered(torch.cat(parts).cpu().numpy(), np.concatenate(where), size)
 
-        columns = {name: column(name) for name in ("log_probs", "entropy", "greedy", "values")}
-        final = None
-        if final_values:
-            ends = read >= rows.num_tokens  # a row's end is numbered behind all tokens
-            values = columns["values"]
-            assert values is not None
-            final = scattered(values[ends], read[ends] - rows.num_tokens, rows.num_rows)
-            columns, read = {"values": values[~ends]}, read[~ends]
-        flat = {name: scattered(v, read, rows.num_tokens) for name, v in columns.items() if v is not None}
-        return ForwardResult(**flat, final_values=final)
+        per_token = ("log_probs", "entropy", "greedy", "values")
+        flat = {name: column(name, reads, rows.num_tokens) for name in per_token}
+        return ForwardResult(**flat, scores=column("scores", plan, rows.num_rows))
 
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
         self._optimizer_or_refuse()
-        tokens = 0
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        plan = self._micro_batches(rows, together=True)
+        plan = self._micro_batches(rows, together=True, unit=objective.rows_per_unit)
         with self._rng_stream():
             for i, index in enumerate(plan):
                 batch = self._to_device(rows, index)
-                tokens += len(batch.read)
-                inputs = LossInputs(row=batch.row, **self._columns(rows, batch))
+                row = torch.arange(len(index), device=self.device) if objective.outputs.scores else batch.row
+                inputs = LossInputs(row=row, **self._columns(rows, batch, index))
                 weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
                 with self.summing(last=i == len(plan) - 1):
                     with self.computing():
                         outputs = self.module(batch.packed, objective.outputs)
                     found = objective(outputs, inputs)
-                    loss = aggregate(found.loss, batch.row, weight)
+                    loss = aggregate(found.loss, row, weight)
                     loss.backward()
                 # rows kept out of the loss are kept out of its metrics
-                counted = (weight != 0).float().index_select(0, batch.row)
+                counted = (weight != 0).float().index_select(0, row)
                 for name, values in {"loss": None, "tokens": counted, **found.metrics}.items():
                     total = loss.detach() if values is None else (values.detach().float() * counted).sum()
                     sums[name] = sums[name] + total if name in sums else total
-                for name, values in found.maxima.items() if len(batch.read) else ():
+                for name, values in found.maxima.items() if len(row) else ():
                     peak = (values.detach().float() * counted).amax()
                     maxima[name] = torch.maximum(maxima[name], peak) if name in maxima else peak
         told = torch.stack([*sums.values(), *maxima.values()]).tolist()  # the one transfer
@@ -247,12 +240,12 @@ class ModuleEngine(Engine):
             raise EngineError(f"the {self.spec.role} does not learn: it was built without an optimizer")
         return self.optimizer
 
-    def _micro_batches(self, rows: Rows, *, together: bool) -> list[Int64]:
+    def _micro_batches(self, rows: Rows, *, together: bool, unit: int = 1) -> list[Int64]:
         """At least one. `together`: as many on every rank, empty ones where a rank lacks rows; and where one rank
-        has a row that is too long, all refuse, so that none waits for it."""
+        has a row that is too long, all refuse, so that none waits for it. `unit`: rows that stay together."""
         refusal = None
         try:
-            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank)
+            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank, unit)
         except DataError as error:
             plan, refusal = [], error
         count = max(len(plan), 1)
@@ -266,7 +259,7 @@ class ModuleEngine(Engine):
             raise refusal
         return plan + [np.empty(0, dtype=np.int64)] * (count - len(plan))
 
-    def _to_device(self, rows: Rows, index: Int64, final_values: bool = False) -> MicroBatch:
+    def _to_device(self, rows: Rows, index: Int64) -> MicroBatch:
         if len(index) == 0:
             return self._empty()
         chosen = rows if len(index) == rows.num_rows else rows.select(index)
@@ -276,11 +269,6 @@ class ModuleEngine(Engine):
         if bool(chosen.response_mask[chosen.offsets[:-1]].any()):
             raise DataError("response_mask is True on a row's first token, which nothing comes before")
         row, whole = row_of_token[read], read + starts[row_of_token[read]]
-        before, targets = read - 1, chosen.tokens[read]
-        if final_values:
-            before = np.concatenate([before, chosen.offsets[1:] - 1])
-            targets = np.concatenate([targets, np.zeros(len(index), targets.dtype)])
-            whole = np.concatenate([whole, rows.num_tokens + index])
         positions = np.arange(chosen.num_tokens) - chosen.offsets[row_of_token]
 
         def tensor(values: np.ndarray[Any, Any]) -> Tensor:
@@ -290,21 +278,25 @@ class ModuleEngine(Engine):
             tensor(chosen.tokens)[None],
             tensor(positions)[None],
             plan_layout(chosen.offsets, self.device, self.dtype),
-            tensor(before),
-            tensor(targets),
+            tensor(read - 1),
+            tensor(chosen.tokens[read]),
+            tensor(chosen.offsets[1:] - 1),
         )
-        return MicroBatch(packed, whole, tensor(row), tensor(read))
+        return MicroBatch(packed, whole, tensor(row))
 
     def _empty(self) -> MicroBatch:
         nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
         token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
         layout = plan_layout(offsets_of([1]), self.device, self.dtype)
-        return MicroBatch(PackedRows(token, token, layout, nothing, nothing), np.empty(0, np.int64), nothing, nothing)
+        return MicroBatch(PackedRows(token, token, layout, nothing, nothing, nothing), np.empty(0, np.int64), nothing)
 
-    def _columns(self, rows: TrainingBatch, batch: MicroBatch) -> dict[str, Tensor]:
+    def _columns(self, rows: TrainingBatch, batch: MicroBatch, index: Int64) -> dict[str, Tensor]:
+        kinds = rows.columns()
         given = {name: getattr(rows, name) for name in LossInputs.columns()}
         return {
-            name: torch.from_numpy(values[batch.read]).to(self.device, non_blocking=True)
+            name: torch.from_numpy(values[index if kinds[name].kind is Kind.ROW else batch.read]).to(
+                self.device, non_blocking=True
+            )
             for name, values in given.items()
             if values is not None
         }

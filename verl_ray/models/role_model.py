@@ -34,6 +34,7 @@ class Outputs:
     entropy: bool = False
     greedy: bool = False
     values: bool = False
+    scores: bool = False
     temperature: float = 1.0
 
 
@@ -46,16 +47,18 @@ class PackedRows:
     layout: attention.Layout
     before: Tensor  # int64 [read]: the token before each token that is read
     targets: Tensor  # int64 [read]: ids of the tokens that are read
+    ends: Tensor  # int64 [rows]: the last token of each row
 
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per token that is read, float32 [read]; what was not asked for is absent."""
+    """Per token that is read, float32 [read], or per row; what was not asked for is absent."""
 
     log_probs: Tensor | None = None  # of the target, given all before it, at the asked temperature
     entropy: Tensor | None = None  # of the distribution the target was drawn from
     greedy: Tensor | None = None  # bool: the target is the most probable token
     values: Tensor | None = None  # the head's number before the target
+    scores: Tensor | None = None  # float32 [rows]: the head's number after each row's last token
 
 
 class RoleModel(nn.Module):
@@ -81,10 +84,13 @@ class RoleModel(nn.Module):
         hidden = self.backbone(
             input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, layout=rows.layout
         ).last_hidden_state
-        read = hidden.squeeze(0).index_select(0, rows.before)
+        hidden = hidden.squeeze(0)
         if self.kind == "value":
-            values = torch.nn.functional.linear(read.float(), self.hf.score.weight.float())
-            return TokenOutputs(values=values.squeeze(-1))
+            return TokenOutputs(
+                values=self._numbers(hidden, rows.before) if outputs.values else None,
+                scores=self._numbers(hidden, rows.ends) if outputs.scores else None,
+            )
+        read = hidden.index_select(0, rows.before)
         head = self.hf.get_output_embeddings()
         found = head_log_probs(
             read, head.weight, rows.targets, temperature=outputs.temperature, with_entropy=outputs.entropy,
@@ -92,11 +98,16 @@ class RoleModel(nn.Module):
         )  # fmt: skip
         return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy)
 
+    def _numbers(self, hidden: Tensor, at: Tensor) -> Tensor:
+        """The value head at some tokens, float32 [at]."""
+        return torch.nn.functional.linear(hidden.index_select(0, at).float(), self.hf.score.weight.float()).squeeze(-1)
 
-def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device) -> RoleModel:
+
+def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device, new_head: bool = True) -> RoleModel:
     """A model directory as a float32 RoleModel on `device`.
 
-    A value model built from a language model gets a new head, drawn from `seed`; its language head is left aside.
+    A value model built from a language model gets a new head, drawn from `seed`, unless `new_head` is False; its
+    language head is left aside. One built from a sequence-classification model (a reward model) keeps its head.
     Raises ModelError for a directory that is missing or does not fit, and for settings that this project does not
     compute (dropout, sliding windows).
     """
@@ -110,6 +121,11 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
     family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
     with device:
         hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+    if kind == "value" and not new_head and VALUE_HEAD not in checkpoint:
+        raise ModelError(
+            f"{path} has no {VALUE_HEAD}: it is no reward model. Give the directory of a sequence-classification model "
+            "with one label, as `train --config-name reward_model` writes it"
+        )
     new = frozenset() if kind == "policy" else frozenset({VALUE_HEAD})
     unused = frozenset() if kind == "policy" else frozenset({LANGUAGE_HEAD})
     # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
