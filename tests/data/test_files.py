@@ -5,7 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.data.files import DataFiles, PromptRecord, read_prompts, read_supervised, write_records
+from verl_ray.data.files import (
+    DataFiles,
+    PromptRecord,
+    read_preferences,
+    read_prompts,
+    read_supervised,
+    write_records,
+)
 from verl_ray.errors import DataError
 
 CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1+1?"}]
@@ -69,6 +76,57 @@ def test_supervised_records(tmp_path: Path) -> None:
         read_supervised(lines(tmp_path, {"response": "2"}))
     with pytest.raises(DataError, match="no assistant turn"):
         read_supervised(lines(tmp_path, {"messages": CHAT}))
+
+
+def test_preference_records(tmp_path: Path) -> None:
+    two, three = ({"role": "assistant", "content": text} for text in ("2", "3"))
+    texts = lines(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
+    (record,) = read_preferences(texts)
+    assert (record.chosen, record.rejected, record.margin) == (("1+1=", "2"), ("1+1=", "3"), None)
+    records: list[dict[str, object]] = [
+        {"prompt": CHAT, "chosen": "2", "rejected": "3", "margin": 1.5},
+        {"prompt": CHAT, "chosen": "", "rejected": "3", "margin": None},
+    ]
+    for path in formats(write_records(records, tmp_path, "mixed")):
+        first, second = read_preferences(path)
+        assert (first.chosen, first.rejected, first.margin) == ([*CHAT, two], [*CHAT, three], 1.5)
+        assert (second.chosen, second.margin) == ([*CHAT, {"role": "assistant", "content": ""}], None)
+    listed: list[dict[str, object]] = [{"chosen": [*CHAT, two], "rejected": [*CHAT, three], "margin": 2, "source": "x"}]
+    for path in formats(write_records(listed, tmp_path, "lists")):
+        (record,) = read_preferences(path)
+        assert (record.chosen, record.rejected, record.margin) == ([*CHAT, two], [*CHAT, three], 2.0)
+        assert str(path) in record.where
+
+
+def test_what_is_no_preference(tmp_path: Path) -> None:
+    def refusal(*records: object) -> str:
+        with pytest.raises(DataError) as caught:
+            read_preferences(lines(tmp_path, *records))
+        return str(caught.value)
+
+    two, three = ({"role": "assistant", "content": text} for text in ("2", "3"))
+    text = {"prompt": "1+1=", "chosen": "2", "rejected": "3"}
+    listed = {"chosen": [*CHAT, two], "rejected": [*CHAT, three]}
+    expected = "sums.jsonl, line 2: no field 'rejected'; the fields found are 'prompt', 'chosen', 'rejectd'; rename"
+    assert expected in refusal(text, {"prompt": "1+1=", "chosen": "2", "rejectd": "3"})
+    assert "line 1: no field 'prompt'" in refusal({"chosen": "2", "rejected": "3"})
+    assert "line 1: rejected is str '3', expected a list of chat messages" in refusal({**listed, "rejected": "3"})
+    assert "line 1: no field 'rejected'; the fields found are 'chosen', 'rejectd'; rename 'rejectd'" in refusal(
+        {"chosen": [*CHAT, two], "rejectd": [*CHAT, three]}
+    )
+    assert "line 1: rejected is list" in refusal({**text, "rejected": [three]})
+    assert "line 2: chosen and rejected differ before their last message" in refusal(
+        listed, {**listed, "rejected": [CHAT[1], three]}
+    )
+    assert "line 1: chosen ends with a message of 'user'" in refusal({**listed, "chosen": CHAT})
+    assert "line 1: rejected holds the response alone, expected the whole conversation" in refusal(
+        {"prompt": CHAT, **listed, "rejected": [three]}
+    )
+    assert "line 1: found field 'margins', expected 'margin'" in refusal({**text, "margins": 1})
+    for margin, shown in (("1", "str '1'"), (True, "bool 'True'"), (-1, "int '-1'"), (float("nan"), "float 'nan'")):
+        assert f"line 1: margin is {shown}, expected a finite number of at least 0" in refusal(
+            {**text, "margin": margin}
+        )
 
 
 def test_misspelt_and_missing_fields(tmp_path: Path) -> None:

@@ -1,18 +1,23 @@
 """GSM8K rows become records that a run can read; what is not GSM8K is refused before anything is written."""
 
 import json
+import re
 import subprocess
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from verl_ray.data.files import read_prompts, read_supervised
-from verl_ray.data.gsm8k import INSTRUCTION, convert, final_number
+from verl_ray.data.files import read_preferences, read_prompts, read_supervised
+from verl_ray.data.gsm8k import INSTRUCTION, SOLUTIONS_FILE, PromptFormat, convert, convert_pairs, final_number
 from verl_ray.data.prepare import main
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "prepare_data"
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "scripts" / "prepare_data"
+REAL = ROOT.parent / "shared" / "data" / "gsm8k"
 
 
 @pytest.fixture
@@ -86,3 +91,120 @@ def test_the_script_works_from_any_folder(copy: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "train            2 problems  out/train.parquet" in done.stdout
     assert len(read_prompts(tmp_path / "out" / "validation.parquet")) == 2
+
+
+@pytest.fixture
+def solved(copy: Path) -> Path:
+    """30 problems with solutions of two models, of which quick alone is right in 20, slow alone in 8, neither in 2."""
+    lines = []
+    for number in range(30):
+        right = "quick" if number < 20 else "slow" if number < 28 else ""
+        fields: dict[str, object] = {"question": f"{number} and 1?", "ground_truth": f"A: {number + 1}"}
+        for model in ("quick", "slow"):
+            found = number + (1 if model == right else 1000)
+            solution = f"{model}: {number}+1=<<{number}+1={found}>>{found}\nA: {found:,}"
+            fields[model] = {"is_correct": model == right, "solution": solution}
+        lines.append(json.dumps(fields) + "\n")
+    (copy / SOLUTIONS_FILE).write_text("".join(lines))
+    return copy
+
+
+def rewrite(solved: Path, number: int, model: str, **changes: object) -> None:
+    """Other fields for what a model wrote to a problem."""
+    lines = (solved / SOLUTIONS_FILE).read_text().splitlines()
+    fields = json.loads(lines[number])
+    fields[model] |= changes
+    lines[number] = json.dumps(fields)
+    (solved / SOLUTIONS_FILE).write_text("\n".join(lines) + "\n")
+
+
+def test_pairs_of_solutions(solved: Path, tmp_path: Path) -> None:
+    files = convert_pairs(solved, tmp_path / "out", "text", validation_fraction=0.5, seed=0)
+    train, validation = read_preferences(files.train.parquet), read_preferences(files.validation.folder)
+    assert (files.num_train, files.num_validation) == (len(train), len(validation))
+    # The 8 of slow, and as many of quick; no problem gives two pairs, and none is in both sets.
+    records = {record.chosen[0]: record for record in train + validation}
+    assert len(records) == len(train) + len(validation) == 16
+    for part in (train, validation):  # whoever wrote a solution, it is right as often as wrong
+        models = Counter(str(record.chosen[1]).partition(":")[0] for record in part)
+        assert models["quick"] == models["slow"] > 0
+    record = records[f"27 and 1?\n{INSTRUCTION}\n"]
+    assert record.chosen[1] == "slow: 27+1=28\n#### 28"
+    assert record.rejected == (record.chosen[0], "quick: 27+1=1027\n#### 1027")
+
+
+def test_the_seed_decides_which_problems_are_held_out(solved: Path, tmp_path: Path) -> None:
+    def train(seed: int, prompt_format: PromptFormat = "text") -> list[Any]:
+        files = convert_pairs(solved, tmp_path / "out", prompt_format, validation_fraction=0.5, seed=seed)
+        return [record.chosen for record in read_preferences(files.train.jsonl)]
+
+    assert train(0) == train(0) != train(1)
+    (question, answer), *_ = train(0, "chat")
+    assert (question["role"], answer["role"]) == ("user", "assistant")
+
+
+def test_solutions_that_break_off_are_left_out(solved: Path, tmp_path: Path) -> None:
+    for number, ending in enumerate(("", "\nA: five", " <<1+1=2\nA: 2"), start=20):
+        rewrite(solved, number, "quick", solution=f"{number}+1={ending}")
+    files = convert_pairs(solved, tmp_path / "out", "text", validation_fraction=0.5, seed=0)
+    assert files.num_train + files.num_validation == 10  # 5 of slow are left, and as many of quick
+
+
+def test_solutions_of_no_use_are_refused(solved: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(DataError, match=r"found \d+ pairs for training and 0 held out, expected some of both"):
+        convert_pairs(solved, out, validation_fraction=0.0, seed=0)
+    rewrite(solved, 4, "slow", is_correct=None)
+    with pytest.raises(DataError, match=r"line 5, slow: is_correct is None, expected true or false"):
+        convert_pairs(solved, out, validation_fraction=0.5, seed=0)
+    rewrite(solved, 3, "quick", solution=7)
+    with pytest.raises(DataError, match=r"line 4, quick: solution is int '7', expected text"):
+        convert_pairs(solved, out, validation_fraction=0.5, seed=0)
+    (solved / SOLUTIONS_FILE).unlink()
+    with pytest.raises(DataError, match=rf"holds test\.jsonl, train\.jsonl, expected {SOLUTIONS_FILE} of GSM8K"):
+        convert_pairs(solved, out, validation_fraction=0.5, seed=0)
+    assert not out.exists()
+
+
+def test_pairs_of_the_real_solutions(solved: Path, tmp_path: Path) -> None:
+    source = REAL if REAL.is_dir() else solved
+    wrote: defaultdict[tuple[str, str], set[str]] = defaultdict(set)
+    for line in (source / SOLUTIONS_FILE).read_text().splitlines():
+        fields = json.loads(line)
+        for model, value in fields.items():
+            if isinstance(value, dict):
+                steps = re.sub("<<[^<>]*>>", "", value["solution"]).rpartition("\nA:")[0]
+                wrote[fields["question"], steps].add(model)
+    files = convert_pairs(source, tmp_path / "out", "text", validation_fraction=0.2, seed=0)
+    questions = []
+    for part in (files.train, files.validation):
+        who: Counter[tuple[str, str]] = Counter()
+        asked, doubtful = set(), 0
+        for record in read_preferences(part.parquet):
+            question = str(record.chosen[0]).removesuffix(f"\n{INSTRUCTION}\n")
+            asked.add(question)
+            sides = []
+            for side in (str(record.chosen[1]), str(record.rejected[1])):
+                steps, number = side.split("\n#### ")
+                assert "<<" not in side and re.fullmatch(r"-?\d+(\.\d+)?", number)
+                models = wrote[question, steps]
+                doubtful += len(models) > 1  # two models wrote the same: a few do
+                sides.append(min(models))
+            who[sides[0], sides[1]] += 1
+        assert all(abs(who[a, b] - who[b, a]) <= doubtful < 0.05 * who.total() for a, b in who)
+        questions.append(asked)
+    assert not questions[0] & questions[1]
+    assert files.num_train > 2 * files.num_validation > 0
+
+
+def test_prepare_pairs(solved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert main(["gsm8k", str(solved), str(out), "--pairs"]) == 0
+    shown = capsys.readouterr().out
+    assert "--config-name grpo model.path=PATH_OF_A_MODEL" in shown
+    assert f"--config-name reward_model model.path=PATH_OF_A_MODEL data.train_path={out}/pairs/train.parquet" in shown
+    assert f"{len(read_preferences(out / 'pairs' / 'validation'))} pairs     {out}/pairs/validation.parquet" in shown
+    assert len(read_prompts(out / "train.jsonl")) == 2
+    (solved / SOLUTIONS_FILE).unlink()
+    assert main(["gsm8k", str(solved), str(out), "--pairs"]) == 1
+    assert f"expected {SOLUTIONS_FILE} of GSM8K" in capsys.readouterr().err

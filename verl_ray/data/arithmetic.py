@@ -24,7 +24,7 @@ DATA_SOURCE = "arithmetic"
 
 @dataclass(frozen=True)
 class ArithmeticFiles:
-    """Where the two sets are; each record serves reinforcement learning (answer) and supervision (response) alike."""
+    """Where the two sets are."""
 
     train: DataFiles
     validation: DataFiles
@@ -58,6 +58,7 @@ def write_arithmetic(
 ) -> ArithmeticFiles:
     """Write `train` and `validation` under `directory` as jsonl, Parquet and datasets folders.
 
+    Each record serves reinforcement learning (`answer`) and supervision (`response`) alike.
     In a `wrong_fraction` of the training records the demonstrated response is one too many; the answer that a reward
     compares with is right everywhere. A model that imitates such demonstrations learns to add, and to be wrong.
     """
@@ -67,6 +68,42 @@ def write_arithmetic(
         train=write_records(_records(train, wrong), directory, "train"),
         validation=write_records(_records(validation, np.zeros(len(validation), np.bool_)), directory, "validation"),
     )
+
+
+def write_arithmetic_pairs(
+    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int
+) -> ArithmeticFiles:
+    """Write `train` and `validation` as `write_arithmetic` does, of the same sums: a right and a wrong number each.
+
+    Half of the wrong numbers are off by one to three, in the others one digit is another; none has a sign.
+    """
+    random = np.random.default_rng([seed, max_operand, num_train])
+    train, validation = draw_sums(max_operand, num_train, num_validation, seed)
+    return ArithmeticFiles(
+        train=write_records(_pairs(train, random), directory, "train"),
+        validation=write_records(_pairs(validation, random), directory, "validation"),
+    )
+
+
+def wrong_numbers(right: Int64, random: np.random.Generator) -> Int64:
+    """For each number >= 0 another one, >= 0, as a mistake would make it; int64 [numbers]."""
+    count = len(right)
+    off = random.integers(1, 4, count) * random.choice([-1, 1], count)
+    near = np.where(right + off < 0, right - off, right + off)  # there is no character for a sign
+    num_digits = np.char.str_len(right.astype(np.str_))
+    position = random.integers(num_digits)  # 0 = the last digit
+    unit = 10**position
+    digit = right // unit % 10
+    # A longer number keeps a first digit of 1 to 9, or it would lose more than one digit.
+    least = ((position == num_digits - 1) & (num_digits > 1)).astype(np.int64)
+    turned = least + (digit - least + random.integers(1, 10 - least)) % (10 - least)
+    return np.where(random.random(count) < 0.5, near, right + (turned - digit) * unit)
+
+
+def _pairs(sums: Int64, random: np.random.Generator) -> list[Fields]:
+    right = sums.sum(axis=1)
+    rows = zip(sums.tolist(), right.tolist(), wrong_numbers(right, random).tolist(), strict=True)
+    return [{"prompt": f"{a}+{b}=", "chosen": str(chosen), "rejected": str(wrong)} for (a, b), chosen, wrong in rows]
 
 
 def _records(pairs: Int64, wrong: Bool) -> list[Fields]:

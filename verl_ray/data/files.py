@@ -1,11 +1,14 @@
 """Records on disk: .jsonl, .parquet, or a folder saved by Hugging Face datasets, read alike and written alike.
 
 Invariant: a record is checked where it is read, so an error names the file, the line and the field; what leaves this
-module is typed. Deliberately not here: tokens (`prompts.py`, `supervised.py`) and downloads of any kind.
+module is typed. Deliberately not here: tokens (`prompts.py`, `conversations.py`) and downloads of any kind.
 
 A prompt record:      {"prompt": text or messages, "answer": text, "data_source": text?, "extra": object?}
 A supervised record:  {"prompt": text or messages, "response": text}  or  {"messages": messages}
-where messages is a list of {"role": text, "content": text}. Further fields are ignored, so one file can serve both.
+A preference record:  {"prompt": text or messages, "chosen": text, "rejected": text, "margin": number?}
+                      or  {"chosen": messages, "rejected": messages, "margin": number?}
+where messages is a list of {"role": text, "content": text}; those of chosen and rejected are the whole conversation and
+differ in the last message alone, the response. Further fields are ignored, so one file can serve all three.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import difflib
 import functools
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +25,8 @@ from verl_ray.errors import DataError
 
 Message = dict[str, object]
 Fields = dict[str, object]
+Content = tuple[str, str] | list[Message]
+"""A (prompt, response) pair of plain texts, or a conversation with assistant turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +43,21 @@ class PromptRecord:
 
 @dataclass(frozen=True, slots=True)
 class SupervisedRecord:
-    """One demonstration: a (prompt, response) pair of plain texts, or a conversation with assistant turns."""
+    """One demonstration of what the model should say."""
 
     where: str
-    content: tuple[str, str] | list[Message]
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRecord:
+    """Two responses to one prompt, of which the first is better; a conversation ends with its response."""
+
+    where: str
+    chosen: Content
+    rejected: Content
+    margin: float | None
+    """By how much the score of the chosen one should at least exceed the other; None where the record says nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +86,15 @@ def read_supervised(path: str | Path) -> list[SupervisedRecord]:
         DataError: the path, a line or a field is not what it should be.
     """
     return [_supervised_record(where, fields) for where, fields in _rows(Path(path))]
+
+
+def read_preferences(path: str | Path) -> list[PreferenceRecord]:
+    """All preference records of a file or folder, in its order.
+
+    Raises:
+        DataError: the path, a line or a field is not what it should be; two conversations have different prompts.
+    """
+    return [_preference_record(where, fields) for where, fields in _rows(Path(path))]
 
 
 def write_records(records: Sequence[Fields], directory: Path, name: str) -> DataFiles:
@@ -190,10 +216,53 @@ def _supervised_record(where: str, fields: Fields) -> SupervisedRecord:
         return SupervisedRecord(where, messages)
     if fields.get("prompt") is None:
         raise DataError(f"{where}: {_missing(('prompt', 'messages'), fields)}")
-    prompt, response = _prompt(fields, where), require_text(fields, "response", where)
+    return SupervisedRecord(where, _content(_prompt(fields, where), require_text(fields, "response", where)))
+
+
+def _preference_record(where: str, fields: Fields) -> PreferenceRecord:
+    _refuse_misspelt(where, tuple(fields), ("margin",))
+    margin = _margin(fields, where)
+    if isinstance(fields.get("chosen"), list):
+        before, chosen = _answered(fields, "chosen", where)
+        other, rejected = _answered(fields, "rejected", where)
+        if before != other:
+            raise DataError(
+                f"{where}: chosen and rejected differ before their last message; expected two responses to one prompt"
+            )
+        return PreferenceRecord(where, [*before, chosen], [*other, rejected], margin)
+    better, worse = (require_text(fields, name, where) for name in ("chosen", "rejected"))
+    prompt = _prompt(fields, where)
+    return PreferenceRecord(where, _content(prompt, better), _content(prompt, worse), margin)
+
+
+def _margin(fields: Fields, where: str) -> float | None:
+    value = fields.get("margin")
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise DataError(f"{where}: margin is {_shown(value)}, expected a finite number of at least 0")
+    return float(value)
+
+
+def _answered(fields: Fields, name: str, where: str) -> tuple[list[Message], Message]:
+    """What came before a response, and the response."""
+    if fields.get(name) is None:
+        raise DataError(f"{where}: {_missing((name,), fields)}")
+    *before, response = _messages(fields[name], name, where)
+    if response["role"] != "assistant":
+        raise DataError(f"{where}: {name} ends with a message of {response['role']!r}, expected one of the assistant")
+    if not before:
+        raise DataError(
+            f"{where}: {name} holds the response alone, expected the whole conversation; put the messages of the "
+            "prompt in front, or give chosen and rejected as texts beside it"
+        )
+    return before, response
+
+
+def _content(prompt: str | list[Message], response: str) -> Content:
     if isinstance(prompt, str):
-        return SupervisedRecord(where, (prompt, response))
-    return SupervisedRecord(where, [*prompt, {"role": "assistant", "content": response}])
+        return prompt, response
+    return [*prompt, {"role": "assistant", "content": response}]
 
 
 def _prompt(fields: Fields, where: str) -> str | list[Message]:

@@ -26,13 +26,17 @@ _MODEL = TinyModelConfig(
     tie_embeddings=True,
 )
 _VOCABULARY = 2048
+_PAIRS_HELD_OUT_FRACTION = 0.1
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        _prepare_gsm8k(options.source, options.out, options.prompt, options.tokenizer_vocab if options.model else None)
+        vocabulary = options.tokenizer_vocab if options.model else None
+        model = _prepare_gsm8k(options.source, options.out, options.prompt, vocabulary)
+        if options.pairs:
+            _prepare_gsm8k_pairs(options.source, options.out / "pairs", options.prompt, model)
     except VerlRayError as error:
         print(f"prepare_data: {error}", file=sys.stderr)
         return error.exit_code
@@ -54,6 +58,12 @@ def _parser() -> argparse.ArgumentParser:
         "--prompt", choices=["chat", "text"], default="chat", help="chat messages (default), or plain text"
     )
     command.add_argument(
+        "--pairs",
+        action="store_true",
+        help=f"also write OUT/pairs: a right and a wrong solution of the same problem, from SOURCE/"
+        f"{gsm8k.SOLUTIONS_FILE}, for a reward model; the problems are those of SOURCE/test.jsonl",
+    )
+    command.add_argument(
         "--model",
         action="store_true",
         help="also write OUT/model: a BPE tokenizer trained on these texts and a small untrained model, enough to "
@@ -69,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _prepare_gsm8k(source: Path, out: Path, prompt_format: gsm8k.PromptFormat, vocabulary: int | None) -> None:
+def _prepare_gsm8k(source: Path, out: Path, prompt_format: gsm8k.PromptFormat, vocabulary: int | None) -> str:
+    """Returns the path of the model, as the command that comes next is to name it."""
     files = gsm8k.convert(source, out, prompt_format)
     print(f"train       {files.num_train:>6} problems  {files.train.parquet}")
     print(f"validation  {files.num_validation:>6} problems  {files.validation.parquet}")
@@ -82,8 +93,20 @@ def _prepare_gsm8k(source: Path, out: Path, prompt_format: gsm8k.PromptFormat, v
         tokenizer = train_bpe(model, texts, vocabulary, CHATML if prompt_format == "chat" else None)
         make_tiny_qwen3(model, model, _MODEL, seed=0)
         print(f"model       {len(tokenizer):>6} tokens    {model}")
-    print(
-        f"next: verl-ray train --config-name grpo model.path={model} data.train_path={files.train.parquet} "
+    print(_next("grpo", model, files))
+    return model
+
+
+def _prepare_gsm8k_pairs(source: Path, out: Path, prompt_format: gsm8k.PromptFormat, model: str) -> None:
+    files = gsm8k.convert_pairs(source, out, prompt_format, validation_fraction=_PAIRS_HELD_OUT_FRACTION, seed=0)
+    print(f"train       {files.num_train:>6} pairs     {files.train.parquet}")
+    print(f"validation  {files.num_validation:>6} pairs     {files.validation.parquet}")
+    print(_next("reward_model", model, files))
+
+
+def _next(config_name: str, model: str, files: gsm8k.Gsm8kFiles) -> str:
+    return (
+        f"next: verl-ray train --config-name {config_name} model.path={model} data.train_path={files.train.parquet} "
         f"data.validation_path={files.validation.parquet}"
     )
 

@@ -36,7 +36,7 @@ class PromptSource:
             raise DataError(f"{path} holds no records; expected at least one prompt")
         tokens = _tokenize(records, tokenizer, config.apply_chat_template)
         rows = fitting_rows(
-            tokens,
+            tokens.lengths,
             [record.where for record in records],
             limit=config.max_prompt_tokens,
             limit_key="data.max_prompt_tokens",
@@ -82,14 +82,15 @@ class PromptSource:
 
 
 def fitting_rows(
-    tokens: Ragged, where: Sequence[str], *, limit: int, limit_key: str, overlong: Literal["refuse", "skip"]
+    lengths: Int64, where: Sequence[str], *, limit: int, limit_key: str, overlong: Literal["refuse", "skip"]
 ) -> Int64:
     """Row numbers of at most `limit` tokens, int64; longer rows are refused or left out, as `data.overlong` says.
+
+    `lengths` int64 [rows], in tokens.
 
     Raises:
         DataError: a row without tokens; rows too long that may not be skipped; no row left.
     """
-    lengths = tokens.lengths
     if not lengths.all():
         raise DataError(f"{where[int(np.argmin(lengths))]}: no tokens; expected a text that is not empty")
     rows = np.flatnonzero(lengths <= limit)

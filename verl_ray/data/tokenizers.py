@@ -1,7 +1,7 @@
 """Tokenizers: loading one from a local directory, making small ones, and turning many texts into token columns.
 
 Invariant: nothing here asks a hub; a tokenizer is a local directory or a ModelError. Deliberately not here: which texts
-become prompts or responses (`prompts.py`, `supervised.py`).
+become prompts or responses (`prompts.py`, `conversations.py`).
 """
 
 from __future__ import annotations
