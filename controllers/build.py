@@ -18,15 +18,30 @@ from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import Config, ModelRole, RLConfig, SupervisedRole, TrainedRole
+from verl_ray.config.schema import (
+    Config,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    ModelReward,
+    ModelRole,
+    RLConfig,
+    RolloutEngineConfig,
+    SingleReward,
+    SupervisedRole,
+    TrainedRole,
+)
 from verl_ray.engine.base import EngineSpec
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
+from workers.judge import JudgeWorker
 from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
+from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutSpec, RolloutWorker
 
-ROLES = ("actor", "critic", "reference", "reward", "rollout")
+ROLES = ("actor", "critic", "reference", "rollout")
+HELD_OUT = "evaluation"  # the grader of held-out problems, where they have one of their own
 SHARED = "shared"  # the bundles that colocated processes sit in
 
 
@@ -55,14 +70,16 @@ class Plan:
 
 @dataclass(frozen=True)
 class System:
-    """The running groups of one job. A role that the algorithm does without is None."""
+    """The running groups of one job. A role that the job does without is None."""
 
     groups: Groups
     actor: WorkerGroup[ActorWorker]
     critic: WorkerGroup[CriticWorker] | None
     reference: WorkerGroup[ReferenceWorker] | None
-    reward: WorkerGroup[RewardWorker] | None
     rollout: WorkerGroup[RolloutWorker] | None
+    graders: Mapping[str, WorkerGroup[Any]]
+    """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
+    run trains."""
     has_gpus: bool
 
     def __enter__(self) -> Self:
@@ -89,25 +106,32 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
     def group(name: str) -> Any:
         return groups[plan.roles[name]] if name in plan.roles else None
 
-    actor, critic, reference, reward, rollout = map(group, ROLES)
-    return System(groups, actor, critic, reference, reward, rollout, shape.gpus > 0)
+    graders = {name: groups[role] for name, role in plan.roles.items() if name not in ROLES}
+    actor, critic, reference, rollout = map(group, ROLES)
+    return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0)
 
 
 def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
     """Process sets and roles of a job.
 
     Colocated, the model roles of one backend share a process per rank; different backends never share one. The
-    rollout engine has processes of its own, in the same bundles. Grading needs no device, and has its own bundles.
+    rollout engine has processes of its own, in the same bundles. Functions, services and judges have bundles of their
+    own; the former need no device.
     """
     gpu = 1 if shape.gpus else 0
     colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
-    models = {name: role for name, role in config.model_roles.items() if learns or name == "actor"}
+    graders = graders_of(config, learns=learns)
+    models = {name: role for name, role in config.model_roles.items() if learns or name == "actor" or name in graders}
     home: dict[str, str] = {
         name: f"{role.backend.kind} trainer" if colocated else name for name, role in models.items()
     }
     counts = {home[name]: role.num_ranks for name, role in models.items()}
     if isinstance(config, RLConfig):
-        counts |= {"rollout": config.rollout.num_replicas, "reward": config.reward.num_ranks}
+        counts["rollout"] = config.rollout.num_replicas
+    texts = {name: grader for name, grader in graders.items() if not isinstance(grader, ModelReward)}
+    counts |= {
+        name: one.engine.num_replicas if isinstance(one, JudgeReward) else one.num_ranks for name, one in texts.items()
+    }
     threads = threads_per_rank(config, counts, shape)
 
     def one(name: str, gpus: int, process_group: bool, bundles: str) -> ProcessSet:
@@ -117,35 +141,63 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     roles: dict[str, Role[Any]] = {
         name: Role(name, home[name], FACTORIES[name], (engine_spec(name, role, config),))
         for name, role in models.items()
+        if name not in graders
     }
     if isinstance(config, RLConfig):
         sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, SHARED if colocated else "rollout"))
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
-        sets.append(one("reward", 0, False, "reward"))
-        roles["reward"] = Role(
-            "reward", "reward", GRADERS[config.reward.kind], (config.reward, config.actor.model.path)
-        )
+        policy = config.actor.model.path
+        for name, grader in graders.items():
+            if isinstance(grader, ModelReward):
+                roles[name] = Role(name, home[name], RewardModelGrader, (engine_spec(name, grader, config), policy))
+            elif isinstance(grader, JudgeReward):
+                sets.append(one(name, gpu * grader.engine.tensor_parallel, False, name))
+                roles[name] = Role(name, name, JudgeWorker, (grader, policy, config.run.seed))
+            else:
+                sets.append(one(name, 0, False, name))
+                roles[name] = Role(name, name, RewardWorker, (grader, policy))
     shared, warning = share_cpus(sets, shape.cores)
     return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,))
 
 
-GRADERS = {"function": RewardWorker}  # reward.kind -> the worker with the `score` verb
-FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker}
+FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker}
+
+
+def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
+    """Who grades: the reward's components, and HELD_OUT; without learning, only those that held-out problems need."""
+    if not isinstance(config, RLConfig):
+        return {}
+    evaluation = config.evaluation
+    if evaluation.functions is None:
+        return config.graders
+    held_out = FunctionReward(
+        kind="function", num_ranks=1, processes_per_rank=1, deadline_s=evaluation.deadline_s,
+        functions=evaluation.functions, normalise="none", clip=None, max_failed_fraction=1.0,
+    )  # fmt: skip
+    return (config.graders if learns else {}) | {HELD_OUT: held_out}
 
 
 def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) -> dict[str, int]:
     """CPU threads of each process of a set.
 
-    Trainers and rollout engines take turns, so each may use all cores of its node; processes of one set, and sets of
-    trainers, work at the same time and divide them.
+    Trainers and rollout engines take turns, so each may use all cores of its node; processes of one set, sets of
+    trainers, and judges beside rollouts work at the same time and divide them. Graders of texts need no more than one.
     """
     if config.run.threads_per_rank != "auto":
         return dict.fromkeys(counts, config.run.threads_per_rank)
-    trainers = sum(count for name, count in counts.items() if name not in ("rollout", "reward"))
-    working = {name: counts[name] if name in ("rollout", "reward") else trainers for name in counts}
+    engines: dict[str, RolloutEngineConfig] = {}
+    texts: set[str] = set()
     if isinstance(config, RLConfig):
-        working["rollout"] *= config.rollout.tensor_parallel  # each rank of an engine has as many threads
-    return {name: max(1, min(shape.cores) // count) if name != "reward" else 1 for name, count in working.items()}
+        judges = {name: one.engine for name, one in config.graders.items() if isinstance(one, JudgeReward)}
+        engines = {"rollout": config.rollout, **judges}
+        texts = {name for name, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)}
+        texts.add(HELD_OUT)
+    drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in engines.values())
+    training = sum(count for name, count in counts.items() if name not in engines and name not in texts)
+    cores = min(shape.cores)
+    return {
+        name: 1 if name in texts else max(1, cores // (drawing if name in engines else training)) for name in counts
+    }
 
 
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
@@ -153,9 +205,10 @@ def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
     return EngineSpec(
         role=name,
         model_path=role.model.path,
-        head="value" if name == "critic" else "policy",
+        head="value" if name == "critic" or name.startswith("reward") else "policy",
         backend=role.backend,
         optimizer=learning.optimizer if learning else None,
+        new_head=learning is not None,
         schedule_steps=learning_steps(name, config) * updates_per_step(learning, config) if learning else 0,
         seed=config.run.seed,
     )

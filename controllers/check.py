@@ -17,7 +17,7 @@ from rich.table import Table
 from controllers.composition import examine
 from controllers.preflight import Findings, Machine, machine_of, preflight
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.schema import Config, FunctionReward, HttpReward, JudgeReward, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 
 _WIDTH = 110  # of tables where there is no terminal to ask
@@ -96,15 +96,22 @@ def _batch_table(config: Config) -> Table:
 
 def _role_table(config: Config) -> Table:
     table = Table(title="roles", title_justify="left")
-    for heading in ("role", "backend", "dtype", "ranks", "placement", "model or functions"):
+    for heading in ("role", "backend", "dtype", "ranks", "placement", "model, functions or service"):
         table.add_column(heading, overflow="fold")
     place = config.placement.kind if isinstance(config, RLConfig) else "separate"
     for name, role in config.model_roles.items():
         table.add_row(name, role.backend.kind, role.backend.dtype, str(role.num_ranks), place, role.model.path)
     if isinstance(config, RLConfig):
-        reward, rollout = config.reward, config.rollout
-        functions = ", ".join(f"{source}: {spec}" for source, spec in reward.functions.items())
-        table.add_row("reward", reward.kind, "-", str(reward.num_ranks), "CPU only", functions)
+        rollout = config.rollout
+        for name, one in config.graders.items():
+            if isinstance(one, FunctionReward):
+                functions = ", ".join(f"{source}: {spec}" for source, spec in one.functions.items())
+                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", functions)
+            elif isinstance(one, HttpReward):
+                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", one.url)
+            elif isinstance(one, JudgeReward):
+                ranks = f"{one.engine.num_replicas} x {one.engine.tensor_parallel}"
+                table.add_row(name, "vllm", one.engine.dtype, ranks, "separate", one.model.path)
         ranks = f"{rollout.num_replicas} x {rollout.tensor_parallel}"
         table.add_row("rollout", "vllm", rollout.dtype, ranks, place, config.actor.model.path)
     return table

@@ -36,11 +36,17 @@ from verl_ray.config.schema import Config, EngineBackend, FsdpBackend
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 
-FREE_SECTIONS = ("rollout.vllm_args", "reward.functions")
-"""Sections whose keys are the user's own."""
+FREE_SECTIONS = re.compile(
+    r"(rollout|reward(\.components\.\w+)?\.engine)\.vllm_args\..+"
+    r"|(reward(\.components\.\w+)?|evaluation)\.functions\..+|reward\.weights\..+"
+)
+"""Keys in sections whose keys are the user's own."""
 
-PATHS = re.compile(r"run\.dir|run\.resume|data\.(train|validation)_path|(\w+\.)?model\.path")
+PATHS = re.compile(r"run\.dir|run\.resume|data\.(train|validation)_path|([\w.]+\.)?model\.path")
 """Keys that hold a path."""
+
+FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+")
+"""Keys that may hold a path and a function in it."""
 
 NO_CHECKPOINT = ("auto", "none", "true", "false")
 """What run.resume may say besides a path, in any spelling: the rules refuse the wrong ones."""
@@ -113,15 +119,11 @@ def examine(
 def _compose_into(
     result: Composition, config_name: str, overrides: Sequence[str], *, own_configs: bool, evaluates: bool
 ) -> None:
-    roots = [name for name in _options("") if not name.startswith("_")]
-    if config_name not in roots:
+    if config_name not in (roots := _options("")):
         fix = did_you_mean(config_name, roots, "root config")
         raise ConfigError([Problem("--config-name", config_name, "no such root config", fix)])
-    base, choices = _run_hydra(config_name, [])
     parsed = _parsed(overrides, result.problems)
-    groups, values = _split(parsed, choices, result.problems)
-    if groups:
-        base, choices = _run_hydra(config_name, groups)
+    base, choices, values = _chosen(config_name, parsed, result.problems)
     if own_configs:
         result.problems += _backend_set_in_yaml(base, choices)
     accepted = _accepted(values, base, choices, result.problems)
@@ -163,7 +165,8 @@ def _run_hydra(config_name: str, overrides: list[str]) -> tuple[DictConfig, dict
 
 
 def _options(group: str) -> list[str]:
-    return list(GlobalHydra.instance().config_loader().get_group_options(group))
+    found = GlobalHydra.instance().config_loader().get_group_options(group)
+    return [name for name in found if not name.startswith("_")]
 
 
 # ------------------------------------------------------------------------------------------------- overrides
@@ -190,27 +193,42 @@ def _parsed(overrides: Sequence[str], problems: list[Problem]) -> list[Override]
     return parsed
 
 
-def _split(
-    parsed: list[Override], choices: Mapping[str, str], problems: list[Problem]
-) -> tuple[list[str], list[Override]]:
-    """Overrides that choose from a group, checked and ready for Hydra; and those that set a value."""
-    groups, values = [], []
-    for override in parsed:
-        group, key = override.key_or_group, _key(override)
-        if override.package is None and group not in choices:
-            values.append(override)
-            continue
-        choice = override.value()
-        if key not in choices:
-            fix = did_you_mean(key, sorted(choices), "choice")
-            problems.append(Problem(key, choice, "there is no such choice to make", fix))
-        elif override.is_delete():
+def _chosen(
+    config_name: str, parsed: list[Override], problems: list[Problem]
+) -> tuple[DictConfig, dict[str, str], list[Override]]:
+    """The tree under all choices from groups, the choices, and the overrides that set a value. A choice may bring
+    further ones (`reward=model` brings `backend@reward.backend`), so they are made until none is left."""
+    base, choices = _run_hydra(config_name, [])
+    made: dict[str, str] = {}
+    left = parsed
+    while True:
+        now = [override for override in left if _key(override) in choices]
+        left = [override for override in left if override not in now]
+        made |= _choices_of(now, problems)
+        shared = [key for key, choice in choices.items() if choice == "_shared" and key not in made]
+        made |= dict.fromkeys(shared, made.get("backend", choices.get("backend", "engine")))
+        if not now and not shared:
+            break
+        base, choices = _run_hydra(config_name, [f"{key}={choice}" for key, choice in made.items()])
+    for override in left:
+        if override.package is not None:
+            fix = did_you_mean(_key(override), sorted(choices), "choice")
+            problems.append(Problem(_key(override), override.value(), "there is no such choice to make", fix))
+    return base, choices, [override for override in left if override.package is None]
+
+
+def _choices_of(overrides: list[Override], problems: list[Problem]) -> dict[str, str]:
+    """The valid ones among overrides that choose from a group."""
+    made: dict[str, str] = {}
+    for override in overrides:
+        group, key, choice = override.key_or_group, _key(override), override.value()
+        if override.is_delete():
             problems.append(Problem(f"~{key}", None, "a choice cannot be left out", f"Choose: {key}=..."))
         elif not isinstance(choice, str) or choice not in _options(group):
             problems.append(_bad_choice(group, key, choice))
         else:
-            groups.append(f"{key}={choice}")
-    return groups, values
+            made[key] = choice
+    return made
 
 
 def _bad_choice(group: str, key: str, choice: object) -> Problem:
@@ -241,19 +259,21 @@ def _accepted(
             problems += [] if roles and key != "backend.kind" else [_bad_backend_key(override)]
             if key != "backend.kind":
                 shared += [(f"{name}.{key}", override) for name in roles]
-        elif re.fullmatch(r"\w+\.backend\.kind", key) or (key in roles_backends and isinstance(override.value(), str)):
+        elif re.fullmatch(r"[\w.]+\.backend\.kind", key) or (
+            key in roles_backends and isinstance(override.value(), str)
+        ):
             group = f"backend@{key.removesuffix('.kind')}"
             rule = "a backend is chosen as a whole, with its settings"
             problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
         elif key == "task":
             problems.append(Problem(key, override.value(), "a root config fixes this", "Choose another --config-name."))
         elif override.is_delete():
-            if key.startswith(FREE_SECTIONS) and _exists(tree, key):
+            if FREE_SECTIONS.fullmatch(key) and _exists(tree, key):
                 own.append((key, override))
             else:
                 rule = "a key cannot be left out; the YAML holds every value"
                 problems.append(Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that."))
-        elif _exists(tree, key) or key.startswith(tuple(f"{section}." for section in FREE_SECTIONS)):
+        elif _exists(tree, key) or FREE_SECTIONS.fullmatch(key):
             own.append((key, override))
         else:
             problems.append(_unknown_key(override, tree, keys))
@@ -279,8 +299,8 @@ def _unknown_backend_field(choice: str, override: Override, prefix: str) -> Prob
 
 def _unknown_key(override: Override, tree: Tree, keys: list[str]) -> Problem:
     key = str(override.key_or_group)
-    role, _, rest = key.partition(".")
-    if rest.startswith("backend.") and _exists(tree, f"{role}.backend"):
+    role, backend, _ = key.partition(".backend.")
+    if backend and _exists(tree, f"{role}.backend"):
         return _unknown_backend_field(f"backend@{role}.backend=fsdp", override, f"{role}.backend.")
     parts = key.split(".")
     for length in range(1, len(parts)):
@@ -312,7 +332,7 @@ def _backend_set_in_yaml(base: DictConfig, choices: Mapping[str, str]) -> list[P
 
 
 def _backend_roles(choices: Mapping[str, str]) -> list[str]:
-    return sorted(match[1] for key in choices if (match := re.fullmatch(r"backend@(\w+)\.backend", key)))
+    return sorted(match[1] for key in choices if (match := re.fullmatch(r"backend@([\w.]+)\.backend", key)))
 
 
 def _apply(tree: DictConfig, key: str, override: Override) -> None:
@@ -416,7 +436,7 @@ def _make_paths_absolute(node: object, prefix: str = "") -> None:
         key = f"{prefix}{name}"
         if not isinstance(value, str):
             _make_paths_absolute(value, f"{key}.")
-        elif key.startswith("reward.functions."):
+        elif FUNCTIONS.fullmatch(key):
             path, colon, function = value.rpartition(":")
             node[name] = f"{_absolute(path)}:{function}" if colon else value
         elif PATHS.fullmatch(key) and not (key == "run.resume" and value.lower() in NO_CHECKPOINT):

@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controllers import measures
+from controllers.build import HELD_OUT
 from controllers.generation import Producer
 from controllers.measures import Metrics
 from verl_ray.cluster.store import read
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Finish
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import Sample
 
 if TYPE_CHECKING:
@@ -27,20 +28,25 @@ class Evaluator:
         self._config, self._tokenizer = config, tokenizer
         source = PromptSource(config.data.validation_path, tokenizer, config.data, config.run.seed)
         self._prompts = source.all(config.evaluation.num_prompts)
+        self._shaping = Shaping(config)
 
     def evaluate(self, producer: Producer, policy_version: int, timers: Timers) -> tuple[Metrics, list[Sample]]:
         """Accuracy of the present policy on the held-out problems, and the first rollouts as text.
 
-        A response whose grading failed counts as wrong here, and val-aux/failed_scores counts it.
+        A response that a function failed to grade counts as wrong, any other failed score is left out; and
+        val-aux/failed_scores counts them.
         """
         wanted = self._config.evaluation
         with timers("testing"):
             experience = producer.produce(self._prompts, policy_version, timers, producer.evaluation())
-        scores, failed = experience.scores.row("score"), experience.scores.row("health") != Health.OK
+        raw = measures.graded(experience.scores)
+        graded = self._shaping.weigh(raw)
         sources = np.repeat(self._prompts.data_source.texts(), wanted.group_size).tolist()
-        metrics = measures.accuracy(sources, np.where(failed, np.float32(0), scores), wanted.group_size)
+        by_function = HELD_OUT in raw or self._config.reward.kind == "function"
+        metrics = (measures.accuracy if by_function else measures.held_out_reward)(sources, graded, wanted.group_size)
+        metrics |= measures.of_components(raw, "val-aux/reward")
         metrics |= {
-            "val-aux/failed_scores": float(failed.sum()),
+            "val-aux/failed_scores": float((~graded.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),
             "val-aux/response_length/mean": float(experience.rollouts.row("response_length").mean()),
         }
@@ -57,7 +63,7 @@ class Evaluator:
             )
             for start, end, prompt, answer, source, score, finish in zip(
                 rows.offsets, rows.offsets[1:], rows.prompt_length, rows.answer.texts(), rows.data_source.texts(),
-                scores[shown], rows.finish, strict=False,
+                graded.score[shown], rows.finish, strict=False,
             )
         ]  # fmt: skip
         return metrics, samples
@@ -67,11 +73,16 @@ class Evaluator:
 
 
 def evaluate(config: Config) -> int:
-    """The command `evaluate`: one evaluation of model.path, or of the checkpoint that run.resume names."""
-    assert isinstance(config, RLConfig), "the check of the command refuses a supervised run"
-    from controllers.training import evaluate_once
+    """The command `evaluate`: one evaluation of model.path, or of the checkpoint that run.resume names; of a policy on
+    held-out problems, or of a reward model on held-out pairs."""
+    from controllers.training import evaluate_once, evaluate_reward_model
 
-    metrics, samples = evaluate_once(config)
+    samples: list[Sample] = []
+    if isinstance(config, RewardModelConfig):
+        metrics = evaluate_reward_model(config)
+    else:
+        assert isinstance(config, RLConfig), "the check of the command refuses a supervised run"
+        metrics, samples = evaluate_once(config)
     for name, value in metrics.items():
         print(f"{name}: {value:.4f}")
     for sample in samples:

@@ -20,7 +20,8 @@ from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
 from verl_ray.engine.base import LossReport
 from verl_ray.ops.masked import Moments, explained_variance
 from verl_ray.profiling.memory import GIB
-from verl_ray.rewards.health import Health, health_metrics
+from verl_ray.rewards.health import health_metrics
+from verl_ray.rewards.shaping import Graded, component
 from workers.model_worker import UpdateReport
 
 Metrics = dict[str, float]
@@ -67,9 +68,26 @@ def balance(lengths: Int64, ranks: int) -> Metrics:
     }
 
 
-def of_scores(scores: Sharded[Scores]) -> Metrics:
-    health = scores.row("health")
-    return {**spread("critic/score", scores.row("score")[health == Health.OK]), **health_metrics(health.tolist())}
+def graded(scores: Mapping[str, Sharded[Scores]]) -> dict[str, Graded]:
+    """What each grader said, as columns of the driver's."""
+    return {name: Graded(one.row("score"), one.row("health")) for name, one in scores.items()}
+
+
+def of_scores(shaped: Graded, raw: Mapping[str, Graded]) -> Metrics:
+    """The scores that are learned from, what each grader said before shaping, and what failed."""
+    metrics = spread("critic/score", shaped.score[shaped.ok])
+    return metrics | of_components(raw, "reward") | health_metrics(shaped.health.tolist())
+
+
+def of_components(raw: Mapping[str, Graded], prefix: str) -> Metrics:
+    """Per grader of several: <prefix>/<component>/mean, max, min of its own scores, and how many failed."""
+    if len(raw) == 1:
+        return {}
+    metrics: Metrics = {}
+    for role, one in raw.items():
+        name = f"{prefix}/{component(role)}"
+        metrics |= {**spread(name, one.score[one.ok]), f"{name}/failed": float((~one.ok).sum())}
+    return metrics
 
 
 def of_credit(credit: Sharded[Credit], response_length: npt.NDArray[np.generic]) -> Metrics:
@@ -152,6 +170,31 @@ def mismatch(means: Metrics) -> Metrics:
     }
 
 
+def of_preferences(chosen: npt.NDArray[np.float64], rejected: npt.NDArray[np.float64]) -> Metrics:
+    """A reward model on held-out pairs: how often the chosen response scores higher (a tie counts half), the log-loss
+    of its preferences (log 2 = a coin), how far its certainty is from how often it is right, and its scores.
+
+    The calibration error is the mean distance of certainty and accuracy over ten bins of certainty from 1/2 to 1,
+    weighted by pairs (arXiv:1706.04599, section 2). Scores that are not finite make everything NaN.
+    """
+    difference = chosen - rejected
+    right = (1 + np.sign(difference)) / 2
+    certainty = 1 / (1 + np.exp(-np.abs(np.clip(difference, -700, 700))))
+    finite = bool(np.isfinite(difference).all())
+    bins = np.minimum(((certainty - 0.5) * 20).astype(np.int64), 9) if finite else None
+    gap = math.nan if bins is None else np.abs(np.bincount(bins, right - certainty, minlength=10)).sum() / len(right)
+    return {
+        "val-core/held_out/pair_accuracy": float(right.mean()),
+        "val-core/held_out/log_loss": float(np.logaddexp(0, -difference).mean()) if finite else math.nan,
+        "val-aux/held_out/calibration_error": float(gap),
+        "val-aux/held_out/num_pairs": float(len(right)),
+        **spread("val-aux/held_out/margin", difference),
+        **spread("val-aux/held_out/chosen", chosen),
+        **spread("val-aux/held_out/rejected", rejected),
+        "val-aux/held_out/std": float(np.concatenate([chosen, rejected]).std()),
+    }
+
+
 def per_token_ms(timings: Mapping[str, float], response_tokens: int, all_tokens: int) -> Metrics:
     """timing_per_token_ms/<name>: generation per response token, everything else per token."""
     tokens = dict.fromkeys(("ref", "values", "adv", "update_critic", "update_actor"), all_tokens)
@@ -163,8 +206,18 @@ def per_token_ms(timings: Mapping[str, float], response_tokens: int, all_tokens:
     }
 
 
-def accuracy(sources: Sequence[str], scores: npt.NDArray[np.float32], group_size: int) -> Metrics:
-    """Mean score per data source: val-core/<data source>/acc/mean@N. Failed scores count as wrong in `scores`."""
-    names = np.array(sources)
+def accuracy(sources: Sequence[str], graded: Graded, group_size: int) -> Metrics:
+    """Mean score per data source: val-core/<data source>/acc/mean@N. Failed scores count as wrong."""
+    names, scores = np.array(sources), np.where(graded.ok, graded.score, 0)
     means = {name: float(scores[names == name].mean()) for name in sorted(set(sources))}
     return {f"val-core/{name}/acc/mean@{group_size}": mean for name, mean in means.items()}
+
+
+def held_out_reward(sources: Sequence[str], graded: Graded, group_size: int) -> Metrics:
+    """The same where scores are no grades from 0 to 1: val-core/<data source>/reward/mean@N, failed ones left out."""
+    names = np.array(sources)
+    found = {name: graded.score[(names == name) & graded.ok] for name in sorted(set(sources))}
+    return {
+        f"val-core/{name}/reward/mean@{group_size}": float(scores.mean()) if len(scores) else math.nan
+        for name, scores in found.items()
+    }

@@ -31,12 +31,12 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Scores, Values
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.errors import NonFiniteError
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.shaping import Graded, Shaping
 from verl_ray.tracking.base import Sample
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -62,11 +62,12 @@ class Trainer:
     """The four roles of one run, and the order in which they work."""
 
     def __init__(self, config: RLConfig, system: System, prompts: PromptSource, evaluator: Evaluator | None) -> None:
-        assert system.rollout is not None and system.reward is not None
+        assert system.rollout is not None
         self.config, self.system = config, system
         self.prompts, self.evaluator = prompts, evaluator
         self.kl = make(config.algorithm.kl)
-        self.producer = Producer(config, system.rollout, system.reward)
+        self.shaping = Shaping(config)
+        self.producer = Producer(config, system.rollout, system.graders)
         models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
         shared = config.placement.kind == "colocated" and system.has_gpus
         self.publisher = Publisher(system.actor, system.rollout, config.rollout, sharing=models if shared else ())
@@ -80,12 +81,13 @@ class Trainer:
         with self.timers("step"):
             self.produce()
             experience = self.buffer.take(self.policy_version)
-            rollouts, scores = experience.rollouts, experience.scores
+            rollouts, raw = experience.rollouts, measures.graded(experience.scores)
             measured = self.measure(rollouts)
+            scores = self.shaping.shape(raw)
             credit = self.assign_credit(rollouts, scores, measured)
             metrics = self.learn(number, rollouts, credit, measured)
             metrics |= self.publish(number)
-        return metrics | self.record(rollouts, scores, credit)
+        return metrics | measures.of_scores(scores, raw) | self.record(rollouts, credit)
 
     # ------------------------------------------------------------------------------------ the parts, in order
 
@@ -111,12 +113,9 @@ class Trainer:
             None if values is None else self.await_("values", values),
         )
 
-    def assign_credit(
-        self, rollouts: Sharded[Rollouts], scores: Sharded[Scores], measured: Measured
-    ) -> Sharded[Credit]:
+    def assign_credit(self, rollouts: Sharded[Rollouts], scores: Graded, measured: Measured) -> Sharded[Credit]:
         """Group baselines from the scores, here; everything per token, where the tokens are."""
         algorithm, actor = self.config.algorithm, self.system.actor
-        ok = scores.row("health") == Health.OK
         with self.timers("adv"):
             charge = None
             if self.charges_whole_responses:
@@ -124,7 +123,7 @@ class Trainer:
                     ActorWorker.diverge, rollouts, measured.old, measured.reference, algorithm))  # fmt: skip
                 charge = (self.kl.coefficient * kl.row("kl")).astype(np.float32)
             rewards = judge(
-                algorithm, scores.row("score"), ok, rollouts.row("finish"), rollouts.row("group_id"),
+                algorithm, scores.score, scores.ok, rollouts.row("finish"), rollouts.row("group_id"),
                 rollouts.row("trajectory_id"), charge,
             )  # fmt: skip
             return self.await_("adv", actor.scatter(
@@ -176,13 +175,12 @@ class Trainer:
         self.policy_version = version
         return metrics
 
-    def record(self, rollouts: Sharded[Rollouts], scores: Sharded[Scores], credit: Sharded[Credit]) -> Metrics:
+    def record(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Metrics:
         """The step in numbers."""
         timings = self.timers.take()
         response_tokens = int(rollouts.row("response_length").sum())
         return {
             **measures.of_rollouts(rollouts, self.config.data.max_prompt_tokens, self.system.actor.row_count),
-            **measures.of_scores(scores),
             **measures.of_credit(credit, rollouts.row("response_length")),
             **timings,
             **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
@@ -212,12 +210,14 @@ class Trainer:
         return {
             "cursor": self.prompts.state(),
             "kl": self.kl.state(),
+            "shaping": self.shaping.state(),
             "skipped_in_a_row": self.skipped_in_a_row,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.prompts.load_state(state["cursor"])
         self.kl.load_state(state["kl"])
+        self.shaping.load_state(state["shaping"])
         self.skipped_in_a_row = dict(state["skipped_in_a_row"])
 
     # -------------------------------------------------------------------------------------------- mini-batches

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.rules import ATTENTION_HEAD_SIZES, VLLM_ARGS_FIXED_ON_A_CPU
-from verl_ray.config.schema import Config, ModelRole, RLConfig, TinyModelConfig
+from verl_ray.config.schema import (
+    Config,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    ModelRole,
+    RLConfig,
+    SupervisedRole,
+    TinyModelConfig,
+)
 from verl_ray.config.suggest import closest, either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
@@ -89,7 +98,7 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     for key, path in _model_paths(config).items():
         findings.problems += _model_problems(key, path, config, machine)
     if isinstance(config, RLConfig):
-        specs = ((f"reward.functions.{source}", spec) for source, spec in config.reward.functions.items())
+        specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
     findings.problems += _disk_problems(config)
     findings.warnings += _idle_ranks(config)
@@ -103,6 +112,14 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     return findings
 
 
+def _functions(config: RLConfig) -> dict[str, str]:
+    """Every reward function that is named, by its key."""
+    given = {key: one.functions for key, one in config.graders.items() if isinstance(one, FunctionReward)}
+    if config.evaluation.functions is not None:
+        given["evaluation"] = config.evaluation.functions
+    return {f"{key}.functions.{source}": spec for key, functions in given.items() for source, spec in functions.items()}
+
+
 # ------------------------------------------------------------------------------------------------------ files
 
 
@@ -114,6 +131,9 @@ def _model_paths(config: Config) -> dict[str, str]:
         shared = role.model.path == config.model.path
         if not (shared and made):
             paths["model.path" if shared else f"{name}.model.path"] = role.model.path
+    if isinstance(config, RLConfig):
+        judges = {key: one for key, one in config.graders.items() if isinstance(one, JudgeReward)}
+        paths |= {f"{name}.model.path": judge.model.path for name, judge in judges.items()}
     return paths
 
 
@@ -133,9 +153,11 @@ def _model_problems(key: str, path: str, config: Config, machine: Machine | None
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         fix = f"Put the model's tokenizer beside it ({either(TOKENIZER_FILES[:3])})."
         yield Problem(key, path, "this directory has no tokenizer", fix)
+    if key.startswith("reward") and isinstance(config, RLConfig):
+        return  # rows of its own tokenizer: those that are too long get no score, and are counted
     longest, most = batch_algebra(config).max_row_tokens, settings.get("max_position_embeddings")
     if isinstance(most, int) and longest > most:
-        length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else "sft.max_tokens"
+        length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else config.longest_row[1]
         rule = f"the model has {most} positions, and a row may have {longest} tokens"
         yield Problem(key, path, rule, f"Lower {length} by {longest - most}, or take another model.")
     if isinstance(config, RLConfig) and path == config.actor.model.path:
@@ -248,9 +270,12 @@ def _ranks(config: Config) -> dict[str, int]:
     roles = {name: role.num_ranks for name, role in config.model_roles.items()}
     if isinstance(config, RLConfig):
         roles["rollout"] = config.rollout.num_replicas * config.rollout.tensor_parallel
+        judges = {key: one.engine for key, one in config.graders.items() if isinstance(one, JudgeReward)}
+        apart = {key: one.num_replicas * one.tensor_parallel for key, one in judges.items()}
         if config.placement.kind == "colocated":
             largest = max(roles, key=lambda name: roles[name])
-            return {largest: roles[largest]}
+            return {largest: roles[largest]} | apart
+        return roles | apart
     return roles
 
 
@@ -301,7 +326,7 @@ def _idle_ranks(config: Config) -> Iterator[str]:
 
 def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     """What certainly does not fit: processes, weights, optimizer and caches, without activations."""
-    actor = _parameters(config.actor, config)
+    actor = max(_parameters(role, config) for role in config.model_roles.values())
     shared = _shared_memory_bytes(config, actor)
     if shared > machine.shm_free_bytes:
         yield Problem(
@@ -314,7 +339,7 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         return
     processes = _processes(config)
     idle = sum(count * PROCESS_BYTES[name] for name, count in processes.items())
-    needed = idle + sum(_host_bytes(name, role, config) for name, role in config.model_roles.items())
+    needed = idle + sum(_host_bytes(role, config) for role in config.model_roles.values())
     if isinstance(config, RLConfig):
         rollout = config.rollout
         width = 4 if rollout.dtype == "float32" else 2
@@ -324,8 +349,9 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     has = f"This machine has {machine.memory_bytes / GIB:.1f} GiB"
     if 2 * idle > needed:
         most = max(processes, key=lambda name: processes[name] * PROCESS_BYTES[name])
-        key = {"trainer": "actor.num_ranks", "rollout": "rollout.num_replicas", "reward": "reward.num_ranks"}[most]
-        value = config.actor.num_ranks if most == "trainer" else processes[most]
+        first, role = next(iter(config.model_roles.items()))
+        key = {"trainer": f"{first}.num_ranks", "rollout": "rollout.num_replicas", "reward": "reward.num_ranks"}[most]
+        value = role.num_ranks if most == "trainer" else processes[most]
         split = " + ".join(f"{name} {count}" for name, count in processes.items())
         rule = f"{sum(processes.values())} processes ({split}) and what they hold take at least {needed / GIB:.1f} GiB"
         yield Problem(key, value, rule, f"{has}: use fewer, or set ray.address to a cluster.")
@@ -341,14 +367,18 @@ def _processes(config: Config) -> dict[str, int]:
     counts = {"trainer": sum(homes.values())}
     if isinstance(config, RLConfig):
         counts["rollout"] = config.rollout.num_replicas * config.rollout.tensor_parallel
-        counts["reward"] = config.reward.num_ranks
+        graders = config.graders.values()
+        counts["rollout"] += sum(
+            one.engine.num_replicas * one.engine.tensor_parallel for one in graders if isinstance(one, JudgeReward)
+        )
+        counts["reward"] = sum(one.num_ranks for one in graders if isinstance(one, FunctionReward | HttpReward))
     return counts
 
 
-def _host_bytes(name: str, role: ModelRole, config: Config) -> int:
+def _host_bytes(role: ModelRole, config: Config) -> int:
     """Weights and training state of a role on all ranks: whole on each of them, or one copy in shards."""
     copies = 1 if role.backend.kind == "fsdp" else role.num_ranks
-    width = 4 if name == "reference" else BYTES_PER_TRAINED_PARAMETER
+    width = BYTES_PER_TRAINED_PARAMETER if isinstance(role, SupervisedRole) else 4
     return _parameters(role, config) * width * copies
 
 
@@ -384,7 +414,7 @@ def _shared_memory_bytes(config: Config, parameters: int) -> int:
 
 def _disk_problems(config: Config) -> Iterator[Problem]:
     free = shutil.disk_usage(_nearest_existing(config.run.dir)).free
-    trained = [role for name, role in config.model_roles.items() if name != "reference"]
+    trained = [role for role in config.model_roles.values() if isinstance(role, SupervisedRole)]
     checkpoint = sum(_parameters(role, config) for role in trained) * BYTES_PER_SAVED_PARAMETER
     # One more than are kept: the oldest goes only when the newest is whole.
     needed = LOG_ROOM_BYTES + (checkpoint * (config.run.keep_checkpoints + 1) if config.run.checkpoint_every else 0)

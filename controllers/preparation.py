@@ -13,7 +13,7 @@ from pathlib import Path
 
 from controllers.build import start
 from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
-from controllers.sft import SupervisedTrainer
+from controllers.sft import SFTTrainer
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import (
     DataFilesConfig,
@@ -83,7 +83,7 @@ def _warm_start(
     with start(job, session) as system:
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
-        trainer = SupervisedTrainer(system.actor, source, held_out, warm.batch_size)
+        trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size)
         accuracy, ready = 0.0, False
         for number in range(1, warm.max_steps + 1):
             metrics = trainer.step()

@@ -11,20 +11,25 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
 
-from controllers.build import start
+from controllers.build import System, start
 from controllers.evaluation import Evaluator
 from controllers.measures import Metrics
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
-from controllers.sft import SupervisedTrainer
+from controllers.reward_model import PreferenceTrainer
+from controllers.sft import SFTTrainer
 from controllers.signals import stop_on_signals
+from controllers.supervised import SupervisedTrainer
+from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
-from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig, SupervisedRun
+from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
@@ -50,7 +55,7 @@ def train(config: Config) -> int:
 def run(config: Config, session: Session, recovery: Recovery) -> int:
     """One job on an open cluster."""
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-    if isinstance(config, SFTConfig):
+    if not isinstance(config, RLConfig):
         return train_supervised(config, session, recovery)
     prepare(config, session)
     return train_rl(config, session, recovery)
@@ -68,7 +73,7 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
     """Reinforcement learning, from the newest checkpoint or from the beginning."""
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
-    tell_skipped(prompts)
+    tell_skipped(prompts.skipped, "prompts of the training data are too long")
     evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every else None
     samples: list[Sample] = []
     with start(config, session) as system, recording(config, recovery) as trackers:
@@ -104,27 +109,31 @@ def evaluate_once(config: RLConfig) -> tuple[Metrics, list[Sample]]:
             return trainer.evaluate()
 
 
-def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) -> int:
-    """Supervised training; ends early at sft.stop_at_accuracy."""
-    tokenizer = load_tokenizer(config.actor.model.path)
-    limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
-    source = SupervisedSource(config.data.train_path, tokenizer, config.data, **limits)
-    tell_skipped(source)
-    held_out = None
-    if config.run.evaluate_every and config.data.validation_path is not None:
-        everything = SupervisedSource(config.data.validation_path, tokenizer, config.data, **limits)
-        held_out = everything.all(config.evaluation.num_prompts)
+def evaluate_reward_model(config: RewardModelConfig) -> Metrics:
+    """A reward model (model.path, or the checkpoint that run.resume names) on the held-out pairs."""
+    recovery = Recovery(config)
+    with open_session(config) as session, start(config, session) as system:
+        trainer = preference_trainer(config, system, trains=False)
+        recovery.restore(trainer)
+        return trainer.evaluate()
+
+
+def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery) -> int:
+    """Learning from a data set alone; may end early, at sft.stop_at_accuracy."""
     with start(config, session) as system, recording(config, recovery) as trackers:
-        trainer = SupervisedTrainer(system.actor, source, held_out, config.sft.batch_size)
+        trainer: SupervisedTrainer[Any] = (
+            sft_trainer(config, system) if isinstance(config, SFTConfig) else preference_trainer(config, system)
+        )
+        evaluates = config.run.evaluate_every > 0
         done = recovery.restore(trainer)
-        if done == 0 and held_out is not None:
-            trackers.log(0, trainer.evaluate(None))
+        if done == 0 and evaluates:
+            trackers.log(0, trainer.evaluate())
         for number in range(done + 1, config.run.total_steps + 1):
             if trainer.finished:
                 break
             metrics = trainer.step()
-            if held_out is not None and due(number, config.run.evaluate_every, config.run.total_steps):
-                metrics |= trainer.evaluate(config.sft.stop_at_accuracy)
+            if evaluates and due(number, config.run.evaluate_every, config.run.total_steps):
+                metrics |= trainer.evaluate()
             trackers.log(number, metrics)
             last = trainer.finished or number == config.run.total_steps
             if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
@@ -134,10 +143,45 @@ def train_supervised(config: SFTConfig, session: Session, recovery: Recovery) ->
     return conclude(config, trackers, [])
 
 
-def tell_skipped(source: PromptSource | SupervisedSource) -> None:
-    """What data.overlong = skip leaves out."""
-    if source.skipped:
-        print(f"warning: {source.skipped} rows of the data are too long and left out", file=sys.stderr, flush=True)
+def sft_trainer(config: SFTConfig, system: System) -> SFTTrainer:
+    """The trainer of a supervised run, with its demonstrations."""
+    tokenizer = load_tokenizer(config.actor.model.path)
+    limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
+    source = SupervisedSource(config.data.train_path, tokenizer, config.data, **limits)
+    tell_skipped(source.skipped, "rows of the training data are too long")
+    held_out = None
+    if config.run.evaluate_every and config.data.validation_path is not None:
+        everything = SupervisedSource(config.data.validation_path, tokenizer, config.data, **limits)
+        tell_skipped(everything.skipped, "held-out rows are too long")
+        held_out = everything.all(config.evaluation.num_prompts)
+    return SFTTrainer(system.actor, source, held_out, config.sft.batch_size, config.sft.stop_at_accuracy)
+
+
+def preference_trainer(config: RewardModelConfig, system: System, *, trains: bool = True) -> PreferenceTrainer:
+    """The trainer of a reward model, with its pairs; without training, with the held-out ones alone."""
+    tokenizer = load_tokenizer(config.reward.model.path)
+    wanted = config.preference
+
+    def pairs(path: str, kind: str) -> PreferenceSource:
+        source = PreferenceSource(
+            path, tokenizer, config.data, max_tokens=wanted.max_tokens, seed=config.run.seed, margin=wanted.margin
+        )
+        for reason, count in source.skipped.items():
+            tell_skipped(count, f"pairs of {kind} are {reason.replace('_', ' ')}")
+        return source
+
+    train = pairs(config.data.train_path, "the training data") if trains else None
+    held_out = None
+    if config.data.validation_path is not None and (config.run.evaluate_every or not trains):
+        held_out = pairs(config.data.validation_path, "the held-out data").all(config.evaluation.num_pairs)
+    objective = PreferenceObjective(wanted.label_smoothing)
+    return PreferenceTrainer(system.graders["reward"], train, held_out, wanted.batch_size, objective)
+
+
+def tell_skipped(count: int, what: str) -> None:
+    """What data.overlong = skip, or data.unusable = skip, leaves out."""
+    if count:
+        print(f"warning: {count} {what} and left out", file=sys.stderr, flush=True)
 
 
 @contextlib.contextmanager
@@ -188,4 +232,9 @@ def next_command(config: Config) -> str:
     """Something to try now."""
     if isinstance(config, RLConfig) and config.prepare is not None:
         return "scripts/quickstart algorithm=grpo backend=fsdp"
-    return f"verl-ray check --config-name {config.task}" if config.task == "sft" else "verl-ray evaluate --help"
+    model = Path(config.run.dir) / "model"
+    if isinstance(config, SFTConfig):
+        return f"verl-ray check --config-name ppo model.path={model}"
+    if isinstance(config, RewardModelConfig):
+        return f"verl-ray check --config-name ppo reward=model reward.model.path={model}"
+    return "verl-ray evaluate --help"

@@ -36,6 +36,7 @@ def rollouts_of(
         finish=np.array([Finish.STOP] * count if finish is None else finish, np.int8),
         rollout_log_probs=np.zeros(len(mask), np.float32),
         version_spans=Ragged(np.array([[p, 0] for p in prompts], np.int64).reshape(-1, 2), np.arange(count + 1)),
+        messages=texts,
         data_source=texts,
         answer=texts,
         extra=texts,

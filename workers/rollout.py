@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import RolloutConfig
+from verl_ray.config.schema import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.rollout.base import Chunk, Part, Request, RolloutEngine, Sampling
@@ -49,14 +49,10 @@ class Generation:
 
 class RolloutWorker:
     def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
-        device = context.device.partition(":")[0]
-        # before anything imports vLLM
-        from verl_ray.rollout.vllm_engine import VllmEngine, environment
-
-        os.environ.update(environment(device, context.threads, spec.config.tensor_parallel))
-        self.engine: RolloutEngine = VllmEngine(
-            spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed, device=device
-        )
+        self.engine = start_engine(
+            context, spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed,
+            sleeps=spec.config.sleep != "never",
+        )  # fmt: skip
 
     def generate(self, prompts: Prompts, generation: Generation) -> Iterator[Rollouts]:
         """`group_size` responses to each prompt, as they finish. The row id of response j of a group is
@@ -110,6 +106,27 @@ class RolloutWorker:
         self.engine.close()
 
 
+def start_engine(
+    context: WorkerContext,
+    model_path: str,
+    config: RolloutEngineConfig,
+    *,
+    max_model_len: int,
+    seed: int,
+    initial_version: int | None = None,
+    sleeps: bool = False,
+) -> RolloutEngine:
+    """vLLM in this process, which must not have imported it yet."""
+    from verl_ray.rollout.vllm_engine import VllmEngine, environment
+
+    device = context.device.partition(":")[0]
+    os.environ.update(environment(device, context.threads, config.tensor_parallel))
+    return VllmEngine(
+        model_path, config, max_model_len=max_model_len, seed=seed, device=device, initial_version=initial_version,
+        sleeps=sleeps,
+    )  # fmt: skip
+
+
 def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk]) -> Rollouts:
     """Finished responses behind their prompts, as rows."""
     row_id = np.array([chunk.request_id for chunk in chunks], np.int64)
@@ -137,6 +154,7 @@ def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk
         finish=np.array([Finish.ABORTED if chunk.finish is None else chunk.finish for chunk in chunks], np.int8),
         rollout_log_probs=log_probs,
         version_spans=Ragged(spans, np.arange(len(chunks) + 1)),
+        messages=asked.messages,
         data_source=asked.data_source,
         answer=asked.answer,
         extra=asked.extra,

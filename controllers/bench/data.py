@@ -91,6 +91,7 @@ def rollouts(lengths: Int64) -> Rollouts:
         finish=np.full(rows, Finish.STOP, np.int8),
         rollout_log_probs=np.full(offsets[-1], -1.0, np.float32),
         version_spans=Ragged(np.zeros((rows, 2), np.int64), np.arange(rows + 1)),
+        messages=text,
         data_source=text,
         answer=text,
         extra=text,

@@ -96,10 +96,10 @@ class Bench:
     """A running system that makes one step after another."""
 
     def __init__(self, config: RLConfig, system: System) -> None:
-        assert system.rollout is not None and system.reward is not None
+        assert system.rollout is not None
         prompts = PromptSource(config.data.train_path, load_tokenizer(config.actor.model.path), config.data, 0)
         self._trainer = Trainer(config, system, prompts, None)
-        self._drawing = self._trainer.producer = Drawing(config, system.rollout, system.reward)
+        self._drawing = self._trainer.producer = Drawing(config, system.rollout, system.graders)
         self._deadline_s = config.run.call_deadline_s
         self._done = 0
         self._trainer.publish(0)

@@ -119,7 +119,7 @@ def test_an_unknown_backend_and_task_are_named() -> None:
     values = tree()
     values["critic"]["backend"]["kind"] = "deepspeed"
     assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
-    assert problems({"task": "dpo"})["task"].fix == "Use rl or sft."
+    assert problems({"task": "dpo"})["task"].fix == "Use rl, sft or reward_model."
 
 
 def test_known_keys_cover_every_choice() -> None:

@@ -35,6 +35,9 @@ class Case(NamedTuple):
     root: str = "quickstart"
 
 
+MIXED = "reward=mixed reward.components.model.model.path=/rm"
+JUDGE = "reward=judge reward.model.path=/judge"
+
 CASES = [
     Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
     Case("run_has_a_name", "run.name=.. run.dir=x", "run.name", "also the name of its folder", "dots, - and _"),
@@ -299,6 +302,72 @@ CASES = [
         "no data source has a reward function",
         "default: exact_match",
     ),
+    Case(
+        "rewards_have_a_function",
+        "evaluation.functions={}",
+        "evaluation.functions",
+        "no data source has a reward function",
+        "Set evaluation.functions={default: exact_match}",
+    ),
+    Case(
+        "held_out_deadline_is_used",
+        "evaluation.deadline_s=3.0",
+        "evaluation.deadline_s",
+        "evaluation.functions=null leaves grading to the reward",
+        "Leave it out",
+    ),
+    Case(
+        "normalised_scores_matter",
+        "algorithm=grpo reward.normalise=batch",
+        "reward.normalise",
+        "divides by its deviation, which undoes this",
+        "Set it to none, or give reward.clip",
+    ),
+    Case(
+        "mixed_rewards_have_weights",
+        f"{MIXED} reward.weights.modl=1.0",
+        "reward.weights.modl",
+        "there is no component modl",
+        "Did you mean model?",
+    ),
+    Case(
+        "mixed_rewards_have_weights", f"{MIXED} ~reward.weights.model", "reward.weights.model", "has no weight", "=1.0"
+    ),
+    Case(
+        "mixed_rewards_have_weights",
+        f"{MIXED} reward.weights.model=0",
+        "reward.weights.model",
+        "computed and then ignored",
+        "leave the component out",
+    ),
+    Case("judges_can_be_asked", f"{JUDGE} reward.lowest=11", "reward.highest", "above reward.lowest", "above 11.0"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"a(\"'", "reward.verdict", "no regular", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"abc\"'", "reward.verdict", "and has 0", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} reward.template=Grade", "reward.template", "not see", "{{ response }}"),
+    Case("judges_can_be_asked", f"{JUDGE} reward.temperature=0.001", "reward.temperature", "0.01", "0 for greedy"),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.dtype=float16",
+        "reward.engine.vllm_args.dtype",
+        "reward.engine.dtype sets this argument",
+        "Leave it out",
+    ),
+    Case("services_have_an_address", "reward=http reward.url=foo", "reward.url", "no address", "http://HOST"),
+    Case(
+        "services_have_an_address",
+        "reward=http reward.url=http://h/s reward.request_timeout_s=200",
+        "reward.request_timeout_s",
+        "reward.deadline_s=120.0 bounds a batch",
+        "at most 120.0",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        f"{' '.join(INPUTS)} preference.max_tokens=5000",
+        "reward.backend.micro_batch_tokens_per_rank",
+        "10000 tokens (2 x preference.max_tokens: the rows of a pair stay together)",
+        "10000",
+        "reward_model",
+    ),
     Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
     Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
     Case(
@@ -392,7 +461,10 @@ def test_an_engine_argument_is_listed_once_and_exists() -> None:
 def test_the_rules_know_the_arguments_that_the_engine_fixes() -> None:
     config = compose("quickstart")
     assert isinstance(config, RLConfig)
-    cpu, gpu = (fixed_arguments("/m", config.rollout, 24, 0, device, True).keys() for device in ("cpu", "cuda"))
+    cpu, gpu = (
+        fixed_arguments("/m", config.rollout, 24, 0, device, without_weights=True, sleeps=True).keys()
+        for device in ("cpu", "cuda")
+    )
     everywhere = VLLM_ARGS_OF_OTHER_KEYS.keys() | VLLM_ARGS_FIXED.keys()
     assert cpu - everywhere == VLLM_ARGS_FIXED_ON_A_CPU.keys()
     assert gpu <= everywhere

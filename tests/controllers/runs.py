@@ -123,8 +123,8 @@ def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], 
     """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
     used = {name: group for name, group in roles.items() if name in config.model_roles}
     system = System(
-        groups, used["actor"], used.get("critic"), used.get("reference"), samplers.reward, samplers.rollout,
-        has_gpus=False,
+        groups, used["actor"], used.get("critic"), used.get("reference"), samplers.rollout,
+        {"reward": samplers.reward}, has_gpus=False,
     )  # fmt: skip
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)

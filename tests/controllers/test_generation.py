@@ -21,7 +21,7 @@ def produced(run: Trainer, generation: Generation) -> tuple[Rollouts, list[float
     timers = Timers()
     experience = run.producer.produce(run.prompts.all(8), run.policy_version, timers, generation)
     assert {"timing_s/gen", "timing_s/reward"} <= timers.take().keys()
-    return read(experience.rollouts, 60), experience.scores.row("score").tolist()
+    return read(experience.rollouts, 60), experience.scores["reward"].row("score").tolist()
 
 
 @pytest.fixture

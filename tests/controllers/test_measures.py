@@ -18,6 +18,7 @@ from verl_ray.data.stages import Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import Health
+from verl_ray.rewards.shaping import Graded
 from workers.model_worker import UpdateReport
 
 
@@ -51,9 +52,30 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         offsets=np.zeros(5, np.int64), score=np.array([1, np.nan, 0, np.nan], np.float32),
         health=np.array(health, np.int8), detail=Ragged.of_texts(["", "late", "", "broken"]),
     )  # fmt: skip
-    found = measures.of_scores(held(scores))
+    raw = measures.graded({"reward": held(scores)})
+    found = measures.of_scores(raw["reward"], raw)
+    assert not any(name.startswith("reward/") for name in found)  # one grader: its scores are critic/score
     assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
-    assert [found[kind.metric] for kind in Health] == [2, 1, 1, 0, 0]
+    assert [found[kind.metric] for kind in Health] == [2, 1, 1, 0, 0, 0, 0, 0]
+
+
+def test_each_grader_of_several_has_its_own_numbers() -> None:
+    style = Graded(np.array([4, np.nan, 2], np.float32), np.array([0, 7, 0], np.int8))
+    found = measures.of_components({"reward.components.style": style, "reward.components.right": style}, "reward")
+    assert [found[f"reward/style/{what}"] for what in ("mean", "max", "min", "failed")] == [3, 4, 2, 1]
+    assert found["reward/right/mean"] == 3
+
+
+def test_preferences_by_hand() -> None:
+    chosen, rejected = np.array([math.log(3), 0.0, 1.0, 0.0]), np.array([0.0, math.log(3), 1.0, math.log(3)])
+    found = measures.of_preferences(chosen, rejected)
+    assert found["val-core/held_out/pair_accuracy"] == pytest.approx((1 + 0 + 0.5 + 0) / 4)
+    assert found["val-core/held_out/log_loss"] == pytest.approx((math.log(4 / 3) + 2 * math.log(4) + math.log(2)) / 4)
+    # certain to 3/4 three times and right once; certain to 1/2 of the tie, which counts half
+    assert found["val-aux/held_out/calibration_error"] == pytest.approx((3 * 0.75 - 1) / 4)
+    assert found["val-aux/held_out/margin/mean"] == pytest.approx(-math.log(3) / 4)
+    assert found["val-aux/held_out/num_pairs"] == 4
+    assert math.isnan(measures.of_preferences(np.array([math.nan]), np.zeros(1))["val-aux/held_out/calibration_error"])
 
 
 def test_rewards_are_per_response_and_advantages_per_token() -> None:
@@ -111,7 +133,10 @@ def test_timings_per_token() -> None:
 
 
 def test_accuracy_per_data_source() -> None:
-    found = measures.accuracy(["a", "b", "a"], np.array([1, 0.5, 0], np.float32), 4)
+    graded = Graded(np.array([1, 0.5, np.nan], np.float32), np.array([0, 0, 1], np.int8))
+    found = measures.held_out_reward(["a", "b", "a"], graded, 4)
+    assert found == {"val-core/a/reward/mean@4": 1.0, "val-core/b/reward/mean@4": 0.5}
+    found = measures.accuracy(["a", "b", "a"], graded, 4)
     assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
 
 

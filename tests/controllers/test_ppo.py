@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from controllers.measures import graded
 from controllers.ppo import MAX_SKIPPED_IN_A_ROW, Trainer
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, Samplers, lasting, training
@@ -136,11 +137,12 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
     run.publish(0)
     run.produce()
     experience = run.buffer.take(0)
-    score, ok = experience.scores.row("score"), experience.scores.row("health") == Health.OK
+    scores = graded(experience.scores)["reward"]
+    score, ok = scores.score, scores.ok
     assert 0 < (~ok).sum() < len(ok) / 2
-    assert experience.scores.row("health")[~ok].tolist() == [Health.EXCEPTION] * int((~ok).sum())
+    assert scores.health[~ok].tolist() == [Health.EXCEPTION] * int((~ok).sum())
     assert np.isnan(score[~ok]).all()
-    credit = run.assign_credit(experience.rollouts, experience.scores, run.measure(experience.rollouts))
+    credit = run.assign_credit(experience.rollouts, scores, run.measure(experience.rollouts))
     assert credit.row("in_loss").tolist() == ok.tolist()
     told = read(credit, 60)
     first_token = np.cumsum(experience.rollouts.lengths) - 1  # of each row its last token: advantages are constant

@@ -177,7 +177,7 @@ def test_parts_must_agree_on_optional_columns() -> None:
 def test_row_columns_are_what_a_driver_plans_on() -> None:
     texts = Ragged.of_texts(["a", "b"])
     prompts = Prompts(
-        offsets=offsets_of([1, 1]), group_id=np.array([4, 5]), tokens=np.zeros(2, np.int32), data_source=texts,
-        answer=texts, extra=texts,
+        offsets=offsets_of([1, 1]), group_id=np.array([4, 5]), tokens=np.zeros(2, np.int32), messages=texts,
+        data_source=texts, answer=texts, extra=texts,
     )  # fmt: skip
     assert {name: values.tolist() for name, values in prompts.row_columns().items()} == {"group_id": [4, 5]}

@@ -19,6 +19,7 @@ def prompts(count: int, answer: str = "1") -> Prompts:
         offsets=np.arange(count + 1),
         group_id=np.arange(count),
         tokens=np.arange(count, dtype=np.int32),
+        messages=texts,
         data_source=texts,
         answer=texts,
         extra=texts,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,6 +32,7 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
     (tmp_path / "own.py").write_text(GRADER)
     config = FunctionReward(
         kind="function", num_ranks=1, processes_per_rank=2, deadline_s=20.0, max_failed_fraction=1.0,
+        normalise="none", clip=None,
         functions={"default": "exact_match", "mine": f"{tmp_path}/own.py:grade"},
     )  # fmt: skip
     context = WorkerContext("reward", 0, 1, "cpu", False, 1, tmp_path / "log", 1)
@@ -47,7 +49,8 @@ def rows_of(worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]) ->
     plain = rollouts_of([len(r) for r in responses], prompts=[len(p) for p in prompts])
     tokens = np.array([t for p, r in zip(prompts, responses, strict=True) for t in p + r], np.int32)
     assert np.array_equal(plain.offsets, offsets_of([len(p + r) for p, r in zip(prompts, responses, strict=True)]))
-    columns = {name: Ragged.of_texts([row[i] for row in rows])
+    columns = {"messages": Ragged.of_texts([json.dumps(row[0]) for row in rows])}
+    columns |= {name: Ragged.of_texts([row[i] for row in rows])
                for i, name in ((2, "answer"), (3, "data_source"), (4, "extra"))}  # fmt: skip
     return plain.replace(tokens=tokens, **columns)
 

@@ -30,7 +30,8 @@ class ScriptedWorker(RolloutWorker):
 def prompts() -> Prompts:
     return Prompts(
         offsets=offsets_of([2, 3]), group_id=np.array([3, 5]), tokens=np.array([1, 2, 3, 4, 5], np.int32),
-        data_source=Ragged.of_texts(["a", "b"]), answer=Ragged.of_texts(["x", "yy"]),
+        messages=Ragged.of_texts(['"p"', '"q"']), data_source=Ragged.of_texts(["a", "b"]),
+        answer=Ragged.of_texts(["x", "yy"]),
         extra=Ragged.of_texts(["{}", '{"k": 1}']),
     )  # fmt: skip
 

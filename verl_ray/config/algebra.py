@@ -46,10 +46,10 @@ def batch_algebra(config: Config) -> BatchAlgebra:
         prompts, group_size = config.data.prompts_per_step, config.rollout.group_size
         max_row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     else:
-        prompts, group_size, max_row_tokens = config.sft.batch_size, 1, config.sft.max_tokens
+        prompts, group_size, max_row_tokens = config.rows_per_step, 1, config.longest_row[0]
     rows = prompts * group_size
-    learns_all = () if isinstance(config, RLConfig) else ("actor",)
-    roles = tuple(_role(name, role, rows, name in learns_all) for name, role in config.model_roles.items())
+    learns_all = not isinstance(config, RLConfig)
+    roles = tuple(_role(name, role, rows, learns_all) for name, role in config.model_roles.items())
     return BatchAlgebra(prompts, group_size, rows, max_row_tokens, roles)
 
 

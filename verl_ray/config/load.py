@@ -15,13 +15,14 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.config.suggest import closest, did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
 
+_NAMED = re.compile(r"^(reward\.components)\.[^.]+")  # the names of these sections are the user's
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
-_TASKS: dict[str, type[RLConfig] | type[SFTConfig]] = {"rl": RLConfig, "sft": SFTConfig}
+_TASKS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelConfig}
 
 
 def parse(tree: Mapping[str, object]) -> Config:
@@ -115,7 +116,7 @@ def _problem(key: str, alternatives: list[ErrorDetails], kind: type[BaseModel]) 
 
 def _list(key: str, kind: type[BaseModel]) -> str:
     """What the list at `key` holds, with an example of it."""
-    field = dict(_fields(kind))[key]
+    field = _field(key, kind)
     items = get_args(field.annotation)
     size = "" if Ellipsis in items else f" of {len(items)} numbers"
     return f"a list{size}, e.g. {either(field.examples or [])}"
@@ -123,13 +124,18 @@ def _list(key: str, kind: type[BaseModel]) -> str:
 
 def _set_inside(key: str, error: ErrorDetails, kind: type[BaseModel]) -> str:
     """How to set what is inside the section at `key`."""
-    example = dict(_fields(kind))[key].examples
+    example = _field(key, kind).examples
+    key = _NAMED.sub(r"\1", key)
     if example:
         return f"Use a section, e.g. '{key}={either(example)}'."
     inside = [name for name in _without_prefixes(kind) if name.startswith(f"{key}.") and not name.endswith(".kind")]
     if isinstance(error["input"], str) and f"{key}.path" in inside:
         return f"Did you mean {key}.path={error['input']}?"
     return f"Set the keys inside it, e.g. {inside[0]}=..."
+
+
+def _field(key: str, kind: type[BaseModel]) -> FieldInfo:
+    return dict(_fields(kind))[_NAMED.sub(r"\1", key)]
 
 
 def _rule(found: object, alternatives: list[ErrorDetails]) -> str:

@@ -8,10 +8,22 @@ field (`schema.py`), and what only the machine knows, such as files and memory (
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
-from verl_ray.config.schema import Config, OptimizerConfig, RLConfig, SFTConfig
+from verl_ray.config.schema import (
+    Config,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    MixedReward,
+    ModelReward,
+    OptimizerConfig,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from verl_ray.config.suggest import closest, either, nearest_divisors
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.errors import Problem
@@ -159,8 +171,12 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
         longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
         sizes = "data.max_prompt_tokens + rollout.max_response_tokens"
     else:
-        longest, sizes = config.sft.max_tokens, "sft.max_tokens"
+        longest, sizes = config.longest_row
+    if isinstance(config, RewardModelConfig):
+        longest, sizes = 2 * longest, f"2 x {sizes}: the rows of a pair stay together"
     for name, role in config.model_roles.items():
+        if isinstance(role, ModelReward):
+            continue  # its tokenizer decides; rows that are too long get no score, and are counted
         cap = role.backend.micro_batch_tokens_per_rank
         if cap < longest:
             yield Problem(
@@ -369,23 +385,124 @@ def greedy_evaluation_needs_one_response(config: RLConfig, _: Overridden) -> Ite
 
 
 def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    for name, value in sorted(config.rollout.vllm_args.items()):
-        key = f"rollout.vllm_args.{name}"
-        if setter := VLLM_ARGS_OF_OTHER_KEYS.get(name):
+    yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS)
+    for section, grader in config.graders.items():
+        if isinstance(grader, JudgeReward):
+            setters = VLLM_ARGS_OF_OTHER_KEYS | {
+                "model": f"{section}.model.path",
+                "tokenizer": f"{section}.model.path",
+                "generation_config": f"{section}.temperature",
+                "override_generation_config": f"{section}.temperature",
+                "max_model_len": f"{section}.max_prompt_tokens",
+            }
+            engine = {name: key.replace("rollout.", f"{section}.engine.") for name, key in setters.items()}
+            yield from _vllm_args(f"{section}.engine", grader.engine.vllm_args, engine)
+
+
+def _vllm_args(section: str, arguments: Mapping[str, object], setters: Mapping[str, str]) -> Iterator[Problem]:
+    for name, value in sorted(arguments.items()):
+        key = f"{section}.vllm_args.{name}"
+        if setter := setters.get(name):
             yield Problem(key, value, f"{setter} sets this argument", f"Leave it out and set {setter}.")
         elif reason := VLLM_ARGS_FIXED.get(name):
             yield Problem(key, value, f"this argument may not change: {reason}", "Leave it out.")
         elif name not in VLLM_ARGUMENTS:
-            own = [argument for argument in VLLM_ARGUMENTS if argument not in VLLM_ARGS_OF_OTHER_KEYS | VLLM_ARGS_FIXED]
+            own = [argument for argument in VLLM_ARGUMENTS if argument not in {*setters, *VLLM_ARGS_FIXED}]
             near = closest(name, own)
             fix = f"Did you mean {either(near)}?" if near else "Use the name of a field of vLLM's EngineArgs."
             yield Problem(key, value, "vLLM has no such engine argument", fix)
 
 
 def rewards_have_a_function(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    if not config.reward.functions:
-        fix = "Set reward.functions={default: exact_match}."
-        yield Problem("reward.functions", {}, "no data source has a reward function", fix)
+    functions = {
+        f"{key}.functions": one.functions for key, one in config.graders.items() if isinstance(one, FunctionReward)
+    }
+    if config.evaluation.functions is not None:
+        functions["evaluation.functions"] = config.evaluation.functions
+    for key, given in functions.items():
+        if not given:
+            fix = f"Set {key}={{default: exact_match}}."
+            yield Problem(key, {}, "no data source has a reward function", fix)
+
+
+def held_out_deadline_is_used(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    if config.evaluation.functions is None:
+        keys = overridden.under("evaluation.deadline_s")
+        yield from _ignored(keys, config, "evaluation.functions=null leaves grading to the reward, with its deadline")
+
+
+def normalised_scores_matter(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    """Group baselines subtract a mean of their own."""
+    if config.algorithm.advantage not in GROUP_BASELINES or isinstance(config.reward, MixedReward):
+        return
+    if config.reward.normalise != "none" and config.reward.clip is None and config.algorithm.advantage == "grpo":
+        rule = "algorithm.advantage=grpo compares within a group and divides by its deviation, which undoes this"
+        fix = "Set it to none, or give reward.clip as well."
+        yield Problem("reward.normalise", config.reward.normalise, rule, fix)
+
+
+def mixed_rewards_have_weights(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    reward = config.reward
+    if not isinstance(reward, MixedReward):
+        return
+    if not reward.components:
+        fix = "Set reward=function, or give components in a YAML file of your own (--config-dir)."
+        yield Problem("reward.components", {}, "there is nothing to mix", fix)
+    for name in sorted(reward.components.keys() - reward.weights.keys()):
+        rule = f"the component {name} has no weight"
+        yield Problem(f"reward.weights.{name}", None, rule, f"Set reward.weights.{name}=1.0.")
+    for name in sorted(reward.weights.keys() - reward.components.keys()):
+        near = closest(name, reward.components)
+        fix = (
+            f"Did you mean {either(near)}?" if near else f"Leave it out; there are {either(sorted(reward.components))}."
+        )
+        yield Problem(f"reward.weights.{name}", reward.weights[name], f"there is no component {name}", fix)
+    for name, weight in sorted(reward.weights.items()):
+        if weight == 0 and name in reward.components:
+            rule = "this component would be computed and then ignored"
+            yield Problem(f"reward.weights.{name}", weight, rule, "Give it a weight, or leave the component out.")
+
+
+def judges_can_be_asked(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    for section, judge in config.graders.items():
+        if not isinstance(judge, JudgeReward):
+            continue
+        if judge.lowest >= judge.highest:
+            fix = f"Set it above {judge.lowest}."
+            yield Problem(f"{section}.highest", judge.highest, f"it must be above {section}.lowest", fix)
+        if (problem := verdict_problem(judge.verdict)) is not None:
+            fix = r"Use one group around the number, e.g. 'score: *(\d+)'."
+            yield Problem(f"{section}.verdict", judge.verdict, problem, fix)
+        if "response" not in judge.template:
+            rule = "the judge would not see the response"
+            yield Problem(f"{section}.template", judge.template, rule, "Use {{ response }} in it.")
+        if 0 < judge.temperature < VLLM_LEAST_TEMPERATURE:
+            rule = f"vLLM samples from a temperature of {VLLM_LEAST_TEMPERATURE}"
+            fix = f"Use at least {VLLM_LEAST_TEMPERATURE}, or 0 for greedy."
+            yield Problem(f"{section}.temperature", judge.temperature, rule, fix)
+
+
+def verdict_problem(pattern: str) -> str | None:
+    """What is wrong with a judge's verdict pattern, if anything."""
+    try:
+        groups = re.compile(pattern).groups
+    except re.error as error:
+        return f"this is no regular expression ({error})"
+    return None if groups == 1 else f"it must have one group, which holds the score, and has {groups}"
+
+
+def services_have_an_address(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    for section, service in config.graders.items():
+        if not isinstance(service, HttpReward):
+            continue
+        parts = urlsplit(service.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            rule = "this is no address of a service"
+            yield Problem(f"{section}.url", service.url, rule, "Give http://HOST:PORT/PATH or https://HOST/PATH.")
+        if service.request_timeout_s > service.deadline_s:
+            rule = f"{section}.deadline_s={service.deadline_s} bounds a batch with all its requests"
+            fix = f"Use at most {service.deadline_s}, or raise the deadline."
+            yield Problem(f"{section}.request_timeout_s", service.request_timeout_s, rule, fix)
 
 
 def inputs_are_made_or_given(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
@@ -487,6 +604,11 @@ RL_RULES: tuple[RLRule, ...] = (
     greedy_evaluation_needs_one_response,
     vllm_args_are_free,
     rewards_have_a_function,
+    held_out_deadline_is_used,
+    normalised_scores_matter,
+    mixed_rewards_have_weights,
+    judges_can_be_asked,
+    services_have_an_address,
     inputs_are_made_or_given,
     prepared_data_exists,
     prepared_model_is_possible,
@@ -519,8 +641,11 @@ def _value(config: Config, key: str) -> object:
 
 
 def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:
-    yield "actor.optimizer", config.actor.optimizer
-    if isinstance(config, RLConfig):
+    if not isinstance(config, RLConfig):
+        name, role = config.learner
+        yield f"{name}.optimizer", role.optimizer
+    else:
+        yield "actor.optimizer", config.actor.optimizer
         yield "critic.optimizer", config.critic.optimizer
         if config.prepare is not None:
             yield "prepare.warm_start.optimizer", config.prepare.warm_start.optimizer

@@ -153,7 +153,7 @@ class ModelRole(Section):
 
 
 class SupervisedRole(ModelRole):
-    """The actor of a supervised run."""
+    """The model that a supervised run trains."""
 
     optimizer: OptimizerConfig
 
@@ -171,7 +171,32 @@ class ReferenceRole(ModelRole):
     """The frozen policy that the divergence is measured from."""
 
 
-class FunctionReward(Section):
+class RolloutEngineConfig(Section):
+    """One vLLM engine, whoever asks it."""
+
+    num_replicas: Positive
+    """Independent engines."""
+    tensor_parallel: Positive
+    """Ranks per replica."""
+    dtype: Literal["float32", "bfloat16"]
+    kv_cache_gib: PositiveFloat
+    """Memory for the key-value cache of one replica rank."""
+    vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
+    """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
+
+
+class Grader(Section):
+    """What every source of scores has."""
+
+    normalise: Literal["none", "batch", "running"]
+    """Shift and scale scores to mean 0 and standard deviation 1: over each step, over all steps so far, or not."""
+    clip: PositiveFloat | None
+    """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
+    max_failed_fraction: Fraction
+    """Stop the run when more than this fraction of a step's scores failed."""
+
+
+class FunctionReward(Grader):
     """Scores by Python functions in killable processes."""
 
     kind: Literal["function"]
@@ -183,11 +208,35 @@ class FunctionReward(Section):
     """How long one response may take to score before its process is killed and the failure counted."""
     functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
     """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
-    max_failed_fraction: Fraction
-    """Stop the run when more than this fraction of a step's scores failed."""
 
 
-class HttpReward(Section):
+class ModelReward(Grader, ModelRole):
+    """Scores by a sequence-classification model with one label, on a backend."""
+
+    kind: Literal["model"]
+
+
+class JudgeReward(Grader):
+    """Scores by a language model that is asked for a verdict."""
+
+    kind: Literal["judge"]
+    model: ModelConfig
+    engine: RolloutEngineConfig
+    template: str
+    """What the judge is asked: a Jinja template with prompt, response, answer, data_source and extra."""
+    verdict: str
+    """Regular expression whose last match in the judge's response holds the score in its one group."""
+    lowest: float
+    """The least score that the judge may give; what lies outside is no verdict."""
+    highest: float
+    max_prompt_tokens: Positive
+    """The longest question to the judge; a response that makes it longer has no score."""
+    max_response_tokens: Positive
+    temperature: Temperature
+    """0 = greedy."""
+
+
+class HttpReward(Grader):
     """Scores by a service: JSON over HTTP."""
 
     kind: Literal["http"]
@@ -215,14 +264,25 @@ class HttpReward(Section):
     """Batches that fail in a row before the circuit opens: nothing is sent any more and every score fails at once."""
     circuit_reset_s: PositiveFloat
     """How long the circuit stays open before one batch may try again."""
-    max_failed_fraction: Fraction
-    """As for functions."""
 
 
-Reward = FunctionReward
+SingleReward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward, Field(discriminator="kind")]
 
 
-class RolloutConfig(Section):
+class MixedReward(Section):
+    """A weighted sum of several scores. A response that one of them cannot score has none."""
+
+    kind: Literal["mixed"]
+    components: dict[str, SingleReward]
+    """Name -> where scores come from; the name is part of the metrics."""
+    weights: Annotated[dict[str, float], Field(examples=["{function: 1.0, model: 0.5}"])]
+    """Name -> factor of its scores, once normalised and clipped."""
+
+
+Reward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward | MixedReward, Field(discriminator="kind")]
+
+
+class RolloutConfig(RolloutEngineConfig):
     group_size: Positive
     """Responses per prompt."""
     max_response_tokens: Positive
@@ -231,19 +291,10 @@ class RolloutConfig(Section):
     top_p: Annotated[float, Field(gt=0, le=1)]
     top_k: int
     """-1 = all tokens."""
-    num_replicas: Positive
-    """Independent vLLM engines."""
-    tensor_parallel: Positive
-    """Ranks per replica."""
-    dtype: Literal["float32", "bfloat16"]
-    kv_cache_gib: PositiveFloat
-    """Memory for the key-value cache of one replica rank."""
     stream_rows: Positive
     """Finished responses are handed on to the reward role once this many are ready."""
     sleep: Literal["auto", "never", "kv_cache", "weights"]
     """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""
-    vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
-    """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
 
 
 class EvaluationConfig(Section):
@@ -255,6 +306,10 @@ class EvaluationConfig(Section):
     """0 = greedy."""
     samples: NonNegative
     """Rollouts of each evaluation written to samples/ and the tracker's table."""
+    functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])] | None
+    """Grade held-out responses by these functions instead of the reward; null = by the reward."""
+    deadline_s: PositiveFloat
+    """How long one held-out response may take to grade, where evaluation.functions does it."""
 
 
 # ----------------------------------------------------------------------------------------------- the algorithm
@@ -414,6 +469,13 @@ class RLConfig(Section):
         return self.algorithm.kl.place != "none"
 
     @property
+    def graders(self) -> dict[str, SingleReward]:
+        """Where scores come from, by the key of its section, which is also the name of the role."""
+        if isinstance(self.reward, MixedReward):
+            return {f"reward.components.{name}": one for name, one in self.reward.components.items()}
+        return {"reward": self.reward}
+
+    @property
     def model_roles(self) -> dict[str, ModelRole]:
         """The roles that run a model on a backend and are created, by name."""
         roles: dict[str, ModelRole] = {"actor": self.actor}
@@ -421,7 +483,7 @@ class RLConfig(Section):
             roles["critic"] = self.critic
         if self.has_reference:
             roles["reference"] = self.reference
-        return roles
+        return roles | {name: one for name, one in self.graders.items() if isinstance(one, ModelReward)}
 
 
 class SupervisedConfig(Section):
@@ -456,5 +518,72 @@ class SFTConfig(Section):
         """The roles that run a model on a backend, by name."""
         return {"actor": self.actor}
 
+    @property
+    def learner(self) -> tuple[str, SupervisedRole]:
+        """The one role, and its name."""
+        return "actor", self.actor
 
-Config = RLConfig | SFTConfig
+    @property
+    def rows_per_step(self) -> int:
+        return self.sft.batch_size
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """In tokens, and the key that sets it."""
+        return self.sft.max_tokens, "sft.max_tokens"
+
+
+class PreferenceConfig(Section):
+    batch_size: Positive
+    """Pairs per optimizer step, over all ranks."""
+    max_tokens: Positive
+    """The longest row, prompt and response together, in tokens."""
+    margin: NonNegativeFloat | Literal["record"]
+    """By how much the chosen response should score higher; record = each pair's own `margin`."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
+    """How often the preference is taken to be the wrong way round."""
+
+
+class PreferenceEvaluationConfig(Section):
+    num_pairs: Positive | None
+    """The first N held-out pairs; null = all."""
+
+
+class RewardModelConfig(Section):
+    """One reward model trained on preferences: `train --config-name reward_model`."""
+
+    task: Literal["reward_model"]
+    run: RunConfig
+    ray: RayConfig
+    model: ModelConfig
+    data: PreferenceDataConfig
+    reward: SupervisedRole
+    preference: PreferenceConfig
+    evaluation: PreferenceEvaluationConfig
+    tracking: TrackingConfig
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        """The roles that run a model on a backend, by name."""
+        return {"reward": self.reward}
+
+    @property
+    def learner(self) -> tuple[str, SupervisedRole]:
+        """The one role, and its name."""
+        return "reward", self.reward
+
+    @property
+    def rows_per_step(self) -> int:
+        """Two per pair."""
+        return 2 * self.preference.batch_size
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """In tokens, and the key that sets it."""
+        return self.preference.max_tokens, "preference.max_tokens"
+
+
+SupervisedRun = SFTConfig | RewardModelConfig
+"""Runs that learn from a data set alone."""
+
+Config = RLConfig | SFTConfig | RewardModelConfig

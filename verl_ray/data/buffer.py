@@ -8,6 +8,7 @@ rollouts are held by reference.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from verl_ray.data.sharded import Sharded
@@ -20,7 +21,7 @@ class Experience:
     """The scored rollouts of one batch of prompts, and the policy version they were drawn from."""
 
     rollouts: Sharded[Rollouts]
-    scores: Sharded[Scores]
+    scores: Mapping[str, Sharded[Scores]]  # by grader
     policy_version: int
 
 

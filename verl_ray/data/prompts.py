@@ -6,6 +6,7 @@ Deliberately not here: file formats (`files.py`) and the order (`cursor.py`).
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -48,6 +49,7 @@ class PromptSource:
             offsets=tokens.offsets,
             group_id=np.arange(len(records), dtype=np.int64),
             tokens=tokens.values,
+            messages=Ragged.of_texts(json.dumps(record.prompt, ensure_ascii=False) for record in records),
             data_source=Ragged.of_texts(record.data_source for record in records),
             answer=Ragged.of_texts(record.answer for record in records),
             extra=Ragged.of_texts(record.extra for record in records),
@@ -121,6 +123,12 @@ def _tokenize(
 def as_messages(prompt: str | list[Message]) -> list[Message]:
     """A plain text as the message of a user."""
     return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+
+
+def prompt_text(messages: str) -> str:
+    """A prompt (the JSON in a `messages` column) as one text: as it is, or the contents of its messages."""
+    prompt = json.loads(messages)
+    return prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
 
 
 def plain_text(prompt: str | list[Message], where: str) -> str:

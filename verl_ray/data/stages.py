@@ -33,6 +33,7 @@ class Prompts(Batch):
 
     group_id: Int64 = row(np.int64)  # running number of the prompt in the run
     tokens: Array = token(np.int32)  # token ids after the chat template
+    messages: Ragged = ragged(np.uint8)  # UTF-8 JSON: the prompt as the data set has it, a text or a list of messages
     data_source: Ragged = ragged(np.uint8)  # UTF-8: which reward function grades it
     answer: Ragged = ragged(np.uint8)  # UTF-8: what the reward function compares with
     extra: Ragged = ragged(np.uint8)  # UTF-8 JSON object: whatever else the data set holds
@@ -58,6 +59,7 @@ class Rollouts(Rows):
     finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish
     rollout_log_probs: Float32 = token(np.float32)  # as sampled, after temperature; 0 outside the mask
     version_spans: Ragged = ragged(np.int64, 2)  # (first token of the span, policy version), ascending
+    messages: Ragged = ragged(np.uint8)  # as in Prompts, like the following
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)

@@ -101,6 +101,15 @@ def train_bpe(
     return _save(model, directory, eos=TURN_END, pad=TEXT_END, chat_template=chat_template)
 
 
+def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
+    """Whether two tokenizers turn every conversation into the same tokens."""
+    return bool(
+        first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+        and first.chat_template == second.chat_template
+        and first.eos_token == second.eos_token
+    )
+
+
 def wants_chat_template(tokenizer: PreTrainedTokenizerBase, choice: bool | Literal["auto"]) -> bool:
     """Whether prompts go through the tokenizer's chat template (`data.apply_chat_template`).
 

@@ -87,6 +87,8 @@ class Engine(ABC):
     """One role's model on one rank."""
 
     topology: Topology
+    max_positions: int
+    """The longest row that the model takes, in tokens."""
 
     @abstractmethod
     def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:

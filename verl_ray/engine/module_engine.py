@@ -65,6 +65,7 @@ class ModuleEngine(Engine):
         self.dtype = getattr(torch, spec.backend.dtype)
         self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device, new_head=spec.new_head)
         self._manifest = _manifest_of(self.model)
+        self.max_positions = int(self.model.hf.config.max_position_embeddings)
         if spec.backend.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable(
                 # nothing in a layer is random: dropout is refused

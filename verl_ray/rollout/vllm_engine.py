@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.config.schema import RolloutConfig
+from verl_ray.config.schema import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError
@@ -66,12 +66,13 @@ class VllmEngine(RolloutEngine):
     def __init__(
         self,
         model_path: str,
-        config: RolloutConfig,
+        config: RolloutEngineConfig,
         *,
         max_model_len: int,
         seed: int,
         device: str,
         initial_version: int | None = None,
+        sleeps: bool = True,
     ) -> None:
         """Start vLLM on a local model directory.
 
@@ -80,6 +81,7 @@ class VllmEngine(RolloutEngine):
             device: "cpu" or "cuda"; the process must have been started with `environment(device, ...)`.
             initial_version: the policy version that the model directory holds. None: its weights are not read, and a
                 weight update must be committed before the engine generates.
+            sleeps: whether it will be asked to free memory, which a GPU must know from the start.
 
         Raises:
             RolloutError: vLLM cannot run this; says why and which key to change.
@@ -91,7 +93,9 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"model.path = {model_path!r} is not a local model directory: it has no config.json")
         self._max_model_len = max_model_len
         try:
-            vllm_config = _vllm_config(model_path, config, max_model_len, seed, device, initial_version is None)
+            vllm_config = _vllm_config(
+                model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps
+            )
             self._end_tokens = _end_tokens(model_path, vllm_config)
             self._core: InprocClient = _start(vllm_config)
         except VerlRayError:
@@ -235,7 +239,7 @@ def _start(vllm_config: VllmConfig) -> InprocClient:
 
 
 def _vllm_config(
-    model_path: str, config: RolloutConfig, max_model_len: int, seed: int, device: str, without_weights: bool
+    model_path: str, config: RolloutEngineConfig, max_model_len: int, seed: int, device: str, **more: bool
 ) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -245,7 +249,7 @@ def _vllm_config(
             f"rollout on {device!r} was asked for, but the installed vLLM runs on {current_platform.device_type!r}: "
             f"install the extra 'cpu' or 'gpu' of this package"
         )
-    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, without_weights)
+    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **more)
     preferred: dict[str, Any] = {"enable_prefix_caching": True}
     if device == "cpu":
         preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
@@ -255,7 +259,14 @@ def _vllm_config(
 
 
 def fixed_arguments(
-    model_path: str, config: RolloutConfig, max_model_len: int, seed: int, device: str, without_weights: bool
+    model_path: str,
+    config: RolloutEngineConfig,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    *,
+    without_weights: bool,
+    sleeps: bool,
 ) -> dict[str, Any]:
     """The engine arguments that rollout.vllm_args may not set; `verl_ray.config.rules` tells the user so."""
     fixed: dict[str, Any] = {
@@ -279,7 +290,7 @@ def fixed_arguments(
         # With seeds per request, a prompt that is prefilled in parts fails on a CPU (its generators know no offset).
         fixed["enable_chunked_prefill"] = False
     else:
-        fixed["enable_sleep_mode"] = config.sleep != "never"
+        fixed["enable_sleep_mode"] = sleeps
     return fixed
 
 
