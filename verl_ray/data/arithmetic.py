@@ -71,22 +71,21 @@ def write_arithmetic(
 
 
 def write_arithmetic_pairs(
-    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int
+    directory: Path, *, max_operand: int, num_train: int, num_validation: int, seed: int, wrong_per_sum: int = 1
 ) -> ArithmeticFiles:
-    """Write `train` and `validation` as `write_arithmetic` does, of the same sums: a right and a wrong number each.
-
-    Half of the wrong numbers are off by one to three, in the others one digit is another; none has a sign.
-    """
+    """Write `train` and `validation` as `write_arithmetic` does, of the same sums: a right and a wrong number each,
+    `wrong_per_sum` times for each training sum."""
     random = np.random.default_rng([seed, max_operand, num_train])
     train, validation = draw_sums(max_operand, num_train, num_validation, seed)
     return ArithmeticFiles(
-        train=write_records(_pairs(train, random), directory, "train"),
-        validation=write_records(_pairs(validation, random), directory, "validation"),
+        train=write_records(_pairs(np.repeat(train, wrong_per_sum, axis=0), max_operand, random), directory, "train"),
+        validation=write_records(_pairs(validation, max_operand, random), directory, "validation"),
     )
 
 
-def wrong_numbers(right: Int64, random: np.random.Generator) -> Int64:
-    """For each number >= 0 another one, >= 0, as a mistake would make it; int64 [numbers]."""
+def wrong_numbers(right: Int64, largest: int, random: np.random.Generator) -> Int64:
+    """For each number >= 0 another one, >= 0, int64 [numbers]: a third is off by one to three, a third has one digit
+    changed, and a third is any number up to `largest`."""
     count = len(right)
     off = random.integers(1, 4, count) * random.choice([-1, 1], count)
     near = np.where(right + off < 0, right - off, right + off)  # there is no character for a sign
@@ -97,12 +96,14 @@ def wrong_numbers(right: Int64, random: np.random.Generator) -> Int64:
     # A longer number keeps a first digit of 1 to 9, or it would lose more than one digit.
     least = ((position == num_digits - 1) & (num_digits > 1)).astype(np.int64)
     turned = least + (digit - least + random.integers(1, 10 - least)) % (10 - least)
-    return np.where(random.random(count) < 0.5, near, right + (turned - digit) * unit)
+    any_other = random.integers(0, largest, count)
+    any_other += any_other >= right
+    return np.choose(random.integers(3, size=count), [near, right + (turned - digit) * unit, any_other])
 
 
-def _pairs(sums: Int64, random: np.random.Generator) -> list[Fields]:
+def _pairs(sums: Int64, max_operand: int, random: np.random.Generator) -> list[Fields]:
     right = sums.sum(axis=1)
-    rows = zip(sums.tolist(), right.tolist(), wrong_numbers(right, random).tolist(), strict=True)
+    rows = zip(sums.tolist(), right.tolist(), wrong_numbers(right, 2 * max_operand, random).tolist(), strict=True)
     return [{"prompt": f"{a}+{b}=", "chosen": str(chosen), "rejected": str(wrong)} for (a, b), chosen, wrong in rows]
 
 
