@@ -1,0 +1,136 @@
+"""A reward model as a job: trained, stopped and resumed, evaluated, and a policy that learns from it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForSequenceClassification
+
+from tests.controllers.runs import Inputs, lasting
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import TinyModelConfig
+from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic, write_arithmetic_pairs
+from verl_ray.data.files import read_preferences
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.models.tiny import make_tiny_qwen3
+from verl_ray.tracking.jsonl import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SHORT = ["tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
+
+
+def command(cluster: Session, *arguments: str) -> subprocess.CompletedProcess[str]:
+    ended = subprocess.run(
+        [sys.executable, "-m", "controllers", *arguments, f"ray.address={cluster.address}"],
+        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> ArithmeticFiles:
+    folder = tmp_path_factory.mktemp("pairs")
+    return write_arithmetic_pairs(folder, max_operand=19, num_train=64, num_validation=16, seed=0, wrong_per_sum=2)
+
+
+def preference_run(inputs: Inputs, pairs: ArithmeticFiles, run_dir: Path, *changes: str) -> list[str]:
+    return [
+        "--config-name", "reward_model", f"run.dir={run_dir}", f"model.path={inputs.model}",
+        f"data.train_path={pairs.train.jsonl}", f"data.validation_path={pairs.validation.parquet}",
+        "preference.max_tokens=16", "preference.batch_size=16", "tracking.wandb.mode=disabled",
+        "run.evaluate_every=2", "run.checkpoint_every=2", "reward.optimizer.lr=1e-3", *changes,
+    ]  # fmt: skip
+
+
+@pytest.mark.cluster
+def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers(
+    cluster: Session, inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path
+) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    changes = ["backend=fsdp", "reward.num_ranks=2", "preference.margin=0.5", "preference.label_smoothing=0.1",
+               "reward.optimizer.schedule=constant"]  # fmt: skip
+    for run_dir, steps in ((whole, 4), (broken, 2), (broken, 4)):
+        command(cluster, "train", *preference_run(inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"))
+    straight, resumed = (read_metrics(folder / "metrics.jsonl") for folder in (whole, broken))
+    assert [line["training/global_step"] for line in resumed] == [0, 1, 2, 3, 4]
+    for left, right in zip(straight, resumed, strict=True):
+        assert lasting(left) == lasting(right)
+    states = []
+    for folder in (whole, broken):
+        dcp_to_torch_save(folder / "checkpoints" / "step_00000004" / "reward", folder / "state.pt")
+        states.append(torch.load(folder / "state.pt", weights_only=False)["model"])
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+    ended = command(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", f"model.path={broken}/model"))
+    told = dict(line.split(": ") for line in ended.stdout.splitlines() if line.startswith("val-"))
+    accuracy, loss = by_transformers(broken / "model", pairs)
+    assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
+    assert float(told["val-core/held_out/log_loss"]) == pytest.approx(loss, abs=1e-4)
+    assert resumed[-1]["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, float]:
+    """Pair accuracy and log-loss on the held-out pairs, one row at a time."""
+    model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1, dtype=torch.float32)
+    tokenizer = load_tokenizer(model_path)
+    right, loss = 0.0, 0.0
+    records = read_preferences(pairs.validation.jsonl)
+    for record in records:
+        with torch.no_grad():
+            chosen, rejected = (
+                float(model(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
+                for text in ("".join(record.chosen), "".join(record.rejected))
+            )
+        right += chosen > rejected
+        loss += float(torch.nn.functional.softplus(torch.tensor(rejected - chosen)))
+    return right / len(records), loss / len(records)
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluster: Session, tmp_path: Path) -> None:
+    """The model has seen right and wrong sums side by side, never an answer; what rises is the share of right ones."""
+    sums = {"max_operand": 49, "num_train": 2000, "num_validation": 200, "seed": 0}
+    data = write_arithmetic(tmp_path / "sums", wrong_fraction=0.5, **sums)
+    pairs = write_arithmetic_pairs(tmp_path / "pairs", wrong_per_sum=8, **sums)
+    character_tokenizer(tmp_path / "tokenizer", ALPHABET)
+    shape = TinyModelConfig(
+        hidden_size=128, num_layers=3, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=256,
+        tie_embeddings=True,
+    )  # fmt: skip
+    untrained = make_tiny_qwen3(tmp_path / "untrained", tmp_path / "tokenizer", shape, seed=0)
+    problems = [f"data.train_path={data.train.jsonl}", f"data.validation_path={data.validation.jsonl}"]
+    command(
+        cluster, "train", "--config-name", "sft", f"run.dir={tmp_path}/sft", f"model.path={untrained}", *problems,
+        *SHORT, "run.total_steps=260", "run.evaluate_every=0", "actor.optimizer.lr=2e-3", "sft.max_tokens=16",
+        "sft.batch_size=128",
+    )  # fmt: skip
+    policy = f"model.path={tmp_path}/sft/model"
+    command(
+        cluster, "train", "--config-name", "reward_model", f"run.dir={tmp_path}/reward", policy, *SHORT,
+        f"data.train_path={pairs.train.jsonl}", f"data.validation_path={pairs.validation.jsonl}",
+        "run.total_steps=250", "run.evaluate_every=250", "reward.optimizer.lr=1e-3", "preference.max_tokens=16",
+        "preference.batch_size=128",
+    )  # fmt: skip
+    judged = read_metrics(tmp_path / "reward" / "metrics.jsonl")[-1]
+    assert judged["val-core/held_out/pair_accuracy"] > 0.9  # a coin: 0.5
+    command(
+        cluster, "train", "--config-name", "ppo", f"run.dir={tmp_path}/ppo", policy, *problems, *SHORT,
+        "run.total_steps=40", "run.evaluate_every=40", "data.prompts_per_step=64", "data.max_prompt_tokens=16",
+        "rollout.max_response_tokens=8", "rollout.kv_cache_gib=0.0625", "actor.optimizer.lr=3e-4",
+        "critic.optimizer.lr=2e-3", "reward=model", "reward.normalise=none", "reward.clip=null",
+        f"reward.model.path={tmp_path}/reward/model", f"critic.model.path={tmp_path}/reward/model",
+        "evaluation.functions={default: exact_match}",
+    )  # fmt: skip
+    lines = read_metrics(tmp_path / "ppo" / "metrics.jsonl")
+    before, after = (line["val-core/arithmetic/acc/mean@1"] for line in (lines[0], lines[-1]))
+    assert after > before + 0.1, (before, after)
+    assert all(line["reward_health/ok"] == 512 for line in lines[1:])
