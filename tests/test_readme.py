@@ -1,6 +1,7 @@
 """Every command of the README, run as it stands there, from a copy of the checkout; long ones get shortening overrides.
 
-What is not run: scripts/test, which would run itself.
+What is not run here: scripts/test, which would run itself, and the benchmarks, which tests/controllers/test_bench.py
+runs.
 """
 
 from __future__ import annotations
@@ -24,19 +25,21 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
 FEW = "run.total_steps=1 data.prompts_per_step=4 rollout.group_size=2 actor.mini_batch_size=null"
+SHORT = "evaluation.num_prompts=5 rollout.max_response_tokens=8"
 NO_WARM_START = "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1"
 PREPARED = f"prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 {NO_WARM_START}"
 SHORTER = {
     "scripts/quickstart": f"{FEW} {PREPARED}",
     "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",  # one more
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
+    "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT}",
     "verl-ray train --config-name ppo": f"{FEW} evaluation.num_prompts=5",
-    "verl-ray train --config-name grpo": f"{FEW} evaluation.num_prompts=5 rollout.max_response_tokens=8",
+    "verl-ray train --config-name reward_model": "run.total_steps=2 run.evaluate_every=2",
+    "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4",
+    "verl-ray train --config-name grpo": f"{FEW} {SHORT}",
     "verl-ray train --config-name sft": "run.total_steps=2",
     "verl-ray evaluate": "evaluation.num_prompts=5",
     "ray job submit": f"{FEW} {PREPARED}",
-    "verl-ray bench data": "--rows 256 --tokens 32 --repeats 2",
-    "verl-ray bench step": f"--steps 2 --warmup 1 {NO_WARM_START}",
 }
 """What a command begins with -> what is added to it. A later value of a key wins over an earlier one."""
 AS_IT_STANDS = (
@@ -49,7 +52,7 @@ AS_IT_STANDS = (
     "cat > grader.py",
     "scripts/prepare_data",
 )
-NOT_RUN = ("scripts/test",)
+NOT_RUN = ("scripts/test", "verl-ray bench")
 CLUSTER = "On a cluster"
 
 
@@ -111,6 +114,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("train", "test"):
         rows = [{"question": f"What is {i} and {i + 1}?", "answer": f"Added up:\n#### {2 * i + 1}"} for i in range(20)]
         (folder / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sums = [
+        ({"question": f"What is {i} and {i + 1}?"}, f"Added up:\nA: {2 * i + 1}", "Guessed:\nA: 0") for i in range(40)
+    ]
+    lines = [
+        json.dumps({**question, "a": {"is_correct": i % 2 == 0, "solution": (right, wrong)[i % 2]},
+                    "b": {"is_correct": i % 2 == 1, "solution": (wrong, right)[i % 2]}})
+        for i, (question, right, wrong) in enumerate(sums)
+    ]  # fmt: skip
+    (folder / "gsm8k" / "example_model_solutions.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
 
@@ -150,7 +162,7 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER)])
+@pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")])
 def test_commands_of(heading: str, first_run: Path, tmp_path: Path) -> None:
     script = "export PATH=.venv/bin:$PATH\n" + "\n".join(runnable(block) for block in sections()[heading])
     run(script, first_run, environment(tmp_path))
