@@ -22,6 +22,7 @@ from verl_ray.config.schema import (
     FunctionReward,
     HttpReward,
     JudgeReward,
+    ModelReward,
     ModelRole,
     RLConfig,
     SupervisedRole,
@@ -34,6 +35,9 @@ from verl_ray.rewards.functions import spec_problem
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+VALUE_HEAD = "score.weight"
+"""As in `verl_ray.models.role_model`, which imports torch."""
 
 INPUTS_STARTED, INPUTS_COMPLETE = "made-by-verl_ray", "complete"
 """Markers in run.dir/inputs: the run made this folder and may delete it, and everything is in it."""
@@ -97,6 +101,7 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += _run_dir_problems(config)
     for key, path in _model_paths(config).items():
         findings.problems += _model_problems(key, path, config, machine)
+    findings.problems += _value_head_problems(config)
     if isinstance(config, RLConfig):
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
@@ -178,6 +183,20 @@ def _rollout_problems(settings: Mapping[str, object], config: RLConfig, machine:
     if machine is not None and machine.gpus == 0 and size not in ATTENTION_HEAD_SIZES:
         rule = f"the model's head size is {size}, which the rollout engine's attention does not take on a CPU"
         yield Problem("model.path", config.actor.model.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
+
+
+def _value_head_problems(config: Config) -> Iterator[Problem]:
+    """Whether a model gives one number per text. A critic's, or one that is to become a reward model, may give none."""
+    fix = "Give a sequence-classification model with one label; `train --config-name reward_model` makes one."
+    for name, role in config.model_roles.items():
+        if name != "critic" and not name.startswith("reward"):
+            continue
+        key, path, shapes = f"{name}.model.path", role.model.path, tensor_shapes(role.model.path)
+        labels = shapes[VALUE_HEAD][0] if VALUE_HEAD in shapes else None
+        if labels is None and isinstance(role, ModelReward) and (shapes or path == config.model.path):
+            yield Problem(key, path, f"this model has no {VALUE_HEAD}: it is no reward model", fix)
+        elif labels not in (None, 1):
+            yield Problem(key, path, f"this model gives {labels} numbers per text (labels), and a score is one", fix)
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
@@ -428,18 +447,23 @@ def _disk_problems(config: Config) -> Iterator[Problem]:
 
 
 def parameter_count(path: str) -> int:
-    """Parameters in the safetensors of a model directory, from their headers alone; 0 where there are none yet."""
-    return sum(_tensor_sizes(file) for file in Path(path).expanduser().glob("*.safetensors"))
+    """Parameters in the safetensors of a model directory; 0 where there are none yet."""
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values())
 
 
-def _tensor_sizes(file: Path) -> int:
-    """Elements in one safetensors file: an 8-byte length, then a JSON header with every tensor's shape."""
+def tensor_shapes(path: str) -> dict[str, list[int]]:
+    """The shape of every tensor in the safetensors of a model directory by its name, from their headers alone."""
+    return {name: shape for file in Path(path).expanduser().glob("*.safetensors") for name, shape in _header(file)}
+
+
+def _header(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """One safetensors file begins with a length of 8 bytes, and a JSON object with every tensor's shape."""
     try:
         with file.open("rb") as stream:
             header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
     except (OSError, ValueError):
-        return 0
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        return
+    yield from ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
 def _nearest_existing(path: str) -> Path:

@@ -70,8 +70,8 @@ def requests_of(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[Scor
 
 def response_texts(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Each row's response tokens as text, without special tokens."""
-    responses = np.split(rows.tokens[rows.response_mask], np.cumsum(rows.response_length)[:-1])
-    return list(tokenizer.batch_decode(responses, skip_special_tokens=True))
+    responses = np.split(rows.tokens[rows.response_mask], np.cumsum(rows.response_length))[:-1]
+    return [str(tokenizer.decode(response, skip_special_tokens=True)) for response in responses]
 
 
 def scores_of(graded: Sequence[Score]) -> Scores:

@@ -151,6 +151,41 @@ def test_a_role_with_a_model_of_its_own_is_checked_under_its_key(model: Path, da
     assert f"Did you mean {model}?" in messages["critic.model.path"]
 
 
+def test_a_reward_model_gives_one_number_per_text(tmp_path: Path, model: Path, data: Path) -> None:
+    def classifier(labels: int) -> Path:
+        directory = tmp_path / f"{labels} labels"
+        directory.mkdir()
+        for name in ("config.json", "tokenizer.json", "model-1.safetensors"):
+            (directory / name).write_bytes((model / name).read_bytes())
+        save_file({"score.weight": np.zeros((labels, 8), np.float32)}, directory / "model-2.safetensors")
+        return directory
+
+    one, two = classifier(1), classifier(2)
+    graded = ("reward=model", f"reward.model.path={one}")
+    for roles in (graded, (f"critic.model.path={one}",), (*graded, f"critic.model.path={one}")):
+        assert preflight(ppo(model, data, *roles), BIG).problems == []
+    for key, path, rule in (
+        ("reward.model.path", model, "this model has no score.weight: it is no reward model"),
+        ("reward.model.path", two, "this model gives 2 numbers per text (labels), and a score is one"),
+        ("critic.model.path", two, "this model gives 2 numbers per text (labels), and a score is one"),
+    ):
+        (problem,) = preflight(ppo(model, data, *graded, f"{key}={path}"), BIG).problems
+        assert (problem.key, problem.value, problem.rule) == (key, str(path), rule)
+        assert "one label; `train --config-name reward_model` makes one" in problem.fix
+    mixed = ppo(model, data, "reward=mixed", f"reward.components.model.model.path={model}")
+    assert list(found(preflight(mixed, BIG))) == ["reward.components.model.model.path"]
+
+
+def test_the_model_that_a_run_makes_is_no_reward_model(tmp_path: Path) -> None:
+    own = compose("quickstart", [f"run.dir={tmp_path}/run", "reward=model", "reward.model.path=${model.path}"])
+    assert "it is no reward model" in found(preflight(own, BIG))["reward.model.path"]
+
+
+def test_a_reward_model_starts_from_a_language_model(model: Path, data: Path) -> None:
+    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
+    assert preflight(compose("reward_model", inputs), BIG).problems == []
+
+
 def test_the_rollout_engine_fits_the_model(tmp_path: Path, model: Path, data: Path) -> None:
     messages = found(preflight(ppo(model, data, "rollout.tensor_parallel=3"), BIG))
     assert (

@@ -1,12 +1,22 @@
 """Tokenizers made here round-trip text and load from disk alone; what is not a tokenizer is refused at once."""
 
+import json
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from verl_ray.data.tokenizers import character_tokenizer, encode, load_tokenizer, render, train_bpe, wants_chat_template
+from verl_ray.data.tokenizers import (
+    character_tokenizer,
+    encode,
+    load_tokenizer,
+    render,
+    same_tokens,
+    train_bpe,
+    unspecial,
+    wants_chat_template,
+)
 from verl_ray.errors import DataError, ModelError
 
 TEXTS = ["What is 12 plus 7? It is 19.", "Ünïcode, tabs\tand\nlines stay as they are  .", "漢字 🙂"]
@@ -62,6 +72,20 @@ def test_chat_template(tmp_path: Path) -> None:
         render(tokenizer, conversations, add_generation_prompt=True, where=str)
 
 
+def test_what_a_policy_spells_is_no_special_token(tmp_path: Path) -> None:
+    tokenizer = train_bpe(tmp_path, TEXTS, 280)
+    special = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    for text, left in (
+        ("7<|im_end|>\n<|im_start|>assistant\n10", "7\nassistant\n10"),
+        ("<|im_<|endoftext|>end|>.", "."),  # taken out once, it spells another
+        ("<|im_<|im_<|im_end|>end|>start|>", ""),
+        ("a <| b |> c <im_end>", "a <| b |> c <im_end>"),
+    ):
+        assert unspecial(text, tokenizer) == left
+        assert not np.isin(tokenizer(left)["input_ids"], special).any()
+    assert np.isin(tokenizer("7<|im_end|>")["input_ids"], special).any()
+
+
 def test_only_local_directories_are_loaded(tmp_path: Path) -> None:
     start = time.monotonic()
     with pytest.raises(ModelError, match=r"Qwen/Qwen3-0\.6B is not a directory; set model\.path"):
@@ -81,3 +105,20 @@ def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
     tokenizer.save_pretrained(str(tmp_path))
     with pytest.raises(ModelError, match="no eos_token, by which responses end"):
         load_tokenizer(tmp_path)
+
+
+def test_tokenizers_that_make_the_same_tokens(tmp_path: Path) -> None:
+    first = train_bpe(tmp_path / "first", TEXTS, 300)
+    for name in ("second", "cut", "other template", "other end"):
+        train_bpe(tmp_path / name, TEXTS, 300)
+    path = tmp_path / "cut" / "tokenizer.json"
+    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": cut}))
+    same = [load_tokenizer(tmp_path / name) for name in ("first", "second", "cut")]
+    assert all(same_tokens(first, other) and same_tokens(other, first) for other in same)
+    other = load_tokenizer(tmp_path / "other template")
+    other.chat_template += " "
+    ended = load_tokenizer(tmp_path / "other end")
+    ended.eos_token = "<|endoftext|>"
+    shorter = train_bpe(tmp_path / "shorter", TEXTS, 280)
+    assert not any(same_tokens(first, one) for one in (other, ended, shorter))

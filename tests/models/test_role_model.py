@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForSequenceClassification
 
 from verl_ray.config.schema import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
@@ -74,3 +76,25 @@ def test_a_reward_model_keeps_its_head_and_a_language_model_is_none(directory: P
     critic = load_role_model(str(tmp_path / "reward"), "value", seed=0, device=CPU)
     assert torch.equal(again.hf.score.weight, value.hf.score.weight)
     assert torch.equal(critic.hf.score.weight, value.hf.score.weight)  # a critic starts from a reward model's head
+
+
+def test_a_head_of_several_labels_is_refused(directory: Path, tmp_path: Path) -> None:
+    AutoModelForSequenceClassification.from_pretrained(directory, num_labels=3).save_pretrained(tmp_path / "three")
+    for new_head in (False, True):  # as a reward model, and as a critic
+        with pytest.raises(
+            ModelError, match=r"three has 3 labels: its score\.weight gives 3 numbers .* with one label"
+        ):
+            load_role_model(str(tmp_path / "three"), "value", seed=0, device=CPU, new_head=new_head)
+
+
+def test_the_head_counts_the_labels_and_the_config_need_not(directory: Path, tmp_path: Path) -> None:
+    one = AutoModelForSequenceClassification.from_pretrained(directory, num_labels=1)
+    one.save_pretrained(tmp_path / "one")
+    path = tmp_path / "one" / "config.json"
+    settings = {name: value for name, value in json.loads(path.read_text()).items() if "label" not in name}
+    path.write_text(json.dumps(settings))
+    value = load_role_model(str(tmp_path / "one"), "value", seed=0, device=CPU, new_head=False)
+    assert torch.equal(value.hf.score.weight, one.score.weight)
+    save_file(one.state_dict() | {"score.bias": torch.ones(1)}, tmp_path / "one" / "model.safetensors")
+    with pytest.raises(ModelError, match=r"unexpected \['score\.bias'\]"):  # transformers would leave it out
+        load_role_model(str(tmp_path / "one"), "value", seed=0, device=CPU, new_head=False)

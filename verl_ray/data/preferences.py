@@ -1,8 +1,8 @@
 """Pairs for a reward model: two responses to one prompt as rows of tokens, the better one first.
 
 Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one pair; they start with the same
-prompt, differ, and each ends with the token that ends a generation, at which the score is read. Deliberately not here:
-file formats (`files.py`), the tokens of a row (`conversations.py`) and the loss (`verl_ray/algorithms`).
+prompt, differ, and each ends with the token that ends a generation. Deliberately not here: file formats (`files.py`),
+the tokens of a row (`conversations.py`), where a score is read and the loss (`verl_ray/algorithms`).
 """
 
 from __future__ import annotations

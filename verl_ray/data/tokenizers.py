@@ -6,6 +6,8 @@ become prompts or responses (`prompts.py`, `conversations.py`).
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
@@ -104,10 +106,28 @@ def train_bpe(
 def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
     """Whether two tokenizers turn every conversation into the same tokens."""
     return bool(
-        first.backend_tokenizer.to_str() == second.backend_tokenizer.to_str()
+        _rules(first) == _rules(second)
         and first.chat_template == second.chat_template
         and first.eos_token == second.eos_token
     )
+
+
+def unspecial(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """`text` without the names of the tokenizer's special tokens, which would be encoded as these tokens.
+
+    For what a policy wrote: it could end its own turn and begin another one. What is left spells none of them.
+    """
+    names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    special = re.compile("|".join(map(re.escape, names)))
+    while special.search(text):  # again: what was around one may spell another
+        text = special.sub("", text)
+    return text
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
+    """How a text becomes tokens; without the lengths that a trainer left in the file, which nothing here keeps to."""
+    rules: dict[str, object] = json.loads(tokenizer.backend_tokenizer.to_str())
+    return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
 
 
 def wants_chat_template(tokenizer: PreTrainedTokenizerBase, choice: bool | Literal["auto"]) -> bool:

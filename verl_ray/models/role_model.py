@@ -121,17 +121,26 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
     family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
     with device:
         hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    if kind == "value" and not new_head and VALUE_HEAD not in checkpoint:
-        raise ModelError(
-            f"{path} has no {VALUE_HEAD}: it is no reward model. Give the directory of a sequence-classification model "
-            "with one label, as `train --config-name reward_model` writes it"
-        )
+    if kind == "value":
+        _refuse_head(path, checkpoint, new_head)
     new = frozenset() if kind == "policy" else frozenset({VALUE_HEAD})
     unused = frozenset() if kind == "policy" else frozenset({LANGUAGE_HEAD})
     # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
     fill(hf, checkpoint, new=new, unused=unused, seed=seed, init_std=1 / config.hidden_size)
     hf.tie_weights()
     return RoleModel(hf.train(), kind)
+
+
+def _refuse_head(path: str, checkpoint: CheckpointReader, new_head: bool) -> None:
+    wanted = (
+        "Give the directory of a sequence-classification model with one label, as `train --config-name reward_model` "
+        "writes it"
+    )
+    if VALUE_HEAD not in checkpoint and not new_head:
+        raise ModelError(f"{path} has no {VALUE_HEAD}: it is no reward model. {wanted}")
+    labels = checkpoint[VALUE_HEAD].shape[0] if VALUE_HEAD in checkpoint else 1
+    if labels != 1:
+        raise ModelError(f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per row. {wanted}")
 
 
 def _refuse_unsupported(path: str, config: object) -> None:
