@@ -40,7 +40,7 @@ class RewardWorker:
     def __init__(self, context: WorkerContext, config: FunctionReward | HttpReward, policy_path: str) -> None:
         self._tokenizer = load_tokenizer(policy_path)
         self._grader: TextGrader = (
-            RemoteScorer(config)
+            RemoteScorer(config, context.role)
             if isinstance(config, HttpReward)
             else ScoringPool(config.functions, config.processes_per_rank, config.deadline_s)
         )

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import ClassVar
 
 import numpy as np
 import pytest
 
+from controllers.composition import compose
 from tests.rows import rollouts_of
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.schema import FunctionReward
@@ -70,3 +74,42 @@ def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWor
     assert scores.detail.texts()[:4] == [""] * 4
     assert "no grade for 77" in scores.detail.texts()[4]
     assert scores.num_rows == 5 and scores.num_tokens == 0
+
+
+class Longest(BaseHTTPRequestHandler):
+    """Grades by length, and remembers what it was asked."""
+
+    asked: ClassVar[list[dict[str, object]]] = []
+
+    def do_POST(self) -> None:
+        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
+        self.asked.extend(items)
+        body = json.dumps({"scores": [len(item["response"]) if item["response"] else None for item in items]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+
+def test_a_service_grades_the_texts(worker: RewardWorker, tmp_path: Path) -> None:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Longest)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    config = compose("ppo", [
+        "model.path=/m", "data.train_path=t", "data.validation_path=v", "reward=http",
+        f"reward.url=http://127.0.0.1:{server.server_port}/", "reward.batch_size=2",
+    ]).reward  # fmt: skip
+    context = WorkerContext("reward", 0, 1, "cpu", False, 1, tmp_path / "log", 1)
+    service = RewardWorker(context, config, str(tmp_path / "tokenizer"))
+    try:
+        rows = rows_of(worker, [("1+2=", "3", "3", "sums", "{}"), ("9+9=", "", "18", "sums", "{}"),
+                                ("1+9=", "100", "10", "mine", '{"k": 1}')])  # fmt: skip
+        scores = service.score(rows)
+    finally:
+        service.close()
+        server.shutdown()
+    assert scores.health.tolist() == [Health.OK, Health.NONE, Health.OK]
+    assert scores.score[[0, 2]].tolist() == [1.0, 3.0] and np.isnan(scores.score[1])
+    asked = {item["prompt"]: item for item in Longest.asked}
+    assert asked["1+9="] == {
+        "prompt": "1+9=", "response": "100", "answer": "10", "data_source": "mine", "extra": {"k": 1},
+    }  # fmt: skip

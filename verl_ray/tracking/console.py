@@ -18,10 +18,12 @@ from rich.table import Column
 
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
-# Of each group the first metric that is there is shown, under its label. A run without rewards is supervised.
+# Of each group the first metric that is there is shown, under its label. A run without rewards is supervised, or trains them.
 _SHOWN = (
-    (("reward", "critic/rewards/mean"), ("reward", "critic/score/mean"), ("loss", "actor/loss"), ("loss", "reward/loss")),
-    (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty"), ("pairs right", "reward/accuracy")),
+    (("reward", "critic/rewards/mean"), ("reward", "critic/score/mean"), ("loss", "actor/loss")),
+    (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
+    (("loss", "reward/loss"),),
+    (("pairs right", "reward/accuracy"),),
 )
 
 # Steps that the time left is estimated from: recent ones, because responses grow and shrink during a run.
