@@ -18,7 +18,7 @@ from rich.table import Column
 
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
-# Of each group the first metric that is there is shown, under its label. A run without rewards is supervised, or trains them.
+# Of each group the first metric that is there is shown, under its label.
 _SHOWN = (
     (("reward", "critic/rewards/mean"), ("reward", "critic/score/mean"), ("loss", "actor/loss")),
     (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
