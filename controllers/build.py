@@ -188,11 +188,10 @@ def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) ->
     engines: dict[str, RolloutEngineConfig] = {}
     texts: set[str] = set()
     if isinstance(config, RLConfig):
-        judges = {name: one.engine for name, one in config.graders.items() if isinstance(one, JudgeReward)}
-        engines = {"rollout": config.rollout, **judges}
+        engines = {"rollout": config.rollout} | {name: judge.engine for name, judge in config.judges.items()}
         texts = {name for name, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)}
         texts.add(HELD_OUT)
-    drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in engines.values())
+    drawing = sum(count * engines[name].tensor_parallel for name, count in counts.items() if name in engines)
     training = sum(count for name, count in counts.items() if name not in engines and name not in texts)
     cores = min(shape.cores)
     return {

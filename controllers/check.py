@@ -85,7 +85,7 @@ def _batch_table(config: Config) -> Table:
     table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
     headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
     for heading in headings:
-        table.add_column(heading, justify="left" if heading == "role" else "right")
+        table.add_column(heading, justify="left" if heading == "role" else "right", overflow="fold")
     for role in sizes.roles:
         mini = "-" if role.mini_batch_size is None else str(role.mini_batch_size)
         per_rank = "-" if role.mini_batch_size_per_rank is None else str(role.mini_batch_size_per_rank)

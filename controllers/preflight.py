@@ -11,7 +11,8 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from verl_ray.config.schema import (
     ModelReward,
     ModelRole,
     RLConfig,
+    RolloutEngineConfig,
     SupervisedRole,
     TinyModelConfig,
 )
@@ -43,7 +45,12 @@ INPUTS_STARTED, INPUTS_COMPLETE = "made-by-verl_ray", "complete"
 """Markers in run.dir/inputs: the run made this folder and may delete it, and everything is in it."""
 
 MIB, GIB = 2**20, 2**30
-PROCESS_BYTES = {"trainer": int(0.3 * GIB), "rollout": int(0.45 * GIB), "reward": int(0.25 * GIB)}
+PROCESS_BYTES = {
+    "trainer": int(0.3 * GIB),
+    "rollout": int(0.45 * GIB),
+    "judge": int(0.45 * GIB),
+    "reward": int(0.25 * GIB),
+}
 """Memory of a process alone (unique set size) but for its model: in runs of a model of 0.1 million parameters on a CPU
 it was 303, 504 and 279 MiB, of 458, 665 and 418 MiB resident; rounded down."""
 BYTES_PER_TRAINED_PARAMETER = 16
@@ -100,9 +107,12 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += _data_problems(config)
     findings.problems += _run_dir_problems(config)
     for key, path in _model_paths(config).items():
-        findings.problems += _model_problems(key, path, config, machine)
+        findings.problems += _model_problems(key, path, config)
     findings.problems += _value_head_problems(config)
     if isinstance(config, RLConfig):
+        for section, engine in _engines(config).items():
+            findings.problems += _engine_problems(section, engine, machine)
+        findings.problems += _judge_problems(config)
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
     findings.problems += _disk_problems(config)
@@ -131,18 +141,18 @@ def _functions(config: RLConfig) -> dict[str, str]:
 def _model_paths(config: Config) -> dict[str, str]:
     """The model directories that must exist already, each under the key that says so."""
     made = isinstance(config, RLConfig) and config.prepare is not None
+    roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles}
+    if isinstance(config, RLConfig):
+        roles |= config.judges
     paths: dict[str, str] = {}
-    for name, role in config.model_roles.items():
+    for name, role in roles.items():
         shared = role.model.path == config.model.path
         if not (shared and made):
             paths["model.path" if shared else f"{name}.model.path"] = role.model.path
-    if isinstance(config, RLConfig):
-        judges = {key: one for key, one in config.graders.items() if isinstance(one, JudgeReward)}
-        paths |= {f"{name}.model.path": judge.model.path for name, judge in judges.items()}
     return paths
 
 
-def _model_problems(key: str, path: str, config: Config, machine: Machine | None) -> Iterator[Problem]:
+def _model_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
     directory = Path(path).expanduser()
     if not directory.is_dir():
         fix = _near(directory, "Give a directory that `save_pretrained` wrote.")
@@ -165,24 +175,55 @@ def _model_problems(key: str, path: str, config: Config, machine: Machine | None
         length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else config.longest_row[1]
         rule = f"the model has {most} positions, and a row may have {longest} tokens"
         yield Problem(key, path, rule, f"Lower {length} by {longest - most}, or take another model.")
-    if isinstance(config, RLConfig) and path == config.actor.model.path:
-        yield from _rollout_problems(settings, config, machine)
 
 
-def _rollout_problems(settings: Mapping[str, object], config: RLConfig, machine: Machine | None) -> Iterator[Problem]:
-    """What the rollout engine needs of the actor's model."""
+@dataclass(frozen=True)
+class _Engine:
+    """A rollout engine that a run starts."""
+
+    config: RolloutEngineConfig
+    path_key: str
+    path: str
+
+
+def _engines(config: Config) -> dict[str, _Engine]:
+    """By the key of their section."""
+    if not isinstance(config, RLConfig):
+        return {}
+    shared = config.actor.model.path == config.model.path
+    key = "model.path" if shared else "actor.model.path"
+    return {"rollout": _Engine(config.rollout, key, config.actor.model.path)} | {
+        f"{name}.engine": _Engine(judge.engine, f"{name}.model.path", judge.model.path)
+        for name, judge in config.judges.items()
+    }
+
+
+def _engine_problems(section: str, engine: _Engine, machine: Machine | None) -> Iterator[Problem]:
+    """What a rollout engine needs of its model."""
+    settings = _json(Path(engine.path).expanduser() / "config.json")
     heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
     if not isinstance(heads, int) or not isinstance(hidden, int):
         return
-    parallel = config.rollout.tensor_parallel
+    parallel = engine.config.tensor_parallel
     if heads % parallel:
         rule = f"it must divide the {heads} attention heads of the model"
         nearest = either(nearest_divisors(heads, parallel))
-        yield Problem("rollout.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
+        yield Problem(f"{section}.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
     size = settings.get("head_dim") or hidden // heads
     if machine is not None and machine.gpus == 0 and size not in ATTENTION_HEAD_SIZES:
         rule = f"the model's head size is {size}, which the rollout engine's attention does not take on a CPU"
-        yield Problem("model.path", config.actor.model.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
+        yield Problem(engine.path_key, engine.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
+
+
+def _judge_problems(config: RLConfig) -> Iterator[Problem]:
+    """Whether a judge's question and answer fit its model."""
+    for name, judge in config.judges.items():
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        most = _json(Path(judge.model.path).expanduser() / "config.json").get("max_position_embeddings")
+        if isinstance(most, int) and longest > most:
+            rule = f"the judge has {most} positions, and question and answer may have {longest} tokens"
+            fix = f"Lower it or {name}.max_response_tokens by {longest - most} in all, or take another judge."
+            yield Problem(f"{name}.max_prompt_tokens", judge.max_prompt_tokens, rule, fix)
 
 
 def _value_head_problems(config: Config) -> Iterator[Problem]:
@@ -289,8 +330,7 @@ def _ranks(config: Config) -> dict[str, int]:
     roles = {name: role.num_ranks for name, role in config.model_roles.items()}
     if isinstance(config, RLConfig):
         roles["rollout"] = config.rollout.num_replicas * config.rollout.tensor_parallel
-        judges = {key: one.engine for key, one in config.graders.items() if isinstance(one, JudgeReward)}
-        apart = {key: one.num_replicas * one.tensor_parallel for key, one in judges.items()}
+        apart = {name: one.engine.num_replicas * one.engine.tensor_parallel for name, one in config.judges.items()}
         if config.placement.kind == "colocated":
             largest = max(roles, key=lambda name: roles[name])
             return {largest: roles[largest]} | apart
@@ -298,11 +338,20 @@ def _ranks(config: Config) -> dict[str, int]:
     return roles
 
 
+def _ranks_key(role: str, config: Config) -> str:
+    """The key that says how many ranks or replicas a role has."""
+    if role == "rollout":
+        return "rollout.num_replicas"
+    judges = config.judges if isinstance(config, RLConfig) else {}
+    return f"{role}.engine.num_replicas" if role in judges else f"{role}.num_ranks"
+
+
 def _vllm_problems(config: Config) -> Iterator[Problem]:
-    if isinstance(config, RLConfig):
-        for name in sorted(config.rollout.vllm_args.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):
+    for section, engine in _engines(config).items():
+        arguments = engine.config.vllm_args
+        for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):
             rule = f"this argument may not change on a CPU: {VLLM_ARGS_FIXED_ON_A_CPU[name]}"
-            yield Problem(f"rollout.vllm_args.{name}", config.rollout.vllm_args[name], rule, "Leave it out.")
+            yield Problem(f"{section}.vllm_args.{name}", arguments[name], rule, "Leave it out.")
 
 
 def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
@@ -315,7 +364,7 @@ def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     needed = sum(ranks.values())
     if needed > machine.gpus:
         largest = max(ranks, key=lambda name: ranks[name])
-        key = "rollout.num_replicas" if largest == "rollout" else f"{largest}.num_ranks"
+        key = _ranks_key(largest, config)
         split = " + ".join(f"{name} {count}" for name, count in ranks.items())
         rule = f"the run needs {needed} GPUs ({split}), and this machine has {machine.gpus}"
         fix = f"Lower it by {needed - machine.gpus}, choose placement=colocated, or set ray.address to a cluster."
@@ -345,8 +394,7 @@ def _idle_ranks(config: Config) -> Iterator[str]:
 
 def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     """What certainly does not fit: processes, weights, optimizer and caches, without activations."""
-    actor = max(_parameters(role, config) for role in config.model_roles.values())
-    shared = _shared_memory_bytes(config, actor)
+    shared = _shared_memory_bytes(config)
     if shared > machine.shm_free_bytes:
         yield Problem(
             "/dev/shm",
@@ -357,54 +405,80 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     if machine.gpus:
         return
     processes = _processes(config)
-    idle = sum(count * PROCESS_BYTES[name] for name, count in processes.items())
+    idle = sum(one.nbytes for one in processes)
     needed = idle + sum(_host_bytes(role, config) for role in config.model_roles.values())
-    if isinstance(config, RLConfig):
-        rollout = config.rollout
-        width = 4 if rollout.dtype == "float32" else 2
-        needed += int(actor * width * rollout.num_replicas + rollout.kv_cache_gib * GIB * processes["rollout"])
+    needed += sum(_engine_bytes(engine, config) for engine in _engines(config).values())
     if needed <= machine.memory_bytes:
         return
     has = f"This machine has {machine.memory_bytes / GIB:.1f} GiB"
     if 2 * idle > needed:
-        most = max(processes, key=lambda name: processes[name] * PROCESS_BYTES[name])
-        first, role = next(iter(config.model_roles.items()))
-        key = {"trainer": f"{first}.num_ranks", "rollout": "rollout.num_replicas", "reward": "reward.num_ranks"}[most]
-        value = role.num_ranks if most == "trainer" else processes[most]
-        split = " + ".join(f"{name} {count}" for name, count in processes.items())
-        rule = f"{sum(processes.values())} processes ({split}) and what they hold take at least {needed / GIB:.1f} GiB"
-        yield Problem(key, value, rule, f"{has}: use fewer, or set ray.address to a cluster.")
+        most = max(processes, key=lambda one: one.nbytes)
+        kinds = Counter[str]()
+        for one in processes:
+            kinds[one.kind] += one.count
+        split = " + ".join(f"{kind} {count}" for kind, count in kinds.items())
+        rule = f"{kinds.total()} processes ({split}) and what they hold take at least {needed / GIB:.1f} GiB"
+        yield Problem(most.key, most.value, rule, f"{has}: use fewer, or set ray.address to a cluster.")
     else:
         rule = f"processes, weights, optimizer and caches take at least {needed / GIB:.1f} GiB before any activation"
         yield Problem("model.path", config.model.path, rule, f"{has}: take a smaller model or rollout.kv_cache_gib.")
 
 
-def _processes(config: Config) -> dict[str, int]:
-    """Processes of each kind; colocated roles on one backend share theirs."""
+@dataclass(frozen=True)
+class _Processes:
+    """Processes of one kind, and the key that says how many."""
+
+    kind: str
+    key: str
+    value: int
+    each: int = 1
+    """Processes per one of them."""
+
+    @property
+    def count(self) -> int:
+        return self.value * self.each
+
+    @property
+    def nbytes(self) -> int:
+        return self.count * PROCESS_BYTES[self.kind]
+
+
+def _processes(config: Config) -> list[_Processes]:
+    """All of a run; colocated roles on one backend share theirs."""
     colocated = isinstance(config, RLConfig) and config.placement.kind == "colocated"
-    homes = {role.backend.kind if colocated else name: role.num_ranks for name, role in config.model_roles.items()}
-    counts = {"trainer": sum(homes.values())}
+    homes: dict[str, _Processes] = {}
+    for name, role in config.model_roles.items():
+        home = role.backend.kind if colocated else name
+        homes.setdefault(home, _Processes("trainer", f"{name}.num_ranks", role.num_ranks))
+    found = list(homes.values())
+    for section, engine in _engines(config).items():
+        kind, replicas = ("rollout" if section == "rollout" else "judge"), engine.config.num_replicas
+        found.append(_Processes(kind, f"{section}.num_replicas", replicas, engine.config.tensor_parallel))
     if isinstance(config, RLConfig):
-        counts["rollout"] = config.rollout.num_replicas * config.rollout.tensor_parallel
-        graders = config.graders.values()
-        counts["rollout"] += sum(
-            one.engine.num_replicas * one.engine.tensor_parallel for one in graders if isinstance(one, JudgeReward)
-        )
-        counts["reward"] = sum(one.num_ranks for one in graders if isinstance(one, FunctionReward | HttpReward))
-    return counts
+        for name, one in config.graders.items():
+            if isinstance(one, FunctionReward | HttpReward):
+                found.append(_Processes("reward", f"{name}.num_ranks", one.num_ranks))
+    return found
 
 
 def _host_bytes(role: ModelRole, config: Config) -> int:
     """Weights and training state of a role on all ranks: whole on each of them, or one copy in shards."""
     copies = 1 if role.backend.kind == "fsdp" else role.num_ranks
     width = BYTES_PER_TRAINED_PARAMETER if isinstance(role, SupervisedRole) else 4
-    return _parameters(role, config) * width * copies
+    return _parameters(role.model.path, config) * width * copies
 
 
-def _parameters(role: ModelRole, config: Config) -> int:
+def _engine_bytes(engine: _Engine, config: Config) -> int:
+    """Weights, split over the ranks of a replica, and the key-value cache of every rank."""
+    width, replicas = (4 if engine.config.dtype == "float32" else 2), engine.config.num_replicas
+    cache = engine.config.kv_cache_gib * GIB * replicas * engine.config.tensor_parallel
+    return _parameters(engine.path, config) * width * replicas + int(cache)
+
+
+def _parameters(path: str, config: Config) -> int:
     """Of the model that is there, or else of the one that the run will make."""
-    found = parameter_count(role.model.path)
-    if found or not isinstance(config, RLConfig) or config.prepare is None or role.model.path != config.model.path:
+    found = parameter_count(path)
+    if found or not isinstance(config, RLConfig) or config.prepare is None or path != config.model.path:
         return found
     return tiny_parameter_count(config.prepare.model)
 
@@ -423,18 +497,19 @@ WIRE_BUCKET_BYTES = 256 << 20
 small beside any model. A single larger tensor takes more."""
 
 
-def _shared_memory_bytes(config: Config, parameters: int) -> int:
+def _shared_memory_bytes(config: Config) -> int:
     sizes = batch_algebra(config)
-    rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+    rows = max(sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW, OBJECT_STORE_FLOOR_BYTES)
+    if not isinstance(config, RLConfig):
+        return rows
     # The wire has two slots of a bucket each; weights travel as the trainer holds them, in float32.
-    weights = 2 * min(4 * parameters, WIRE_BUCKET_BYTES)
-    return max(rows, OBJECT_STORE_FLOOR_BYTES) + (weights if isinstance(config, RLConfig) else 0)
+    return rows + 2 * min(4 * _parameters(config.actor.model.path, config), WIRE_BUCKET_BYTES)
 
 
 def _disk_problems(config: Config) -> Iterator[Problem]:
     free = shutil.disk_usage(_nearest_existing(config.run.dir)).free
     trained = [role for role in config.model_roles.values() if isinstance(role, SupervisedRole)]
-    checkpoint = sum(_parameters(role, config) for role in trained) * BYTES_PER_SAVED_PARAMETER
+    checkpoint = sum(_parameters(role.model.path, config) for role in trained) * BYTES_PER_SAVED_PARAMETER
     # One more than are kept: the oldest goes only when the newest is whole.
     needed = LOG_ROOM_BYTES + (checkpoint * (config.run.keep_checkpoints + 1) if config.run.checkpoint_every else 0)
     if needed > free:

@@ -7,13 +7,16 @@ here: what is asked and how a verdict is read (`verl_ray/rewards/judge.py`).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.schema import JudgeReward
-from verl_ray.data.stages import Rollouts, Scores
-from verl_ray.data.tokenizers import encode, load_tokenizer, render
+from verl_ray.data.stages import Finish, Rollouts, Scores
+from verl_ray.data.tokenizers import encode, load_tokenizer, render, unspecial
+from verl_ray.errors import DataError
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.judge import Judgement
 from verl_ray.rollout.base import Chunk, Request, RolloutEngine, Sampling
@@ -21,14 +24,16 @@ from verl_ray.rollout.seeds import row_seeds
 from workers.reward import requests_of, scores_of
 from workers.rollout import start_engine
 
+Tokens = npt.NDArray[np.int32]
+
 OWN_WEIGHTS = 0  # the judge's only policy version: what its directory holds
 
 
 class JudgeWorker:
-    """One replica of a judge."""
+    """One replica of a judge. Its role is the key of its section."""
 
     def __init__(self, context: WorkerContext, config: JudgeReward, policy_path: str, seed: int) -> None:
-        self._config, self._seed = config, seed
+        self._role, self._config, self._seed = context.role, config, seed
         self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(config.model.path)
         self._judgement = Judgement(config)
         self._sampling = Sampling(config.temperature, 1.0, -1, config.max_response_tokens)
@@ -38,27 +43,39 @@ class JudgeWorker:
         )  # fmt: skip
 
     def score(self, rows: Rollouts) -> Scores:
-        """The judge's verdict on each response."""
-        asked = [self._judgement.question(request) for request in requests_of(rows, self._policy)]
+        """The judge's verdict on each response. It is shown without what spells the judge's special tokens: a response
+        could end the question and write the answer itself."""
+        responses = requests_of(rows, self._policy)
+        asked = [
+            self._judgement.question(replace(one, response=unspecial(one.response, self._own))) for one in responses
+        ]
         texts = {row: text for row, text in enumerate(asked) if isinstance(text, str)}
         graded = {row: score for row, score in enumerate(asked) if isinstance(score, Score)}
-        seeds = row_seeds(self._seed, "judge", rows.row_id)
+        seeds = row_seeds(self._seed, self._role, rows.row_id)
         requests = []
         for row, tokens in zip(texts, self._tokens(list(texts.values())), strict=True):
-            if len(tokens) > self._config.max_prompt_tokens:
-                limit = self._config.max_prompt_tokens
-                detail = f"the question has {len(tokens)} tokens, more than max_prompt_tokens = {limit}"
-                graded[row] = Score(math.nan, Health.TOO_LONG, detail)
+            if isinstance(tokens, Score):
+                graded[row] = tokens
             else:
-                requests.append(Request(row, tokens, self._sampling, int(seeds[row]), session=str(row)))
-        answers = self._answers(requests)
-        said = self._own.batch_decode([chunk.tokens for chunk in answers], skip_special_tokens=True)
-        graded |= {chunk.request_id: self._judgement.verdict(text) for chunk, text in zip(answers, said, strict=True)}
+                session = str(rows.group_id[row])
+                requests.append(Request(row, tokens, self._sampling, int(seeds[row]), session=session))
+        for chunk in self._answers(requests):
+            said = self._own.decode(chunk.tokens, skip_special_tokens=True)
+            graded[chunk.request_id] = self._judgement.verdict(said, cut=chunk.finish is not Finish.STOP)
         return scores_of([graded[row] for row in range(rows.num_rows)])
 
-    def _tokens(self, texts: list[str]) -> list[np.ndarray]:
-        def where(index: int) -> str:
-            return f"the question about response {index}"
+    def _tokens(self, texts: list[str]) -> list[Tokens | Score]:
+        """Each question in the judge's tokens, or why it cannot be asked."""
+        try:
+            return [self._fitting(tokens) for tokens in self._encoded(texts)]
+        except DataError as error:
+            if len(texts) == 1:
+                return [Score(math.nan, Health.EXCEPTION, str(error))]
+            return [found for text in texts for found in self._tokens([text])]  # one of them costs its own score alone
+
+    def _encoded(self, texts: list[str]) -> list[Tokens]:
+        def where(_: int) -> str:
+            return f"what {self._role} asks"
 
         chat = bool(self._own.chat_template)
         if chat:
@@ -66,6 +83,15 @@ class JudgeWorker:
             texts = render(self._own, conversations, add_generation_prompt=True, where=where)
         rows = encode(self._own, texts, special=not chat, where=where)
         return [rows[index] for index in range(len(rows))]
+
+    def _fitting(self, tokens: Tokens) -> Tokens | Score:
+        limit = self._config.max_prompt_tokens
+        if not len(tokens):
+            return Score(math.nan, Health.EXCEPTION, f"{self._role}.template makes an empty question of this response")
+        if len(tokens) > limit:
+            detail = f"the question has {len(tokens)} tokens, more than {self._role}.max_prompt_tokens = {limit}"
+            return Score(math.nan, Health.TOO_LONG, detail)
+        return tokens
 
     def _answers(self, requests: list[Request]) -> list[Chunk]:
         self.engine.submit(requests)

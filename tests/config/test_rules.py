@@ -15,12 +15,14 @@ from verl_ray.config.rules import (
     GROUP_BASELINES,
     RL_RULES,
     RULES,
+    TEMPLATE_FIELDS,
     VLLM_ARGS_FIXED,
     VLLM_ARGS_FIXED_ON_A_CPU,
     VLLM_ARGS_OF_OTHER_KEYS,
 )
 from verl_ray.config.schema import RLConfig
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
+from verl_ray.rewards.process import ScoreRequest
 from verl_ray.rollout.vllm_engine import fixed_arguments
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
@@ -343,13 +345,49 @@ CASES = [
     Case("judges_can_be_asked", f"{JUDGE} reward.lowest=11", "reward.highest", "above reward.lowest", "above 11.0"),
     Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"a(\"'", "reward.verdict", "no regular", "one group"),
     Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"abc\"'", "reward.verdict", "and has 0", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"(a*)\"'", "reward.verdict", "empty answer", "one group"),
     Case("judges_can_be_asked", f"{JUDGE} reward.template=Grade", "reward.template", "not see", "{{ response }}"),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
+        "reward.template",
+        "this is no template (Expected an expression",
+        "prompt, response, answer, data_source or extra can be shown",
+    ),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ respones | upper }}}}\"'",
+        "reward.template",
+        "there is no respones to show (did you mean response?)",
+        "{{ response }}",
+    ),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ response | uper }}}}\"'",
+        "reward.template",
+        "this is no template (No filter named 'uper'",
+        "{{ response }}",
+    ),
     Case("judges_can_be_asked", f"{JUDGE} reward.temperature=0.001", "reward.temperature", "0.01", "0 for greedy"),
     Case(
         "vllm_args_are_free",
         f"{JUDGE} reward.engine.vllm_args.dtype=float16",
         "reward.engine.vllm_args.dtype",
         "reward.engine.dtype sets this argument",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.max_model_len=64",
+        "reward.engine.vllm_args.max_model_len",
+        "reward.max_prompt_tokens sets this argument",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.enable_sleep_mode=true",
+        "reward.engine.vllm_args.enable_sleep_mode",
+        "may not change: a judge shares its devices with nobody",
         "Leave it out",
     ),
     Case("services_have_an_address", "reward=http reward.url=foo", "reward.url", "no address", "http://HOST"),
@@ -450,6 +488,10 @@ def test_ranks_may_differ_where_no_process_is_shared() -> None:
 def test_the_rules_know_the_advantages_that_exist() -> None:
     assert {name for name, advantage in ADVANTAGES.items() if advantage.needs_group} == GROUP_BASELINES
     assert {name for name, advantage in ADVANTAGES.items() if advantage.level == "token"} == DISCOUNTED
+
+
+def test_the_rules_know_what_a_judge_can_be_shown() -> None:
+    assert {field.name for field in dataclasses.fields(ScoreRequest)} == set(TEMPLATE_FIELDS)
 
 
 def test_an_engine_argument_is_listed_once_and_exists() -> None:

@@ -9,6 +9,9 @@ import pytest
 from controllers.build import Plan, Shape, engine_spec, plan_processes, rollout_spec, updates_per_step
 from controllers.composition import compose
 from verl_ray.config.schema import RLConfig
+from workers.judge import JudgeWorker
+from workers.reward import RewardWorker
+from workers.reward_model import RewardModelGrader
 
 INPUTS = ["model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl", "run.dir=/r"]
 TWO = Shape(cores=(2,), gpus=0)
@@ -111,6 +114,98 @@ def test_on_gpus_trainers_and_rollout_have_devices_and_the_reward_has_none() -> 
     assert {one.name: one.gpus_per_rank for one in found.sets} == {
         "actor": 1, "critic": 1, "reference": 1, "rollout": 2, "reward": 0,
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------- who scores
+
+
+JUDGE = ("reward=judge", "reward.model.path=/j")
+
+
+def test_a_judge_has_processes_of_its_own() -> None:
+    found = plan(*JUDGE, "reward.engine.num_replicas=2", "run.seed=7")
+    assert sets(found) == {"engine trainer": ("shared", 1), "rollout": ("shared", 1), "reward": ("reward", 2)}
+    role = found.roles["reward"]
+    assert (role.factory, role.processes) == (JudgeWorker, "reward")
+    assert role.args == (config(*JUDGE, "reward.engine.num_replicas=2").reward, "/m", 7)
+    assert [one.process_group for one in found.sets] == [True, False, False]
+
+
+def test_a_judge_has_a_gpu_per_tensor_parallel_rank() -> None:
+    found = plan(*JUDGE, "reward.engine.tensor_parallel=2", "reward.engine.num_replicas=3", shape=GPUS)
+    assert {one.name: (one.num_ranks, one.gpus_per_rank) for one in found.sets} == {
+        "engine trainer": (1, 1), "rollout": (1, 1), "reward": (3, 2),
+    }  # fmt: skip
+    assert [one.gpus_per_rank for one in plan(*JUDGE).sets] == [0, 0, 0]
+
+
+def test_a_judge_and_the_rollout_engine_divide_the_threads_as_they_work_at_the_same_time() -> None:
+    def threads(found: Plan) -> dict[str, int]:
+        return {one.name: one.threads_per_rank for one in found.sets}
+
+    eight = Shape((8,), 0)
+    assert threads(plan(*JUDGE, shape=eight)) == {"engine trainer": 8, "rollout": 4, "reward": 4}
+    some = plan(*JUDGE, "reward.engine.num_replicas=3", "rollout.num_replicas=1", shape=eight)
+    assert threads(some) == {"engine trainer": 8, "rollout": 2, "reward": 2}
+    # An evaluation that grades by functions starts no judge, so the rollout engine need not leave it any.
+    graded = config(*JUDGE, "evaluation.functions={default: exact_match}")
+    alone = threads(plan_processes(graded, eight, learns=False))
+    assert alone == {"engine trainer": 8, "rollout": 8, "evaluation": 1}
+
+
+def test_a_service_needs_no_device() -> None:
+    found = plan("reward=http", "reward.url=http://h/s", "reward.num_ranks=2", "placement=separate", shape=GPUS)
+    (one,) = (one for one in found.sets if one.name == "reward")
+    assert (one.num_ranks, one.gpus_per_rank, one.threads_per_rank, one.bundle_group) == (2, 0, 1, "reward")
+    assert found.roles["reward"].factory is RewardWorker
+
+
+def test_a_reward_model_is_placed_as_the_other_models_are() -> None:
+    together = plan("reward=model", "reward.model.path=/rm")
+    assert sets(together) == {"engine trainer": ("shared", 1), "rollout": ("shared", 1)}
+    assert homes(together)["reward"] == homes(together)["actor"] == "engine trainer"
+    role = together.roles["reward"]
+    spec, policy = role.args
+    assert (role.factory, policy) == (RewardModelGrader, "/m")
+    assert (spec.role, spec.model_path, spec.head, spec.optimizer) == ("reward", "/rm", "value", None)
+    apart = plan("reward=model", "reward.model.path=/rm", "reward.num_ranks=2", "placement=separate", shape=GPUS)
+    (one,) = (one for one in apart.sets if one.name == "reward")
+    assert (one.num_ranks, one.gpus_per_rank, one.bundle_group, one.process_group) == (2, 1, "reward", True)
+    other = plan("reward=model", "reward.model.path=/rm", "backend@reward.backend=fsdp")
+    assert homes(other)["reward"] == "fsdp trainer"
+
+
+MIXTURE = """
+defaults:
+  - function@components.function
+  - model@components.model
+  - judge@components.judge
+  - _self_
+kind: mixed
+weights: {function: 1.0, model: 0.5, judge: 0.5}
+"""
+
+
+def test_the_roles_of_a_mixture_are_the_keys_of_its_components(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text(MIXTURE)
+    models = ["reward.components.model.model.path=/rm", "reward.components.judge.model.path=/j"]
+    mixed = compose("ppo", [*INPUTS, "reward=mine", *models], str(tmp_path))
+    found = plan_processes(mixed, TWO)
+    parts = ("reward.components.function", "reward.components.model", "reward.components.judge")
+    assert homes(found) == {
+        **dict.fromkeys(("actor", "critic", "reference", parts[1]), "engine trainer"),
+        "rollout": "rollout", parts[0]: parts[0], parts[2]: parts[2],
+    }  # fmt: skip
+    assert [found.roles[part].factory for part in parts] == [RewardWorker, RewardModelGrader, JudgeWorker]
+    assert found.roles[parts[1]].args[0].head == "value"
+    # An evaluation by functions of its own starts none of them.
+    own = compose("ppo", [*INPUTS, "reward=mine", *models, "evaluation.functions={default: gsm8k}"], str(tmp_path))
+    assert plan_processes(own, TWO, learns=False).roles.keys() == {"actor", "rollout", "evaluation"}
+    assert plan_processes(own, TWO).roles.keys() == {*homes(found), "evaluation"}
+
+
+# ------------------------------------------------------------------------------------- what engines are built with
 
 
 @pytest.mark.parametrize(

@@ -85,6 +85,38 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
     assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
 
 
+def test_the_role_table_says_who_scores(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def row(role: str, *overrides: str) -> list[str]:
+        assert main(["check", *overrides]) == 0
+        return [cell.strip() for cell in _row(capsys.readouterr().out, role, 6)]
+
+    judge = ["reward=judge", f"reward.model.path={model}", "reward.max_prompt_tokens=512"]
+    *cells, path = row("reward", *judge, "reward.engine.num_replicas=2", "reward.engine.dtype=bfloat16")
+    assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"] and str(model).startswith(path)
+    service = row("reward", "reward=http", "reward.url=http://h:80/s", "reward.num_ranks=2")
+    assert service == ["reward", "http", "-", "2", "CPU only", "http://h:80/s"]
+
+
+def test_the_role_table_names_the_components_of_a_mixture(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    components = "function@components.function, http@components.service, judge@components.judge"
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text(
+        f"defaults: [{components}, _self_]\nkind: mixed\nweights: {{function: 1.0, service: 1.0, judge: 1.0}}\n"
+    )
+    section = "reward.components.judge"
+    mine = ["--config-dir", str(tmp_path), "reward=mine", "reward.components.service.url=http://h/s"]
+    assert main(["check", *mine, f"{section}.model.path={model}", f"{section}.max_prompt_tokens=512"]) == 0
+    out = capsys.readouterr().out
+    kinds = {name: _row(out, f"reward.components.{name}", 6)[1].strip() for name in ("function", "service", "judge")}
+    assert kinds == {"function": "function", "service": "http", "judge": "vllm"}
+    assert main(["check", *mine, f"{section}.model.path={model}s"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"1 problem in the configuration:\n\n  {section}.model.path = {model}s\n")
+    assert f"Did you mean {model}?" in err
+
+
 def _row(table: str, role: str, columns: int) -> list[str]:
     rows = (line.strip("│ ").split("│") for line in table.splitlines() if line.startswith(f"│ {role} "))
     return next(row for row in rows if len(row) == columns)
@@ -184,6 +216,65 @@ def test_the_model_that_a_run_makes_is_no_reward_model(tmp_path: Path) -> None:
 def test_a_reward_model_starts_from_a_language_model(model: Path, data: Path) -> None:
     inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
     assert preflight(compose("reward_model", inputs), BIG).problems == []
+
+
+def judged(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
+    sizes = ["reward.max_prompt_tokens=1024", "reward.max_response_tokens=512"]
+    return ppo(model, data, "reward=judge", f"reward.model.path={judge}", *sizes, *overrides)
+
+
+def test_a_judge_is_checked_under_its_own_keys(model: Path, data: Path, tmp_path: Path) -> None:
+    assert preflight(judged(model, data, model), BIG).problems == []
+    assert list(found(preflight(judged(model, data, model.with_name("gone")), BIG))) == ["reward.model.path"]
+    messages = found(preflight(judged(model, data, model, "reward.engine.tensor_parallel=3"), BIG))
+    assert "4 attention heads" in messages["reward.engine.tensor_parallel"] and len(messages) == 1
+    messages = found(preflight(judged(model, data, model, "reward.max_prompt_tokens=1537"), BIG))
+    assert messages["reward.max_prompt_tokens"].startswith(
+        "the judge has 2048 positions, and question and answer may have 2049 tokens | Lower it or "
+        "reward.max_response_tokens by 1 in all"
+    )
+    messages = found(preflight(judged(model, data, model, "reward.engine.vllm_args.enforce_eager=false"), BIG))
+    assert "may not change on a CPU" in messages["reward.engine.vllm_args.enforce_eager"]
+    for name in ("tokenizer.json", "model-1.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    settings = {"num_attention_heads": 8, "hidden_size": 128, "max_position_embeddings": 2048}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert "head size is 16" in found(preflight(judged(model, data, tmp_path), BIG))["reward.model.path"]
+
+
+def test_the_model_that_a_run_makes_may_judge(tmp_path: Path) -> None:
+    own = ["reward=judge", "reward.model.path=${model.path}", f"run.dir={tmp_path}/run"]
+    assert preflight(compose("quickstart", own), BIG).problems == []
+
+
+def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
+    three = Machine(cores=8, gpus=3, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(judged(model, data, model, "reward.engine.num_replicas=3"), three))
+    assert "needs 4 GPUs (actor 1 + reward 3), and this machine has 3" in message["reward.engine.num_replicas"]
+    assert preflight(judged(model, data, model, "reward.engine.num_replicas=2"), three).problems == []
+
+    # Caches of 1 GiB for the rollout engine and 5 for the judge, and 1.2 GiB of processes: trainer, rollout, judge.
+    caches = ("rollout.kv_cache_gib=1.0", "reward.engine.kv_cache_gib=5.0")
+    for memory, problems in ((7 * GIB, ["model.path"]), (8 * GIB, [])):
+        small = Machine(cores=8, gpus=0, memory_bytes=memory, shm_free_bytes=8 * GIB)
+        assert list(found(preflight(judged(model, data, model, *caches), small))) == problems
+    small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    many = compose("quickstart", ["reward=judge", "reward.model.path=${model.path}", "reward.engine.num_replicas=64"])
+    message = found(preflight(many, small))["reward.engine.num_replicas"]
+    assert "66 processes (trainer 1 + rollout 1 + judge 64)" in message
+
+
+def test_a_model_that_is_not_the_policys_takes_no_room_in_its_engine(tmp_path: Path, model: Path, data: Path) -> None:
+    large = tmp_path / "large"
+    large.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (large / name).write_bytes((model / name).read_bytes())
+    save_file({"a": np.zeros(10**7, np.uint8)}, large / "model.safetensors")  # 0.037 GiB as float32
+    caches = "rollout.kv_cache_gib=0.0625"
+    # Processes 1 GiB, cache 0.0625, reference 0.037; the rollout engine holds the policy, which is small.
+    small = Machine(cores=8, gpus=0, memory_bytes=int(1.12 * GIB), shm_free_bytes=8 * GIB)
+    assert preflight(ppo(model, data, f"reference.model.path={large}", caches), small).problems == []
+    assert preflight(ppo(large, data, caches), small).problems != []
 
 
 def test_the_rollout_engine_fits_the_model(tmp_path: Path, model: Path, data: Path) -> None:

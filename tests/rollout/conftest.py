@@ -1,6 +1,5 @@
 """Small models, the weights of a transformers model on the wire, and vLLM engines that leave the process as it was."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from tests.vllm_process import ready_for_vllm
 from verl_ray.config.schema import RolloutConfig, TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.vllm_engine import VllmEngine, environment
+from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -57,11 +57,6 @@ EngineStarter = Callable[..., VllmEngine]
 @pytest.fixture(scope="module")
 def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineStarter]:
     """Starts engines in this process and closes them at the end of the module; one at a time."""
-    before, set_num_threads = dict(os.environ), torch.set_num_threads
-    os.environ.update(environment("cpu", threads=1))
-    from torch._dynamo import config as dynamo
-
-    dynamo.disable = True  # the environment variable is too late when torch is imported already
     started: list[VllmEngine] = []
 
     def start(model: Path, *, initial_version: int | None = None, **changes: object) -> VllmEngine:
@@ -74,13 +69,10 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
         started.append(engine)
         return engine
 
-    yield start
-    while started:
-        started.pop().close()
-    dynamo.disable = False
-    torch.set_num_threads = set_num_threads
-    os.environ.clear()
-    os.environ.update(before)
+    with ready_for_vllm():
+        yield start
+        while started:
+            started.pop().close()
 
 
 def manifest_of(model: PreTrainedModel) -> Manifest:

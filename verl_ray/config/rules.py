@@ -12,11 +12,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
+from jinja2 import Environment, TemplateError, meta
+
 from verl_ray.config.schema import (
     Config,
     FunctionReward,
     HttpReward,
-    JudgeReward,
     MixedReward,
     ModelReward,
     OptimizerConfig,
@@ -70,6 +71,9 @@ VLLM_ARGS_FIXED_ON_A_CPU = {
     "enable_chunked_prefill": "seeded sampling needs it off",
 }
 """The same for a machine without GPUs, which only preflight knows."""
+
+TEMPLATE_FIELDS = ("prompt", "response", "answer", "data_source", "extra")
+"""What a judge's template may show: the fields of a `rewards.process.ScoreRequest`."""
 
 VLLM_LEAST_TEMPERATURE = 0.01
 """Above 0, which is greedy, the sampler takes nothing lower."""
@@ -385,29 +389,32 @@ def greedy_evaluation_needs_one_response(config: RLConfig, _: Overridden) -> Ite
 
 
 def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS)
-    for section, grader in config.graders.items():
-        if isinstance(grader, JudgeReward):
-            setters = VLLM_ARGS_OF_OTHER_KEYS | {
-                "model": f"{section}.model.path",
-                "tokenizer": f"{section}.model.path",
-                "generation_config": f"{section}.temperature",
-                "override_generation_config": f"{section}.temperature",
-                "max_model_len": f"{section}.max_prompt_tokens",
-            }
-            engine = {name: key.replace("rollout.", f"{section}.engine.") for name, key in setters.items()}
-            yield from _vllm_args(f"{section}.engine", grader.engine.vllm_args, engine)
+    yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS, VLLM_ARGS_FIXED)
+    fixed = VLLM_ARGS_FIXED | {"enable_sleep_mode": "a judge shares its devices with nobody and never sleeps"}
+    for section, judge in config.judges.items():
+        engine = {name: re.sub("^rollout", f"{section}.engine", key) for name, key in VLLM_ARGS_OF_OTHER_KEYS.items()}
+        setters = engine | {
+            "model": f"{section}.model.path",
+            "tokenizer": f"{section}.model.path",
+            "generation_config": f"{section}.temperature",
+            "override_generation_config": f"{section}.temperature",
+            "max_model_len": f"{section}.max_prompt_tokens",
+        }
+        del setters["enable_sleep_mode"]
+        yield from _vllm_args(f"{section}.engine", judge.engine.vllm_args, setters, fixed)
 
 
-def _vllm_args(section: str, arguments: Mapping[str, object], setters: Mapping[str, str]) -> Iterator[Problem]:
+def _vllm_args(
+    section: str, arguments: Mapping[str, object], setters: Mapping[str, str], fixed: Mapping[str, str]
+) -> Iterator[Problem]:
     for name, value in sorted(arguments.items()):
         key = f"{section}.vllm_args.{name}"
         if setter := setters.get(name):
             yield Problem(key, value, f"{setter} sets this argument", f"Leave it out and set {setter}.")
-        elif reason := VLLM_ARGS_FIXED.get(name):
+        elif reason := fixed.get(name):
             yield Problem(key, value, f"this argument may not change: {reason}", "Leave it out.")
         elif name not in VLLM_ARGUMENTS:
-            own = [argument for argument in VLLM_ARGUMENTS if argument not in {*setters, *VLLM_ARGS_FIXED}]
+            own = [argument for argument in VLLM_ARGUMENTS if argument not in {*setters, *fixed}]
             near = closest(name, own)
             fix = f"Did you mean {either(near)}?" if near else "Use the name of a field of vLLM's EngineArgs."
             yield Problem(key, value, "vLLM has no such engine argument", fix)
@@ -464,31 +471,43 @@ def mixed_rewards_have_weights(config: RLConfig, _: Overridden) -> Iterator[Prob
 
 
 def judges_can_be_asked(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    for section, judge in config.graders.items():
-        if not isinstance(judge, JudgeReward):
-            continue
+    for section, judge in config.judges.items():
         if judge.lowest >= judge.highest:
             fix = f"Set it above {judge.lowest}."
             yield Problem(f"{section}.highest", judge.highest, f"it must be above {section}.lowest", fix)
         if (problem := verdict_problem(judge.verdict)) is not None:
             fix = r"Use one group around the number, e.g. 'score: *(\d+)'."
             yield Problem(f"{section}.verdict", judge.verdict, problem, fix)
-        if "response" not in judge.template:
-            rule = "the judge would not see the response"
-            yield Problem(f"{section}.template", judge.template, rule, "Use {{ response }} in it.")
+        if (problem := template_problem(judge.template)) is not None:
+            fix = f"Write {{{{ response }}}} where the response goes; {either(TEMPLATE_FIELDS)} can be shown."
+            yield Problem(f"{section}.template", judge.template, problem, fix)
         if 0 < judge.temperature < VLLM_LEAST_TEMPERATURE:
             rule = f"vLLM samples from a temperature of {VLLM_LEAST_TEMPERATURE}"
             fix = f"Use at least {VLLM_LEAST_TEMPERATURE}, or 0 for greedy."
             yield Problem(f"{section}.temperature", judge.temperature, rule, fix)
 
 
+def template_problem(template: str) -> str | None:
+    """What is wrong with a judge's template, if anything."""
+    try:
+        shown = meta.find_undeclared_variables(Environment().parse(template))
+    except TemplateError as error:
+        return f"this is no template ({error})"
+    if unknown := sorted(shown.difference(TEMPLATE_FIELDS)):
+        near = closest(unknown[0], TEMPLATE_FIELDS)
+        return f"there is no {unknown[0]} to show" + (f" (did you mean {either(near)}?)" if near else "")
+    return None if "response" in shown else "the judge would not see the response"
+
+
 def verdict_problem(pattern: str) -> str | None:
     """What is wrong with a judge's verdict pattern, if anything."""
     try:
-        groups = re.compile(pattern).groups
+        verdict = re.compile(pattern)
     except re.error as error:
         return f"this is no regular expression ({error})"
-    return None if groups == 1 else f"it must have one group, which holds the score, and has {groups}"
+    if verdict.groups != 1:
+        return f"it must have one group, which holds the score, and has {verdict.groups}"
+    return "it finds a verdict in an empty answer" if verdict.search("") else None
 
 
 def services_have_an_address(config: RLConfig, _: Overridden) -> Iterator[Problem]:

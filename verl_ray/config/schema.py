@@ -229,6 +229,7 @@ class JudgeReward(Grader):
     lowest: float
     """The least score that the judge may give; what lies outside is no verdict."""
     highest: float
+    """The greatest score that it may give."""
     max_prompt_tokens: Positive
     """The longest question to the judge; a response that makes it longer has no score."""
     max_response_tokens: Positive
@@ -474,6 +475,11 @@ class RLConfig(Section):
         if isinstance(self.reward, MixedReward):
             return {f"reward.components.{name}": one for name, one in self.reward.components.items()}
         return {"reward": self.reward}
+
+    @property
+    def judges(self) -> dict[str, JudgeReward]:
+        """The graders that are language models."""
+        return {name: one for name, one in self.graders.items() if isinstance(one, JudgeReward)}
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:

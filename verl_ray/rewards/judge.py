@@ -10,11 +10,10 @@ import math
 import re
 from dataclasses import asdict
 
-from jinja2 import StrictUndefined, TemplateError
+from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.schema import JudgeReward
-from verl_ray.errors import ConfigError, Problem
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.process import ScoreRequest
 
@@ -22,20 +21,11 @@ _SHOWN = 200  # characters of an answer without a verdict, from its end
 
 
 class Judgement:
-    """The question and the reading of the answer, as `reward.template` and `reward.verdict` say.
-
-    Raises:
-        ConfigError: the template cannot be read.
-    """
+    """The question and the reading of the answer, by a template and a pattern that `verl_ray.config.rules` let pass."""
 
     def __init__(self, config: JudgeReward) -> None:
-        try:
-            self._template = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True).from_string(
-                config.template
-            )
-        except TemplateError as error:
-            fix = "Correct it; it may use prompt, response, answer, data_source and extra."
-            raise ConfigError([Problem("reward.template", config.template, f"not a template: {error}", fix)]) from None
+        environment = SandboxedEnvironment(undefined=StrictUndefined, trim_blocks=True)
+        self._template = environment.from_string(config.template)
         self._verdict = re.compile(config.verdict)
         self._lowest, self._highest = config.lowest, config.highest
 
@@ -43,18 +33,21 @@ class Judgement:
         """What the judge is asked about a response; a failure if the template needs something that it lacks."""
         try:
             return self._template.render(**asdict(request))
-        except TemplateError as error:
+        except Exception as error:  # whatever an expression in the template raises, by Jinja or by itself
             return Score(math.nan, Health.EXCEPTION, f"the judge's template fails on this response: {error}")
 
-    def verdict(self, answer: str) -> Score:
-        """The last verdict in the judge's answer."""
-        found = self._verdict.findall(answer)
+    def verdict(self, answer: str, *, cut: bool) -> Score:
+        """The last verdict in the judge's answer. One that ends where an answer was `cut` may be the beginning of
+        another: 1 of 10."""
+        found = list(self._verdict.finditer(answer))
         if not found:
             return _unparsed(f"no verdict in the judge's answer: ...{answer[-_SHOWN:]!r}")
+        if cut and found[-1].end() == len(answer):
+            return _unparsed(f"the judge's answer was cut in its verdict: ...{answer[-_SHOWN:]!r}")
         try:
-            value = float(found[-1])
+            value = float(found[-1][1] or "")
         except ValueError:
-            return _unparsed(f"the judge's verdict is no number: {found[-1]!r}")
+            return _unparsed(f"the judge's verdict is no number: {found[-1][0]!r}")
         if not self._lowest <= value <= self._highest:
             return _unparsed(f"the judge's verdict is {value:g}, outside of {self._lowest:g} to {self._highest:g}")
         return Score(value, Health.OK)
