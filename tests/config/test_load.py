@@ -124,7 +124,7 @@ def test_an_unknown_backend_and_task_are_named() -> None:
 
 def test_known_keys_cover_every_choice() -> None:
     keys = set(known_keys(RLConfig))
-    assert {"actor.backend.reshard_after_forward", "algorithm.value_loss.clip", "run.seed"} <= keys
+    assert {"actor.backend.shard_size", "algorithm.value_loss.clip", "run.seed"} <= keys
 
 
 def test_the_configuration_is_frozen() -> None:

@@ -406,6 +406,27 @@ CASES = [
         "10000",
         "reward_model",
     ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.sharding=hybrid actor.num_ranks=8 backend.shard_size=3",
+        "actor.backend.shard_size",
+        "actor.num_ranks=8 ranks are cut into groups of this size",
+        "Use 2 or 4.",
+    ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.sharding=hybrid backend.shard_size=2 actor.num_ranks=3",
+        "actor.backend.sharding",
+        "cannot be cut into equal groups",
+        "such as 4",
+    ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.shard_size=2",
+        "critic.backend.shard_size",
+        "critic.backend.sharding=full has no groups",
+        "Set it to null",
+    ),
     Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
     Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
     Case(

@@ -56,8 +56,8 @@ def test_a_backend_setting_reaches_all_roles_and_a_roles_own_wins(order: int) ->
 
 
 def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
-    config = quickstart("backend=fsdp", "backend@critic.backend=engine", "backend.reshard_after_forward=false")
-    assert config.actor.backend.kind == "fsdp" and config.actor.backend.reshard_after_forward is False
+    config = quickstart("backend=fsdp", "backend@critic.backend=engine", "backend.sharding=grad_op")
+    assert config.actor.backend.kind == "fsdp" and config.actor.backend.sharding == "grad_op"
     assert config.critic.backend.kind == "engine"
 
 
@@ -69,9 +69,9 @@ def test_backend_mistakes() -> None:
     )
     found = problems("quickstart", "backend@critic.backend=megatron")["backend@critic.backend"]
     assert found.fix == "Choose backend@critic.backend=engine or backend@critic.backend=fsdp."
-    found = problems("quickstart", "backend.reshard_after_forward=true")["backend.reshard_after_forward"]
+    found = problems("quickstart", "backend.sharding=full")["backend.sharding"]
     assert found.fix == "It belongs to backend=fsdp."
-    found = problems("quickstart", "actor.backend.reshard_after_forward=true")["actor.backend.reshard_after_forward"]
+    found = problems("quickstart", "actor.backend.sharding=full")["actor.backend.sharding"]
     assert found.fix == "It belongs to backend@actor.backend=fsdp."
     found = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
     assert found.fix == "Choose it with backend@actor.backend=fsdp."

@@ -151,7 +151,7 @@ class Ranks:
         optimizer: OptimizerConfig | None = OPTIMIZER,
         **settings: Any,
     ) -> Engine:
-        reshard = settings.pop("reshard_after_forward", True)
+        sharding = {"sharding": settings.pop("sharding", "full"), "shard_size": settings.pop("shard_size", None)}
         fields = {
             "kind": kind,
             "dtype": "float32",
@@ -159,9 +159,7 @@ class Ranks:
             "activation_checkpointing": False,
         }
         backend = (
-            EngineBackend(**fields | settings)
-            if kind == "engine"
-            else FsdpBackend(**fields | settings, reshard_after_forward=reshard)
+            EngineBackend(**fields | settings) if kind == "engine" else FsdpBackend(**fields | settings | sharding)
         )
         spec = EngineSpec("actor", str(self.folder / model), head, backend, optimizer, STEPS, seed=3)
         return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
@@ -268,8 +266,9 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         ),
     }
     if kind == "fsdp":
-        gathered = {"reshard_after_forward": False}
+        gathered = {"sharding": "grad_op"}
         found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
+        found["not sharded"] = ranks.train(ranks.engine(kind, sharding="none"), mine, POLICY)
         engine = ranks.engine(kind, dtype="bfloat16", **gathered)
         engine.forward(mine, Outputs(log_probs=True))
         found["held after forward"] = ranks.weights(engine)
@@ -354,12 +353,29 @@ def check_elsewhere(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     found = {}
-    for writer in ("engine", "fsdp"):
-        for world in (1, 2):
-            engine = ranks.engine(kind)
-            load(engine, ranks.folder / f"state_{writer}_{world}")
-            weights = ranks.weights(engine)
-            found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
+    for writer, world in WRITERS:
+        engine = ranks.engine(kind)
+        load(engine, ranks.folder / f"state_{writer}_{world}")
+        weights = ranks.weights(engine)
+        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
+    return found
+
+
+def check_hybrid(ranks: Ranks) -> dict[str, Any]:
+    """Two groups of two ranks that hold copies of each other, and four ranks that share out everything."""
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    groups = {"sharding": "hybrid", "shard_size": 2}
+    engine = ranks.engine("fsdp", **groups)
+    found: dict[str, Any] = {"before": ranks.weights(engine)}
+    first = ranks.train(engine, mine, POLICY, 2)
+    sharded.save(engine.state(), str(ranks.folder / "state_hybrid_4"))
+    never_stopped = ranks.train(engine, mine, POLICY, 1)
+    found["hybrid"] = {name: values + never_stopped[name] for name, values in first.items()}
+    resumed = ranks.engine("fsdp", **groups)
+    load(resumed, ranks.folder / "state_hybrid_4")
+    found["resumed"], found["never stopped"] = ranks.train(resumed, mine, POLICY, 1), never_stopped
+    found["full"] = ranks.train(ranks.engine("fsdp"), mine, POLICY)
     return found
 
 
@@ -389,6 +405,8 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
 KINDS = ("engine", "fsdp")
+WORLDS = (1, 2, 4)
+WRITERS = (("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4))
 
 
 def main(rank: int, world: int, folder: Path) -> None:
@@ -399,14 +417,16 @@ def main(rank: int, world: int, folder: Path) -> None:
         "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
-    found: dict[str, Any] = {kind: {check.__name__: check(ranks, kind) for check in CHECKS} for kind in KINDS}
+    found: dict[str, Any] = {"hybrid": check_hybrid(ranks)} if world == 4 else {}
+    kinds = () if world == 4 else KINDS
+    found |= {kind: {check.__name__: check(ranks, kind) for check in CHECKS} for kind in kinds}
     (folder / f"wrote_{world}_{rank}").touch()
     deadline = time.monotonic() + DEADLINE_S
-    while not all((folder / f"wrote_{w}_{r}").exists() for w in (1, 2) for r in range(w)):
+    while not all((folder / f"wrote_{w}_{r}").exists() for w in WORLDS for r in range(w)):
         if time.monotonic() > deadline:
             raise TimeoutError("the other processes did not write their states")
         time.sleep(0.05)
-    for kind in KINDS:
+    for kind in kinds:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
     torch.save(found, folder / f"found_{world}_{rank}.pt")
     dist.barrier()

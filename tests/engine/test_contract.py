@@ -41,7 +41,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
     """What each rank found, by number of ranks."""
-    places = [(rank, world) for world in (1, 2) for rank in range(world)]
+    places = [(rank, world) for world in contract.WORLDS for rank in range(world)]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", contract.__name__, str(rank), str(world), str(folder)],
@@ -61,7 +61,7 @@ def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
         assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"
     yield {
         world: [torch.load(folder / f"found_{world}_{rank}.pt", weights_only=False) for rank in range(world)]
-        for world in (1, 2)
+        for world in contract.WORLDS
     }
 
 
@@ -249,6 +249,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
         ("all on one rank", "qwen3"),
         ("activation checkpointing", "qwen3"),
         ("gathered in forward", "qwen3"),
+        ("not sharded", "qwen3"),
         ("fewer rows than ranks", "one row"),
         ("llama", "llama"),
         ("qwen2", "qwen2"),
@@ -259,7 +260,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
     place: tuple[str, int], results: Any, naive: Any, case: str, reference: str
 ) -> None:
-    if case == "gathered in forward" and place[0] != "fsdp":
+    if case in ("gathered in forward", "not sharded") and place[0] != "fsdp":
         assert case not in results[0]["check_training"]
         return
     for rank in results:
@@ -268,6 +269,23 @@ def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
         close(given["norm"], naive[reference]["norm"])
         np.testing.assert_allclose(given["lr"], [rate_of(0), rate_of(1), rate_of(2)], rtol=1e-12)
     assert max(naive[reference]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+
+
+@pytest.mark.parametrize("sharding", ["hybrid", "full"])
+def test_four_ranks_have_the_loss_and_gradient_norm_of_the_naive_sum(
+    found: dict[int, list[dict[str, Any]]], naive: Any, sharding: str
+) -> None:
+    for rank in found[4]:
+        close(rank["hybrid"][sharding]["loss"], naive["qwen3"]["loss"])
+        close(rank["hybrid"][sharding]["norm"], naive["qwen3"]["norm"])
+
+
+def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(folder: Path, found: Any) -> None:
+    """That each element has one owner among the four is asserted where the shards are put together."""
+    expected = dict(reference_model(folder, "qwen3").named_parameters())
+    for rank in found[4]:
+        assert all(torch.equal(rank["hybrid"]["before"][name].double(), value) for name, value in expected.items())
+        assert rank["hybrid"]["resumed"] == rank["hybrid"]["never stopped"]
 
 
 def test_bfloat16_is_near(results: Any, naive: Any) -> None:
@@ -324,7 +342,7 @@ def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, nai
 
 def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
     """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
-    for writer in ("engine on 1", "engine on 2", "fsdp on 1", "fsdp on 2"):
+    for writer in (f"{kind} on {world}" for kind, world in contract.WRITERS):
         ranks = [one[kind] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
         read = [one["check_elsewhere"][writer] for one in ranks]
         for other in read[1:]:

@@ -1,6 +1,7 @@
 """Reading checkpoints: every parameter is filled, and what does not fit is named."""
 
 import json
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.weights import INDEX, CheckpointReader, fill
+from verl_ray.models.weights import INDEX, CheckpointReader, fill, materialize, parameters_on_meta
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -29,6 +30,12 @@ def tensors() -> dict[str, torch.Tensor]:
         "score.weight": torch.tensor([[5.0, 6.0]]),
         "kept": torch.tensor([7.0, 8.0]),
     }
+
+
+def stored(found: dict[str, torch.Tensor]) -> CheckpointReader:
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(found, Path(folder) / "model.safetensors")
+        return CheckpointReader(folder)  # the files stay open
 
 
 def test_a_directory_of_one_file_or_of_several_reads_alike(tmp_path: Path) -> None:
@@ -58,7 +65,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_every_parameter_and_persistent_buffer_is_filled() -> None:
     net = Net()
-    fill(net, tensors(), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    fill(net, stored(tensors()), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
     assert net.body.weight.tolist() == [[1, 2], [3, 4]] and net.kept.tolist() == [7, 8]
 
 
@@ -71,7 +78,7 @@ def test_a_new_parameter_comes_from_its_name_and_the_seed_alone() -> None:
     def head(net: Net, seed: int, std: float = 1.0) -> torch.Tensor:
         checkpoint = {name: value for name, value in tensors().items() if name != "score.weight"}
         new = frozenset({"score.weight", "other.weight"})
-        fill(net, checkpoint, new=new, unused=NOTHING, seed=seed, init_std=std)
+        fill(net, stored(checkpoint), new=new, unused=NOTHING, seed=seed, init_std=std)
         return net.score.weight.detach().clone()
 
     first = head(Net(), 0)
@@ -95,15 +102,37 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message) -> None:
     found = tensors()
     change(found)
     with pytest.raises(ModelError, match=message):
-        fill(Net(), found, new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+        fill(Net(), stored(found), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
 
 
 def test_what_may_be_left_aside_is() -> None:
-    fill(Net(), tensors() | {"lm_head": torch.zeros(1)}, new=NOTHING, unused=frozenset({"lm_head"}), seed=0, init_std=1)
+    fill(
+        Net(), stored(tensors() | {"lm_head": torch.zeros(1)}), new=NOTHING, unused=frozenset({"lm_head"}), seed=0,
+        init_std=1,
+    )  # fmt: skip
 
 
 def test_a_tied_parameter_may_be_in_the_checkpoint_twice() -> None:
     net = Net()
     net.tied = net.body
-    fill(net, tensors() | {"tied.weight": torch.zeros(2, 2)}, new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    fill(net, stored(tensors() | {"tied.weight": torch.zeros(2, 2)}), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
     assert net.body.weight.tolist() == [[1, 2], [3, 4]]
+
+
+def test_a_module_without_memory_is_filled_and_keeps_what_it_computed() -> None:
+    class Ties(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.head = nn.Linear(2, 2, bias=False)
+            self.head.weight = self.body.weight
+            self.derived += 3
+
+    with parameters_on_meta():
+        net = Ties()
+    assert all(parameter.is_meta for parameter in net.parameters()) and net.head.weight is net.body.weight
+    assert net.derived.tolist() == [3, 3]
+    assert not nn.Linear(1, 1).weight.is_meta  # nothing is left behind
+    materialize(net, torch.device("cpu"))
+    net.head.weight = net.body.weight
+    fill(net, stored(tensors()), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    assert net.head.weight.tolist() == [[1, 2], [3, 4]] and net.derived.tolist() == [3, 3]

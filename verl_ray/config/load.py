@@ -50,7 +50,7 @@ def to_tree(config: Config) -> dict[str, object]:
 
 
 def known_keys(kind: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Every dotted key that `kind` can hold, over all choices (`actor.backend.reshard_after_forward` included)."""
+    """Every dotted key that `kind` can hold, over all choices (`actor.backend.shard_size` included)."""
     return (key for key, _ in _fields(kind, prefix))
 
 

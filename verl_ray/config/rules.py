@@ -16,6 +16,7 @@ from jinja2 import Environment, TemplateError, meta
 
 from verl_ray.config.schema import (
     Config,
+    FsdpBackend,
     FunctionReward,
     HttpReward,
     MixedReward,
@@ -189,6 +190,25 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
                 f"a row may have {longest} tokens ({sizes}) and must fit into one micro-batch",
                 f"The nearest value that works is {longest}; or shorten the rows.",
             )
+
+
+def shards_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
+    for name, role in config.model_roles.items():
+        backend = role.backend
+        if not isinstance(backend, FsdpBackend):
+            continue
+        key, hybrid = f"{name}.backend.shard_size", backend.sharding == "hybrid"
+        sizes = [size for size in range(2, role.num_ranks) if role.num_ranks % size == 0]
+        if hybrid and not sizes:
+            rule = f"{name}.num_ranks={role.num_ranks} cannot be cut into equal groups of more than one rank"
+            fix = "Use full, or a number of ranks that can, such as 4."
+            yield Problem(f"{name}.backend.sharding", "hybrid", rule, fix)
+        elif hybrid and backend.shard_size not in sizes:
+            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
+            yield Problem(key, backend.shard_size, rule, f"Use {either(sizes)}.")
+        elif not hybrid and backend.shard_size is not None:
+            rule = f"this setting would be ignored: {name}.backend.sharding={backend.sharding} has no groups"
+            yield Problem(key, backend.shard_size, rule, "Set it to null, or use sharding=hybrid.")
 
 
 # ----------------------------------------------------------------------------- rules of reinforcement learning
@@ -600,6 +620,7 @@ RULES: tuple[Rule, ...] = (
     wandb_settings_are_used,
     schedule_settings_are_used,
     micro_batch_holds_the_longest_row,
+    shards_divide_the_ranks,
 )
 
 RL_RULES: tuple[RLRule, ...] = (

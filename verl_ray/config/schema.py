@@ -117,8 +117,12 @@ class FsdpBackend(Section):
     """As for the engine backend."""
     activation_checkpointing: bool
     """As for the engine backend."""
-    reshard_after_forward: bool
-    """Free the gathered parameters of a layer after its forward pass and gather them again for the backward pass."""
+    sharding: Literal["full", "grad_op", "hybrid", "none"]
+    """What ranks share out. full: parameters, gradients and optimizer state; grad_op: the same, but a layer's gathered
+    parameters are kept from its forward to its backward pass; hybrid: as full within groups of shard_size ranks, which
+    hold copies of each other; none: every rank holds everything."""
+    shard_size: Positive | None
+    """Ranks per group with sharding=hybrid; null elsewhere."""
 
 
 Backend = Annotated[EngineBackend | FsdpBackend, Field(discriminator="kind")]

@@ -1,4 +1,8 @@
-"""The `fsdp` backend: parameters, gradients and optimizer state sharded over all ranks by torch's FSDP2."""
+"""The `fsdp` backend: parameters, gradients and optimizer state sharded over ranks by torch's FSDP2.
+
+Invariant: what is computed is the plain engine's; sharding decides only who holds what, and when it is gathered.
+Deliberately not here: what torch has (meshes, gathering, reduction), and reading weights (`models/weights.py`).
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from verl_ray.config.schema import FsdpBackend
@@ -20,19 +23,25 @@ from verl_ray.models.role_model import Outputs, RoleModel
 class FsdpEngine(ModuleEngine):
     forward_is_collective = True
 
-    def wrap(self, model: RoleModel) -> nn.Module:
+    def shard(self, model: RoleModel) -> None:
         backend = self.spec.backend
         assert isinstance(backend, FsdpBackend)
-        mesh = init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
+        mesh = self._mesh(backend)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         for unit in [*model.layers, model]:
             sharded = fully_shard(
-                unit, mesh=mesh, mp_policy=precision, reshard_after_forward=backend.reshard_after_forward
+                unit, mesh=mesh, mp_policy=precision, reshard_after_forward=backend.sharding in ("full", "hybrid")
             )
             # summed, not averaged: the weights of a loss hold the global denominators; gloo has no other reduction
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
-        return model
+
+    def _mesh(self, backend: FsdpBackend) -> DeviceMesh:
+        """Ranks that shard, and ranks that hold copies: of two dims, the first is the copies'."""
+        if backend.sharding in ("full", "grad_op"):
+            return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
+        size = 1 if backend.shard_size is None else backend.shard_size
+        return init_device_mesh(self.device.type, (self.world_size // size, size), mesh_dim_names=("dp", "fsdp"))
 
     def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
         found = super().forward(rows, outputs)

@@ -8,7 +8,6 @@ none per micro-batch. Deliberately not here: anything about a role.
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
@@ -33,11 +31,19 @@ from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, 
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.errors import DataError, EngineError
 from verl_ray.models.attention import plan_layout
-from verl_ray.models.role_model import Outputs, PackedRows, RoleModel, TokenOutputs, load_role_model
+from verl_ray.models.export import write_tensors
+from verl_ray.models.role_model import (
+    Outputs,
+    PackedRows,
+    RoleModel,
+    TokenOutputs,
+    build_role_model,
+    fill_role_model,
+)
+from verl_ray.models.weights import own_box
 from verl_ray.parallel.topology import Topology
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
-MAX_SHARD_BYTES = 5 << 30
 COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
 OWN_SETTINGS = ("betas", "eps", "weight_decay")
 
@@ -63,7 +69,7 @@ class ModuleEngine(Engine):
         self.rank, self.world_size = rank, world_size
         self.topology = Topology(row_index=rank, row_count=world_size, answers=True)
         self.dtype = getattr(torch, spec.backend.dtype)
-        self.model = load_role_model(spec.model_path, spec.head, seed=spec.seed, device=device, new_head=spec.new_head)
+        self.model = build_role_model(spec.model_path, spec.head, new_head=spec.new_head)
         self._manifest = _manifest_of(self.model)
         self.max_positions = int(self.model.hf.config.max_position_embeddings)
         if spec.backend.activation_checkpointing:
@@ -73,6 +79,8 @@ class ModuleEngine(Engine):
             )
         if spec.optimizer is None:
             self.model.requires_grad_(False)
+        self.shard(self.model)
+        fill_role_model(self.model, spec.model_path, seed=spec.seed, device=device)
         self.module = self.wrap(self.model)
         self.steps = 0
         self.optimizer = None if spec.optimizer is None else _optimizer(self.model, spec)
@@ -80,9 +88,12 @@ class ModuleEngine(Engine):
 
     # ------------------------------------------------------------------------------- what a backend decides
 
-    @abstractmethod
+    def shard(self, model: RoleModel) -> None:
+        """Replace parameters, which have no memory yet, by the shards that this rank will hold."""
+
     def wrap(self, model: RoleModel) -> nn.Module:
-        """The module to call; parameters may be replaced by sharded ones."""
+        """The module to call."""
+        return model
 
     @abstractmethod
     def summing(self, last: bool) -> contextlib.AbstractContextManager[None]:
@@ -177,9 +188,11 @@ class ModuleEngine(Engine):
         for name in names:
             value = parameters[name]
             if isinstance(value, DTensor):
-                yield from _own_slice(name, value, self.rank)
-            elif self.rank == 0:
-                yield Slice(name, (0,) * value.dim(), tuple(value.shape)), value.detach()
+                owner, local = _is_first_copy(value), value.to_local()
+            else:
+                owner, local = self.rank == 0, value.detach()
+            if owner and local.numel():
+                yield Slice(name, tuple(side.start for side in own_box(value)), tuple(local.shape)), local
 
     def state(self) -> dict[str, Any]:
         # RNG under a key per rank: every rank's stream is in the checkpoint
@@ -217,24 +230,27 @@ class ModuleEngine(Engine):
     @torch.no_grad()
     def export(self, path: str) -> None:
         folder = Path(path)
-        tensors = {}
-        values = dict(self.model.hf.named_parameters())
-        for parameter in self._manifest.sent:
-            value = values[parameter.name]
-            full = value.full_tensor() if isinstance(value, DTensor) else value
-            if self.rank == 0:
-                tensors[parameter.name] = full.detach().cpu().contiguous()
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             self.model.hf.config.save_pretrained(folder)
-            _save_tensors(tensors, folder)
             for pattern in COPIED_FILES:
                 for file in Path(self.spec.model_path).glob(pattern):
                     shutil.copy(file, folder / file.name)
+            write_tensors(folder, self._manifest.sent, self._whole_parameters())
+        else:
+            for _ in self._whole_parameters():
+                pass  # gathering takes all ranks
         if self.world_size > 1:
             dist.barrier()
 
     # ------------------------------------------------------------------------------------------------- inside
+
+    def _whole_parameters(self) -> Iterator[Tensor]:
+        """Each parameter that is sent, gathered; one at a time."""
+        values = dict(self.model.hf.named_parameters())
+        for parameter in self._manifest.sent:
+            value = values[parameter.name]
+            yield value.full_tensor() if isinstance(value, DTensor) else value
 
     def _optimizer_or_refuse(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -364,31 +380,10 @@ def _optimizer(model: RoleModel, spec: EngineSpec) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _own_slice(name: str, value: DTensor, rank: int) -> Iterator[tuple[Slice, Tensor]]:
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
-    if 0 not in shape:
-        yield Slice(name, tuple(start), tuple(shape)), value.to_local()
-
-
-def _save_tensors(tensors: dict[str, Tensor], folder: Path) -> None:
-    """One safetensors file, or several with an index."""
-    files: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, value in tensors.items():
-        if files[-1] and size + value.nbytes > MAX_SHARD_BYTES:
-            files.append({})
-            size = 0
-        files[-1][name] = value
-        size += value.nbytes
-    if len(files) == 1:
-        save_file(files[0], folder / "model.safetensors", metadata={"format": "pt"})
-        return
-    index: dict[str, str] = {}
-    for i, part in enumerate(files, 1):
-        file = f"model-{i:05}-of-{len(files):05}.safetensors"
-        save_file(part, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(part, file)
-    total = {"total_size": sum(value.nbytes for value in tensors.values())}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": total, "weight_map": index}, indent=1))
+def _is_first_copy(value: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same slice."""
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh"
+    return all(
+        not placement.is_replicate() or at == 0 for placement, at in zip(value.placements, coordinate, strict=True)
+    )

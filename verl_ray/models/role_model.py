@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from verl_ray.errors import ModelError
 from verl_ray.models import attention
-from verl_ray.models.weights import CheckpointReader, fill
+from verl_ray.models.weights import CheckpointReader, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import head_log_probs
 
 if TYPE_CHECKING:
@@ -103,13 +103,13 @@ class RoleModel(nn.Module):
         return torch.nn.functional.linear(hidden.index_select(0, at).float(), self.hf.score.weight.float()).squeeze(-1)
 
 
-def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device, new_head: bool = True) -> RoleModel:
-    """A model directory as a float32 RoleModel on `device`.
+def build_role_model(path: str, kind: HeadKind, *, new_head: bool = True) -> RoleModel:
+    """The model of a directory as a float32 RoleModel without memory for its parameters: shard it, then fill it.
 
-    A value model built from a language model gets a new head, drawn from `seed`, unless `new_head` is False; its
-    language head is left aside. One built from a sequence-classification model (a reward model) keeps its head.
-    Raises ModelError for a directory that is missing or does not fit, and for settings that this project does not
-    compute (dropout, sliding windows).
+    A value model built from a language model gets a new head, unless `new_head` is False; its language head is left
+    aside. One built from a sequence-classification model (a reward model) keeps its head. Raises ModelError for a
+    directory that is missing or does not fit, and for settings that this project does not compute (dropout, sliding
+    windows).
     """
     from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -119,16 +119,32 @@ def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.devic
     config = AutoConfig.from_pretrained(path, local_files_only=True, **extra)
     _refuse_unsupported(path, config)
     family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
-    with device:
-        hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     if kind == "value":
         _refuse_head(path, checkpoint, new_head)
-    new = frozenset() if kind == "policy" else frozenset({VALUE_HEAD})
-    unused = frozenset() if kind == "policy" else frozenset({LANGUAGE_HEAD})
-    # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
-    fill(hf, checkpoint, new=new, unused=unused, seed=seed, init_std=1 / config.hidden_size)
+    with parameters_on_meta():
+        hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
     hf.tie_weights()
     return RoleModel(hf.train(), kind)
+
+
+def fill_role_model(model: RoleModel, path: str, *, seed: int, device: torch.device) -> None:
+    """Memory on `device`, and the values of the directory, for the parameters of a model that `build_role_model` made
+    and that may have been sharded since: each rank reads its own slices. A new head is drawn from `seed`."""
+    hf = model.hf
+    materialize(hf, device)
+    hf.tie_weights()
+    new = frozenset() if model.kind == "policy" else frozenset({VALUE_HEAD})
+    unused = frozenset() if model.kind == "policy" else frozenset({LANGUAGE_HEAD})
+    # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
+    init_std = 1 / hf.config.hidden_size
+    fill(hf, CheckpointReader(path), new=new, unused=unused, seed=seed, init_std=init_std)
+
+
+def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device, new_head: bool = True) -> RoleModel:
+    """Both in one, for a model that nothing shards."""
+    model = build_role_model(path, kind, new_head=new_head)
+    fill_role_model(model, path, seed=seed, device=device)
+    return model
 
 
 def _refuse_head(path: str, checkpoint: CheckpointReader, new_head: bool) -> None:
@@ -138,7 +154,7 @@ def _refuse_head(path: str, checkpoint: CheckpointReader, new_head: bool) -> Non
     )
     if VALUE_HEAD not in checkpoint and not new_head:
         raise ModelError(f"{path} has no {VALUE_HEAD}: it is no reward model. {wanted}")
-    labels = checkpoint[VALUE_HEAD].shape[0] if VALUE_HEAD in checkpoint else 1
+    labels = checkpoint.shape(VALUE_HEAD)[0] if VALUE_HEAD in checkpoint else 1
     if labels != 1:
         raise ModelError(f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per row. {wanted}")
 

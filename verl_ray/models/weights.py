@@ -1,13 +1,14 @@
-"""Reading a Hugging Face checkpoint into a module, tensor by tensor.
+"""Reading a Hugging Face checkpoint into a module, tensor by tensor, and of each tensor only this rank's slice.
 
 Invariant: every parameter of the module is filled, from the checkpoint or, if it is one that a checkpoint of another
 kind lacks (a new value head), from a seed of its own name; so the values do not depend on rank count or on the order
-of loading. A checkpoint that does not fit is a ModelError that names the tensors. Deliberately not here: building the
-module, sharding it, and any download.
+of loading. No rank holds more than its own shard and one slice more. A checkpoint that does not fit is a ModelError
+that names the tensors. Deliberately not here: building the module, sharding it, and any download.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_ray.errors import ModelError
 
@@ -43,6 +46,17 @@ class CheckpointReader(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._where[name].get_tensor(name)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """From the header: nothing is read."""
+        return tuple(self._where[name].get_slice(name).get_shape())
+
+    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """The part of a tensor that lies in the box; nothing else of it is read into memory."""
+        if not box:
+            return self[name]
+        part: Tensor = self._where[name].get_slice(name)[box]
+        return part
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -50,9 +64,43 @@ class CheckpointReader(Mapping[str, Tensor]):
         return len(self._where)
 
 
+@contextlib.contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are built inside have parameters without memory; their buffers, which are computed, are real."""
+    register = nn.Module.register_parameter
+
+    def without_memory(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = without_memory  # type: ignore[method-assign,assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(module: nn.Module, device: torch.device) -> None:
+    """Memory for the module's parameters, or for this rank's shards of them, not yet filled; buffers keep their values.
+    Ties between parameters are undone: tie them again."""
+    kept = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    module.to_empty(device=device)
+    for name, buffer in module.named_buffers():
+        buffer.copy_(kept[name])
+
+
+def own_box(value: Tensor) -> tuple[slice, ...]:
+    """The part of the whole tensor that this rank holds."""
+    shape, start = tuple(value.shape), (0,) * value.dim()
+    if isinstance(value, DTensor):
+        shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+    return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
+
+
 def fill(
     module: nn.Module,
-    checkpoint: Mapping[str, Tensor],
+    checkpoint: CheckpointReader,
     *,
     new: frozenset[str],
     unused: frozenset[str],
@@ -79,13 +127,17 @@ def fill(
         )
     with torch.no_grad():
         for name, target in wanted.items():
+            box = own_box(target)
+            local = target.to_local() if isinstance(target, DTensor) else target
             if name not in checkpoint:
-                target.copy_(torch.empty(target.shape).normal_(0, init_std, generator=_generator(seed, name)))
+                drawn = torch.empty(target.shape).normal_(0, init_std, generator=_generator(seed, name))
+                local.copy_(drawn[box])
                 continue
-            source = checkpoint[name]
-            if source.shape != target.shape:
-                raise ModelError(f"model.path: {name} has shape {tuple(source.shape)}, expected {tuple(target.shape)}")
-            target.copy_(source)
+            if checkpoint.shape(name) != tuple(target.shape):
+                found = checkpoint.shape(name)
+                raise ModelError(f"model.path: {name} has shape {found}, expected {tuple(target.shape)}")
+            if local.numel():
+                local.copy_(checkpoint.read(name, box))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

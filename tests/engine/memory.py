@@ -1,0 +1,88 @@
+"""One rank that loads and exports a model while its memory is watched, for test_memory.py, which judges what it finds.
+
+Run as `python -m tests.engine.memory RANK WORLD FOLDER`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from transformers import AutoModelForCausalLM
+
+from verl_ray.config.schema import FsdpBackend
+from verl_ray.engine.base import Engine, EngineSpec
+from verl_ray.engine.build import build_engine
+from verl_ray.profiling.memory import malloc_trim
+
+BACKEND = FsdpBackend(
+    kind="fsdp", dtype="float32", micro_batch_tokens_per_rank=64, activation_checkpointing=False, sharding="full",
+    shard_size=None,
+)  # fmt: skip
+
+
+class Watch:
+    """By how much this process's anonymous memory grew at most inside the block; pages of mapped files, which the
+    kernel takes back when it needs them, do not count."""
+
+    growth_bytes = 0
+
+    def __enter__(self) -> Watch:
+        gc.collect()
+        malloc_trim()
+        self._before = self._most = anonymous_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.growth_bytes = self._most - self._before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self._most = max(self._most, anonymous_bytes())
+
+
+def anonymous_bytes() -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("the kernel does not count anonymous memory")
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+
+    def build(model: str) -> Engine:
+        spec = EngineSpec("reference", str(folder / model), "policy", BACKEND, None, 0, seed=0)
+        return build_engine(spec, device=torch.device("cpu"), rank=rank, world_size=world)
+
+    build("small").export(str(folder / "small_export"))  # what is imported and set up once is not the model's
+    with Watch() as loading:
+        engine = build("large")
+    with Watch() as exporting:
+        engine.export(str(folder / "export"))
+    del engine
+    with Watch() as naive:  # the usual way: a whole model on every rank, of which it then keeps its shard
+        model = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.float32)
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+    del state
+    found = {"loading": loading.growth_bytes, "exporting": exporting.growth_bytes, "naive": naive.growth_bytes}
+    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))

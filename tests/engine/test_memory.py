@@ -1,0 +1,60 @@
+"""No rank ever holds the whole model: measured while two ranks load one of 400 MB, and while they export it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from controllers.preflight import tensor_shapes
+from verl_ray.config.schema import TinyModelConfig
+from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny_qwen3
+
+ROOT = Path(__file__).parents[2]
+WORLD = 2
+OVERHEAD_BYTES = 64 << 20
+"""Beside the shard and the largest tensor: buffers of gathering, the module tree, heap that is not yet given back."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("memory")
+    character_tokenizer(folder / "tokenizer", ALPHABET)
+    for name, layers in (("small", 1), ("large", 9)):
+        shape = TinyModelConfig(
+            hidden_size=1024, num_layers=layers, num_heads=8, num_kv_heads=4, head_size=128, intermediate_size=2816,
+            tie_embeddings=False,
+        )  # fmt: skip
+        make_tiny_qwen3(folder / name, folder / "tokenizer", shape, seed=0)
+    ranks = [
+        subprocess.Popen([sys.executable, "-m", "tests.engine.memory", str(rank), str(WORLD), str(folder)], cwd=ROOT)
+        for rank in range(WORLD)
+    ]
+    for rank in ranks:
+        assert rank.wait(240) == 0
+    return folder
+
+
+def test_each_rank_stays_under_its_shard_and_the_largest_tensor(folder: Path) -> None:
+    shapes = tensor_shapes(str(folder / "large"))
+    sizes = [4 * torch.Size(shape).numel() for shape in shapes.values()]
+    assert sum(sizes) > 400e6
+    for rank in range(WORLD):
+        found = json.loads((folder / f"found_{rank}.json").read_text())
+        bound = sum(sizes) / WORLD + max(sizes) + OVERHEAD_BYTES
+        assert sum(sizes) / WORLD < found["loading"] < bound
+        assert found["exporting"] < max(sizes) + OVERHEAD_BYTES  # beside the shard, which is there already
+        assert found["naive"] > bound  # what the bound keeps out
+
+
+def test_what_was_exported_is_what_was_loaded(folder: Path) -> None:
+    before, after = (load_file(folder / name / "model.safetensors") for name in ("large", "export"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
