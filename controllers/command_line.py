@@ -54,6 +54,7 @@ commands:
   train     train a model
   evaluate  score a model on held-out problems
   check     validate a configuration in a second, without starting anything
+  export    write a role of a checkpoint as a Hugging Face directory
   bench     measure speed
 
 `verl-ray <command> --help` says more about each.
@@ -114,7 +115,7 @@ class TakesConfig(Protocol):
 
 
 class TakesArguments(Protocol):
-    """The benchmarks, which read flags of their own."""
+    """Commands that read flags of their own."""
 
     def __call__(self, argv: list[str]) -> int: ...
 
@@ -142,8 +143,10 @@ def _run(arguments: list[str]) -> int:
         return 0
     if command == "bench":
         return _bench(arguments[1:])
+    if command == "export":
+        return _export(arguments[1:])
     if command not in ABOUT:
-        hint = did_you_mean(command, [*ABOUT, "bench"], "command")
+        hint = did_you_mean(command, [*ABOUT, "bench", "export"], "command")
         print(f"verl-ray: no command {command!r}. {hint}", file=sys.stderr)
         return 2
     given = _parser(command).parse_intermixed_args(arguments[1:])
@@ -163,6 +166,12 @@ def _bench(arguments: list[str]) -> int:
         return 0
     stop_on_signals()
     implementation = cast(TakesArguments, importlib.import_module("controllers.bench").main)
+    return _stoppable(lambda: implementation(arguments))
+
+
+def _export(arguments: list[str]) -> int:
+    stop_on_signals()
+    implementation = cast(TakesArguments, importlib.import_module("controllers.export").main)
     return _stoppable(lambda: implementation(arguments))
 
 

@@ -20,6 +20,7 @@ from verl_ray.config.schema import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
+from verl_ray.models.probe import plain_outputs, probe_rows
 from verl_ray.models.role_model import Outputs
 from verl_ray.profiling.flops import ModelShape, peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
@@ -88,6 +89,18 @@ class ModelWorker:
     def export(self, path: str) -> None:
         """Write a Hugging Face directory."""
         self.engine.export(path)
+
+    def distance_from(self, path: str) -> float:
+        """The largest difference between this engine and transformers on the directory `path`, over some fixed rows:
+        of the log-probs of a policy, or of the scores of any other model. 0 on ranks other than 0, which only help."""
+        rows = probe_rows(self.engine.vocab_size)
+        policy = self.engine.head == "policy"
+        found = self.engine.forward(rows, Outputs(log_probs=policy, scores=not policy))
+        if self.context.rank:
+            return 0.0
+        ours = found.log_probs if policy else found.scores
+        assert ours is not None
+        return float(np.abs(ours - plain_outputs(path, rows, policy)).max())
 
     def place(self, params: str, optimizer: str) -> None:
         """Move parameters and optimizer state to "device" or "host"."""

@@ -87,8 +87,10 @@ class Engine(ABC):
     """One role's model on one rank."""
 
     topology: Topology
+    head: HeadKind
     max_positions: int
     """The longest row that the model takes, in tokens."""
+    vocab_size: int
 
     @abstractmethod
     def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:

@@ -71,6 +71,8 @@ class ModuleEngine(Engine):
         self.dtype = getattr(torch, spec.backend.dtype)
         self.model = build_role_model(spec.model_path, spec.head, new_head=spec.new_head)
         self._manifest = _manifest_of(self.model)
+        self.head = spec.head
+        self.vocab_size = int(self.model.hf.config.vocab_size)
         self.max_positions = int(self.model.hf.config.max_position_embeddings)
         if spec.backend.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable(

@@ -1,0 +1,66 @@
+"""A checkpoint as a Hugging Face directory: the weights that were trained, compared before anybody uses them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.controllers.runs import Inputs
+from verl_ray.cluster.session import Session
+
+ROOT = Path(__file__).parents[2]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    every = [sys.executable, "-m", "controllers", *arguments]
+    return subprocess.run(every, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.cluster
+def test_an_export_is_the_trained_model_and_is_compared_with_it(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    run_dir, target = tmp_path / "run", tmp_path / "exported"
+    trained = command(
+        "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=2", "run.evaluate_every=0",
+        "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16", "actor.optimizer.lr=1e-2", "backend=fsdp",
+        "actor.num_ranks=2", "tracking.wandb.mode=disabled", f"ray.address={cluster.address}",
+    )  # fmt: skip
+    assert trained.returncode == 0, trained.stdout + trained.stderr
+    checkpoint = run_dir / "checkpoints" / "step_00000002"
+    exported = command("export", str(checkpoint), str(target), "--address", cluster.address)
+    assert exported.returncode == 0, exported.stdout + exported.stderr
+    assert f"actor of step_00000002: {target} (within " in exported.stdout
+    before = load_file(inputs.model / "model.safetensors")
+    after, at_the_end = (load_file(folder / "model.safetensors") for folder in (target, run_dir / "model"))
+    assert all(torch.equal(after[name], at_the_end[name]) for name in at_the_end)
+    assert not all(torch.equal(after[name], before[name]) for name in before)
+    assert {"config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+
+    again = command("export", str(checkpoint), str(target), "--address", cluster.address)
+    assert again.returncode == 2 and "this directory is not empty" in again.stderr
+    other = command("export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", "--address", cluster.address)
+    assert other.returncode == 2 and "The checkpoint holds actor." in other.stderr
+    (checkpoint / "manifest.json").unlink()
+    torn = command("export", str(checkpoint), str(tmp_path / "o"), "--address", cluster.address)
+    assert torn.returncode == 1 and "Traceback" not in torn.stderr
+
+
+def test_a_directory_that_computes_something_else_is_told_apart(inputs: Inputs, tmp_path: Path) -> None:
+    from verl_ray.models.probe import plain_outputs, probe_rows
+
+    rows = probe_rows(14)
+    assert rows.tokens.min() >= 0 and rows.tokens.max() < 14
+    right = plain_outputs(str(inputs.model), rows, policy=True)
+    assert (right[rows.response_mask] < 0).all() and not right[~rows.response_mask].any()
+    weights = load_file(inputs.model / "model.safetensors")
+    weights["model.norm.weight"][0] += 1
+    for file in inputs.model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    assert abs(plain_outputs(str(tmp_path), rows, policy=True) - right).max() > 1e-3
