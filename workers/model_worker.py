@@ -73,7 +73,7 @@ class ModelWorker:
         began = time.perf_counter()
         loss, step = self.engine.forward_backward(rows, objective), self.engine.optimizer_step()
         seconds = time.perf_counter() - began  # the gradient norm has been waited for, so the device is done
-        flops = training_flops(self._shape, rows.lengths) if self._shape is not None else 0.0
+        flops = training_flops(self._shape, rows.lengths) / self.engine.peers if self._shape is not None else 0.0
         return UpdateReport(loss, step, seconds, flops, self._peak_flops_per_s, device_memory(reset_peak=True))
 
     def save(self, path: str) -> None:

@@ -407,6 +407,22 @@ CASES = [
         "reward_model",
     ),
     Case(
+        "peers_divide_the_ranks",
+        "backend=fsdp actor.num_ranks=6 actor.backend.sequence_parallel=4",
+        "actor.backend.sequence_parallel",
+        "actor.num_ranks=6 ranks are cut into groups of this size",
+        "Use 1, 2, 3 or 6.",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        f"{' '.join(INPUTS)} backend=fsdp backend.micro_batch_tokens_per_rank=700 backend.sequence_parallel=2 "
+        "actor.num_ranks=2",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "1536 tokens (data.max_prompt_tokens + rollout.max_response_tokens) and must fit into one micro-batch, which 2",
+        "The nearest value that works is 768",
+        "ppo",
+    ),
+    Case(
         "shards_divide_the_ranks",
         "backend=fsdp backend.sharding=hybrid actor.num_ranks=8 backend.shard_size=3",
         "actor.backend.shard_size",

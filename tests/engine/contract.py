@@ -152,6 +152,7 @@ class Ranks:
         **settings: Any,
     ) -> Engine:
         sharding = {"sharding": settings.pop("sharding", "full"), "shard_size": settings.pop("shard_size", None)}
+        sharding["sequence_parallel"] = settings.pop("sequence_parallel", 1)
         fields = {
             "kind": kind,
             "dtype": "float32",
@@ -161,7 +162,16 @@ class Ranks:
         backend = (
             EngineBackend(**fields | settings) if kind == "engine" else FsdpBackend(**fields | settings | sharding)
         )
-        spec = EngineSpec("actor", str(self.folder / model), head, backend, optimizer, STEPS, seed=3)
+        spec = EngineSpec(
+            "actor",
+            str(self.folder / model),
+            head,
+            backend,
+            optimizer,
+            STEPS,
+            seed=3,
+            peers=sharding["sequence_parallel"],
+        )
         return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
 
     def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
@@ -403,6 +413,37 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
     return found
 
 
+def check_sequence(ranks: Ranks) -> dict[str, Any]:
+    """Two ranks compute the same rows, each half of their tokens; all models have fewer key-value heads than that."""
+    rows, pairs = rows_of(), pairs_of()
+    found: dict[str, Any] = {}
+
+    def train(name: str, rows: TrainingBatch, objective: Objective, unit: int = 1, **settings: Any) -> None:
+        engine = ranks.engine("fsdp", sequence_parallel=2, **settings)
+        place = engine.topology
+        mine = rows.select(
+            rows_of_units(balance(lengths_of_units(rows.lengths, unit), place.row_count)[place.row_index], unit)
+        )
+        steps = []
+        for _ in range(3):
+            report = engine.forward_backward(mine, objective)
+            steps.append((ranks.total(report if place.answers else LossReport()), engine.optimizer_step()))
+        found[name] = {"loss": [report.loss for report, _ in steps], "norm": [step.grad_norm for _, step in steps]}
+
+    for model in ("qwen3", "llama", "qwen2"):
+        train(model, rows, POLICY, model=model)
+    train("value", rows, VALUE, head="value")
+    train("preferences", pairs, PREFERENCE, 2, head="value")
+    train("many micro-batches", rows, POLICY, micro_batch_tokens_per_rank=20)
+    train("activation checkpointing", rows, POLICY, activation_checkpointing=True)
+    engine = ranks.engine("fsdp", sequence_parallel=2, optimizer=None)
+    found["outputs"] = vars(
+        engine.forward(rows, Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE))
+    )
+    found["places"] = (engine.topology.row_index, engine.topology.row_count, engine.topology.answers)
+    return found
+
+
 CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
 KINDS = ("engine", "fsdp")
 WORLDS = (1, 2, 4)
@@ -418,6 +459,8 @@ def main(rank: int, world: int, folder: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     found: dict[str, Any] = {"hybrid": check_hybrid(ranks)} if world == 4 else {}
+    if world > 1:
+        found["sequence"] = check_sequence(ranks)
     kinds = () if world == 4 else KINDS
     found |= {kind: {check.__name__: check(ranks, kind) for check in CHECKS} for kind in kinds}
     (folder / f"wrote_{world}_{rank}").touch()

@@ -288,6 +288,43 @@ def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(folder: P
         assert rank["hybrid"]["resumed"] == rank["hybrid"]["never stopped"]
 
 
+@pytest.mark.parametrize(
+    ("case", "reference"),
+    [
+        ("qwen3", "qwen3"),
+        ("llama", "llama"),
+        ("qwen2", "qwen2"),
+        ("value", "value"),
+        ("preferences", "preferences"),
+        ("many micro-batches", "qwen3"),
+        ("activation checkpointing", "qwen3"),
+    ],
+)
+@pytest.mark.parametrize("world", [2, 4])
+def test_slices_of_rows_have_the_loss_and_gradient_norm_of_the_naive_sum(
+    found: dict[int, list[dict[str, Any]]], naive: Any, world: int, case: str, reference: str
+) -> None:
+    for rank in found[world]:
+        close(rank["sequence"][case]["loss"], naive[reference]["loss"])
+        close(rank["sequence"][case]["norm"], naive[reference]["norm"])
+
+
+def test_peers_have_the_same_rows_and_one_of_them_answers(found: dict[int, list[dict[str, Any]]]) -> None:
+    whole = found[1][0]["engine"]["check_outputs"]["qwen3"]
+    for rank in (*found[2], *found[4]):
+        outputs = rank["sequence"]["outputs"]
+        for name in ("log_probs", "entropy"):
+            np.testing.assert_allclose(outputs[name], whole[name], atol=EXACT)
+        np.testing.assert_array_equal(outputs["greedy"], whole["greedy"])
+    assert [rank["sequence"]["places"] for rank in found[2]] == [(0, 1, True), (0, 1, False)]
+    assert [rank["sequence"]["places"] for rank in found[4]] == [
+        (0, 2, True),
+        (0, 2, False),
+        (1, 2, True),
+        (1, 2, False),
+    ]
+
+
 def test_bfloat16_is_near(results: Any, naive: Any) -> None:
     given = results[0]["check_training"]["bfloat16"]
     close(given["loss"], naive["qwen3"]["loss"], BFLOAT16)

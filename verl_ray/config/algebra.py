@@ -59,12 +59,13 @@ def _role(name: str, role: ModelRole, rows: int, learns_all: bool) -> RoleBatch:
     if isinstance(role, TrainedRole):
         mini = role.mini_batch_size or rows
         updates = role.epochs * -(-rows // mini)
+    shares = max(1, role.num_ranks // role.peers)
     return RoleBatch(
         role=name,
         ranks=role.num_ranks,
-        rows_per_rank=-(-rows // role.num_ranks),
+        rows_per_rank=-(-rows // shares),
         mini_batch_size=mini,
-        mini_batch_size_per_rank=None if mini is None else -(-mini // role.num_ranks),
+        mini_batch_size_per_rank=None if mini is None else -(-mini // shares),
         updates_per_step=updates,
         micro_batch_tokens_per_rank=role.backend.micro_batch_tokens_per_rank,
     )

@@ -183,13 +183,23 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
         if isinstance(role, ModelReward):
             continue  # its tokenizer decides; rows that are too long get no score, and are counted
         cap = role.backend.micro_batch_tokens_per_rank
-        if cap < longest:
+        if cap * role.peers < longest:
+            least = -(-longest // role.peers)
+            shared = f", which {role.peers} ranks share" if role.peers > 1 else ""
             yield Problem(
                 f"{name}.backend.micro_batch_tokens_per_rank",
                 cap,
-                f"a row may have {longest} tokens ({sizes}) and must fit into one micro-batch",
-                f"The nearest value that works is {longest}; or shorten the rows.",
+                f"a row may have {longest} tokens ({sizes}) and must fit into one micro-batch{shared}",
+                f"The nearest value that works is {least}; or shorten the rows.",
             )
+
+
+def peers_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
+    for name, role in config.model_roles.items():
+        if role.num_ranks % role.peers:
+            sizes = [size for size in range(1, role.num_ranks + 1) if role.num_ranks % size == 0]
+            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
+            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
 
 
 def shards_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
@@ -620,6 +630,7 @@ RULES: tuple[Rule, ...] = (
     wandb_settings_are_used,
     schedule_settings_are_used,
     micro_batch_holds_the_longest_row,
+    peers_divide_the_ranks,
     shards_divide_the_ranks,
 )
 

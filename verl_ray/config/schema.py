@@ -123,6 +123,9 @@ class FsdpBackend(Section):
     hold copies of each other; none: every rank holds everything."""
     shard_size: Positive | None
     """Ranks per group with sharding=hybrid; null elsewhere."""
+    sequence_parallel: Positive
+    """Ranks that compute the same rows together, each a slice of their tokens (Ulysses); 1 = every rank has rows of its
+    own. It must divide the ranks of the role and the attention heads of the model."""
 
 
 Backend = Annotated[EngineBackend | FsdpBackend, Field(discriminator="kind")]
@@ -154,6 +157,11 @@ class ModelRole(Section):
     num_ranks: Positive
     """Data-parallel ranks (processes; GPUs where there are any)."""
     backend: Backend
+
+    @property
+    def peers(self) -> int:
+        """Ranks that are given the same rows."""
+        return self.backend.sequence_parallel if isinstance(self.backend, FsdpBackend) else 1
 
 
 class SupervisedRole(ModelRole):

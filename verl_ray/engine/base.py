@@ -36,6 +36,8 @@ class EngineSpec:
     schedule_steps: int
     """Optimizer steps of the whole run: where a cosine schedule ends."""
     seed: int
+    peers: int = 1
+    """Neighbouring ranks that compute the same rows together."""
     new_head: bool = True
     """Whether a value head that the model lacks is drawn from the seed; else it is an error."""
 
@@ -87,6 +89,8 @@ class Engine(ABC):
     """One role's model on one rank."""
 
     topology: Topology
+    peers: int
+    """Neighbouring ranks that are given the same rows, and compute them together."""
     head: HeadKind
     max_positions: int
     """The longest row that the model takes, in tokens."""

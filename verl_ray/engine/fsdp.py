@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -18,6 +19,8 @@ from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.role_model import Outputs, RoleModel
+from verl_ray.parallel.sharding_manager import ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
 
 
 class FsdpEngine(ModuleEngine):
@@ -35,6 +38,14 @@ class FsdpEngine(ModuleEngine):
             # summed, not averaged: the weights of a loss hold the global denominators; gloo has no other reduction
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+
+    def sharding_manager(self) -> ShardingManager:
+        if self.peers == 1:
+            return ShardingManager()
+        groups = [list(range(first, first + self.peers)) for first in range(0, self.world_size, self.peers)]
+        group, _ = dist.new_subgroups_by_enumeration(groups)
+        assert group is not None, "every rank is in one of them"
+        return UlyssesManager(group)
 
     def _mesh(self, backend: FsdpBackend) -> DeviceMesh:
         """Ranks that shard, and ranks that hold copies: of two dims, the first is the copies'."""

@@ -41,6 +41,7 @@ from verl_ray.models.role_model import (
     fill_role_model,
 )
 from verl_ray.models.weights import own_box
+from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.topology import Topology
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
@@ -67,7 +68,9 @@ class ModuleEngine(Engine):
         self.spec = spec
         self.device = device
         self.rank, self.world_size = rank, world_size
-        self.topology = Topology(row_index=rank, row_count=world_size, answers=True)
+        self.peers = spec.peers
+        self.sharding = self.sharding_manager()
+        self.topology = Topology(rank // self.peers, world_size // self.peers, answers=rank % self.peers == 0)
         self.dtype = getattr(torch, spec.backend.dtype)
         self.model = build_role_model(spec.model_path, spec.head, new_head=spec.new_head)
         self._manifest = _manifest_of(self.model)
@@ -97,6 +100,10 @@ class ModuleEngine(Engine):
         """The module to call."""
         return model
 
+    def sharding_manager(self) -> ShardingManager:
+        """How the tokens of a micro-batch are spread over the peers."""
+        return ShardingManager()
+
     @abstractmethod
     def summing(self, last: bool) -> contextlib.AbstractContextManager[None]:
         """Around the forward and backward pass of a micro-batch: gradients are summed over ranks in the last one."""
@@ -112,11 +119,10 @@ class ModuleEngine(Engine):
         found: list[TokenOutputs] = []
         reads: list[Int64] = []
         plan = self._micro_batches(rows, together=self.forward_is_collective)
-        with self._rng_stream():
+        with self._rng_stream(), self.sharding:
             for index in plan:
                 batch = self._to_device(rows, index)
-                with self.computing():
-                    found.append(self.module(batch.packed, outputs))
+                found.append(self._run(batch, outputs))
                 reads.append(batch.read)
 
         def column(name: str, where: Sequence[Int64], size: int) -> np.ndarray[Any, Any] | None:
@@ -134,16 +140,14 @@ class ModuleEngine(Engine):
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
         plan = self._micro_batches(rows, together=True, unit=objective.rows_per_unit)
-        with self._rng_stream():
+        with self._rng_stream(), self.sharding:
             for i, index in enumerate(plan):
                 batch = self._to_device(rows, index)
                 row = torch.arange(len(index), device=self.device) if objective.outputs.scores else batch.row
                 inputs = LossInputs(row=row, **self._columns(rows, batch, index))
                 weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
                 with self.summing(last=i == len(plan) - 1):
-                    with self.computing():
-                        outputs = self.module(batch.packed, objective.outputs)
-                    found = objective(outputs, inputs)
+                    found = objective(self._run(batch, objective.outputs), inputs)
                     loss = aggregate(found.loss, row, weight)
                     loss.backward()
                 # rows kept out of the loss are kept out of its metrics
@@ -247,6 +251,12 @@ class ModuleEngine(Engine):
 
     # ------------------------------------------------------------------------------------------------- inside
 
+    def _run(self, batch: MicroBatch, outputs: Outputs) -> TokenOutputs:
+        """One pass through the module; its outputs are those of all peers."""
+        with self.computing():
+            found: TokenOutputs = self.module(batch.packed, outputs)
+        return self.sharding.postprocess(found)
+
     def _whole_parameters(self) -> Iterator[Tensor]:
         """Each parameter that is sent, gathered; one at a time."""
         values = dict(self.model.hf.named_parameters())
@@ -264,7 +274,7 @@ class ModuleEngine(Engine):
         has a row that is too long, all refuse, so that none waits for it. `unit`: rows that stay together."""
         refusal = None
         try:
-            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank, unit)
+            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank * self.peers, unit)
         except DataError as error:
             plan, refusal = [], error
         count = max(len(plan), 1)
@@ -290,24 +300,29 @@ class ModuleEngine(Engine):
         row, whole = row_of_token[read], read + starts[row_of_token[read]]
         positions = np.arange(chosen.num_tokens) - chosen.offsets[row_of_token]
 
-        def tensor(values: np.ndarray[Any, Any]) -> Tensor:
-            return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
-
-        packed = PackedRows(
-            tensor(chosen.tokens)[None],
-            tensor(positions)[None],
-            plan_layout(chosen.offsets, self.device, self.dtype),
-            tensor(read - 1),
-            tensor(chosen.tokens[read]),
-            tensor(chosen.offsets[1:] - 1),
-        )
-        return MicroBatch(packed, whole, tensor(row))
+        packed = PackedTokens(chosen.tokens, positions, read - 1, chosen.tokens[read], chosen.offsets[1:] - 1)
+        return MicroBatch(self._own_part(packed, chosen.offsets), whole, self._tensor(row))
 
     def _empty(self) -> MicroBatch:
-        nothing = torch.zeros(0, dtype=torch.int64, device=self.device)
-        token = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-        layout = plan_layout(offsets_of([1]), self.device, self.dtype)
-        return MicroBatch(PackedRows(token, token, layout, nothing, nothing, nothing), np.empty(0, np.int64), nothing)
+        """One token that nobody reads, for the ranks that meet inside."""
+        nothing, token = np.empty(0, np.int64), np.zeros(1, np.int64)
+        packed = PackedTokens(token, token, nothing, nothing, nothing)
+        return MicroBatch(self._own_part(packed, offsets_of([1])), nothing, self._tensor(nothing))
+
+    def _own_part(self, whole: PackedTokens, offsets: Int64) -> PackedRows:
+        """This rank's part of packed rows with these offsets, on its device."""
+        own = self.sharding.preprocess(whole)
+        return PackedRows(
+            self._tensor(own.tokens)[None],
+            self._tensor(own.positions)[None],
+            plan_layout(offsets, self.device, self.dtype, self.sharding.exchange),
+            self._tensor(own.before),
+            self._tensor(own.targets),
+            self._tensor(own.ends),
+        )
+
+    def _tensor(self, values: np.ndarray[Any, Any]) -> Tensor:
+        return torch.from_numpy(values.astype(np.int64)).to(self.device, non_blocking=True)
 
     def _columns(self, rows: TrainingBatch, batch: MicroBatch, index: Int64) -> dict[str, Tensor]:
         kinds = rows.columns()

@@ -5,7 +5,8 @@ the tokens before it in its own row and to nothing else. `attend` is what the la
 under `NAME`); a `Layout` tells it where rows begin. In bfloat16 on a GPU a variable-length flash kernel reads that
 directly (it has no float32). Elsewhere rows of similar length form a bucket, and each bucket is one rectangular call:
 measured on one CPU thread, 128 rows of 8-12 tokens take 94 ms forward and backward against 109 ms for a padded model
-input, 32 rows of 32-511 tokens 1.07 s against 1.88 s. Deliberately not here: any communication between ranks.
+input, 32 rows of 32-511 tokens 1.07 s against 1.88 s. Where other ranks hold the other tokens, heads are exchanged for
+them around the kernel. Deliberately not here: how (`parallel/ulysses.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ray.data.batch import Int64
+from verl_ray.parallel.ulysses import HeadExchange
 
 NAME = "verl_ray"
 
@@ -43,15 +45,18 @@ class Layout:
     longest: int
     buckets: tuple[Bucket, ...]  # for rectangular calls
     restore: Tensor | None  # int64 [tokens], from the buckets' tokens to the packed order; None where they are in it
+    exchange: HeadExchange | None = None  # with the ranks that hold the other tokens; None where all are here
 
 
-def plan_layout(offsets: Int64, device: torch.device, dtype: torch.dtype) -> Layout:
+def plan_layout(
+    offsets: Int64, device: torch.device, dtype: torch.dtype, exchange: HeadExchange | None = None
+) -> Layout:
     """The layout of rows with these offsets, int64 [rows + 1], for the kernels of this device and type."""
     lengths = np.diff(offsets)
     longest = int(lengths.max())
     if device.type == "cuda" and dtype == torch.bfloat16:
         cumulative = torch.as_tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
-        return Layout(cumulative, longest, (), None)
+        return Layout(cumulative, longest, (), None, exchange)
     level = np.floor(np.log(longest / lengths) / -np.log(BUCKET_LENGTH_RATIO)).astype(np.int64)
     buckets, tokens = [], []
     for value in np.unique(level):
@@ -65,11 +70,11 @@ def plan_layout(offsets: Int64, device: torch.device, dtype: torch.dtype) -> Lay
         index = (torch.from_numpy(part).to(device) for part in (source.reshape(-1), places))
         buckets.append(Bucket(shape, *index))
     if len(buckets) == 1:
-        return Layout(None, longest, tuple(buckets), None)
+        return Layout(None, longest, tuple(buckets), None, exchange)
     order = np.concatenate(tokens)
     restore = np.empty_like(order)
     restore[order] = np.arange(len(order))
-    return Layout(None, longest, tuple(buckets), torch.from_numpy(restore).to(device))
+    return Layout(None, longest, tuple(buckets), torch.from_numpy(restore).to(device), exchange)
 
 
 def attend(
@@ -86,9 +91,17 @@ def attend(
     if layout is None:
         raise RuntimeError("attention was called without the layout of its rows")
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [tokens, heads, size]
+    if layout.exchange is None:
+        return _attend(query, key, value, layout, scaling).unsqueeze(0), None
+    query, key, value = (layout.exchange.to_heads(x) for x in (query, key, value))
+    return layout.exchange.to_tokens(_attend(query, key, value, layout, scaling)).unsqueeze(0), None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
+    """[tokens, heads, size] of all tokens -> the same shape."""
     grouped = key.shape[1] != query.shape[1]
     if layout.cumulative is not None:
-        return _flash(query, key, value, layout.cumulative, layout.longest, scaling, grouped).unsqueeze(0), None
+        return _flash(query, key, value, layout.cumulative, layout.longest, scaling, grouped)
     pieces = []
     for bucket in layout.buckets:
         q, k, v = (
@@ -96,8 +109,7 @@ def attend(
         )
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
         pieces.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    joined = pieces[0] if layout.restore is None else torch.cat(pieces).index_select(0, layout.restore)
-    return joined.unsqueeze(0), None
+    return pieces[0] if layout.restore is None else torch.cat(pieces).index_select(0, layout.restore)
 
 
 def _flash(

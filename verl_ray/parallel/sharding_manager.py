@@ -1,0 +1,57 @@
+"""How the tokens of a micro-batch are spread over the ranks that compute it together.
+
+Invariant: `postprocess` undoes what `preprocess` did: a loss sees complete rows, whatever was sliced in between, and
+gradients flow back through it. Managers keep nothing in the process: what a layer has to know travels with its input.
+The base does nothing, for ranks that have their rows to themselves. Deliberately not here: which ranks those are
+(`Topology`), and how parameters are sharded (the backends).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from verl_ray.data.batch import Int64
+
+if TYPE_CHECKING:
+    from verl_ray.models.role_model import TokenOutputs
+    from verl_ray.parallel.ulysses import HeadExchange
+
+
+@dataclass(frozen=True)
+class PackedTokens:
+    """Rows one behind the other, as a model takes them, or one rank's slice of them. All int64."""
+
+    tokens: Int64  # [tokens]
+    positions: Int64  # [tokens] within the row
+    before: Int64  # [read], ascending: the token before each token that is read
+    targets: Int64  # [read]: ids of the tokens that are read
+    ends: Int64  # [rows], ascending: the last token of each row
+
+
+class ShardingManager:
+    """`with manager:` around forward and backward pass; `preprocess` before the one, `postprocess` after it."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+
+    def __enter__(self) -> Self:
+        self._depth += 1
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._depth -= 1
+
+    def preprocess(self, rows: PackedTokens) -> PackedTokens:
+        """This rank's part of rows that all its peers were given."""
+        return rows
+
+    def postprocess(self, outputs: TokenOutputs) -> TokenOutputs:
+        """The outputs of all peers, in the order of the rows that were given."""
+        return outputs
+
+    @property
+    def exchange(self) -> HeadExchange | None:
+        """What attention needs in order to see the peers' tokens; None where it has them all."""
+        return None
