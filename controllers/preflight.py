@@ -34,6 +34,7 @@ from verl_ray.config.suggest import closest, either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
 from verl_ray.rewards.functions import spec_problem
+from verl_ray.rewards.remote import url_problem
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -109,12 +110,15 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     for key, path in _model_paths(config).items():
         findings.problems += _model_problems(key, path, config)
     findings.problems += _value_head_problems(config)
+    findings.problems += _token_problems(config)
     if isinstance(config, RLConfig):
         for section, engine in _engines(config).items():
             findings.problems += _engine_problems(section, engine, machine)
         findings.problems += _judge_problems(config)
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
+        urls = {f"{key}.url": one.url for key, one in config.graders.items() if isinstance(one, HttpReward)}.items()
+        findings.problems += [problem for key, url in urls if (problem := url_problem(url, key)) is not None]
     findings.problems += _disk_problems(config)
     findings.warnings += _idle_ranks(config)
     if machine is not None:
@@ -238,6 +242,33 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, path, f"this model has no {VALUE_HEAD}: it is no reward model", fix)
         elif labels not in (None, 1):
             yield Problem(key, path, f"this model gives {labels} numbers per text (labels), and a score is one", fix)
+
+
+def _token_problems(config: Config) -> Iterator[Problem]:
+    """Whether the models that read rollouts as they are know the actor's tokens. A reward model has its own."""
+    actor = config.actor.model.path if isinstance(config, RLConfig) else None
+    for name, role in config.model_roles.items():
+        path = role.model.path
+        if actor is None or path == actor or isinstance(role, ModelReward):
+            continue
+        written, read = _token_ids(actor), _token_ids(path)
+        if written and read and not written.items() <= read.items():
+            rule = "it reads rollouts in the actor's tokens, and its tokenizer numbers them otherwise"
+            fix = "Give a model with the actor's tokenizer, such as one that was trained from the actor's model."
+            yield Problem(f"{name}.model.path", path, rule, fix)
+
+
+def _token_ids(path: str) -> dict[object, object]:
+    """The number of every token in a model directory's tokenizer.json; empty where that does not say."""
+    content = _json(Path(path).expanduser() / "tokenizer.json")
+    model, added = content.get("model"), content.get("added_tokens")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[object, object] = {}
+    if isinstance(known, dict):
+        ids |= known
+    elif isinstance(known, list):  # pairs of a piece and its score
+        ids |= {piece[0]: number for number, piece in enumerate(known)}
+    return ids | {token["content"]: token["id"] for token in (added if isinstance(added, list) else ())}
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
