@@ -17,7 +17,15 @@ from rich.table import Table
 from controllers.composition import examine
 from controllers.preflight import Findings, Machine, machine_of, preflight
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.schema import Config, FunctionReward, HttpReward, JudgeReward, RLConfig, SFTConfig
+from verl_ray.config.schema import (
+    Config,
+    FunctionReward,
+    HttpReward,
+    JudgeReward,
+    RewardModelConfig,
+    RLConfig,
+    SFTConfig,
+)
 from verl_ray.errors import ConfigError, Problem
 
 _WIDTH = 110  # of tables where there is no terminal to ask
@@ -82,6 +90,8 @@ def _shown(value: object) -> str:
 def _batch_table(config: Config) -> Table:
     sizes = batch_algebra(config)
     source = f"{sizes.prompts} prompts x {sizes.group_size} = {sizes.rows} rows"
+    if isinstance(config, RewardModelConfig):
+        source = f"{config.preference.batch_size} pairs = {sizes.rows} rows"
     table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
     headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
     for heading in headings:

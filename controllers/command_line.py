@@ -33,10 +33,11 @@ exit codes:
 
 CONFIGURATION = """\
 root configs (--config-name):
-  quickstart  PPO on arithmetic; the run makes its own model and data
-  ppo         PPO with actor, critic, reference and reward
-  grpo        GRPO: no critic, rewards compared within the responses to one prompt
-  sft         supervised fine-tuning
+  quickstart    PPO on arithmetic; the run makes its own model and data
+  ppo           PPO with actor, critic, reference and reward
+  grpo          GRPO: no critic, rewards compared within the responses to one prompt
+  sft           supervised fine-tuning
+  reward_model  a reward model from pairs of a better and a worse response
 
 overrides (Hydra's grammar, no flags):
   key=value                       model.path=/models/qwen3 rollout.group_size=16
@@ -45,6 +46,8 @@ overrides (Hydra's grammar, no flags):
   backend.dtype=bfloat16          a setting of the backend, for every role
   algorithm=ppo|grpo|dr_grpo|rloo|reinforce_plus_plus|reinforce_plus_plus_baseline
   placement=colocated|separate    whether roles share devices
+  reward=function|model|judge|http|mixed
+                                  who scores; `backend@reward.backend=fsdp` with a model
 """
 
 USAGE = f"""\
@@ -52,7 +55,7 @@ usage: verl-ray <command> [--config-name NAME] [--config-dir DIR] [overrides]
 
 commands:
   train     train a model
-  evaluate  score a model on held-out problems
+  evaluate  measure a model on held-out problems or pairs
   check     validate a configuration in a second, without starting anything
   export    write a role of a checkpoint as a Hugging Face directory
   bench     measure speed
@@ -74,11 +77,14 @@ examples:
 """,
     ),
     "evaluate": (
-        "Score a model on the held-out problems of data.validation_path, with the sampling of the evaluation section.",
+        "Measure a model, or with run.resume=PATH a checkpoint, on data.validation_path: a policy on held-out "
+        "problems, with the sampling of the evaluation section; a reward model on held-out pairs.",
         """\
 examples:
   verl-ray evaluate --config-name grpo model.path=/models/qwen3 data.train_path=train.jsonl \\
       data.validation_path=test.jsonl evaluation.num_prompts=200
+  verl-ray evaluate --config-name reward_model model.path=outputs/mine/model data.train_path=pairs.jsonl \\
+      data.validation_path=held_out.jsonl
 """,
     ),
     "check": (

@@ -391,7 +391,7 @@ def _at(tree: Tree, key: str) -> object:
 
 def _sources(tree: Tree) -> dict[str, list[str]]:
     """The keys that each key takes its value from (`num_ranks: ${actor.num_ranks}`), and so its problems too."""
-    return {key: re.findall(r"\$\{([\w.]+)\}", str(_at(tree, key))) for key in _leaves(tree)}
+    return {key: re.findall(r"\$\{([\w.]+)\}", str(value)) for key, value in _items(tree)}
 
 
 def _within(keys: Sequence[str], sections: Collection[str]) -> bool:
@@ -399,29 +399,34 @@ def _within(keys: Sequence[str], sections: Collection[str]) -> bool:
     return any(key == section or key.startswith(f"{section}.") for key in keys for section in sections)
 
 
-def _leaves(node: object, prefix: str = "") -> Iterator[str]:
+def _leaves(node: object) -> Iterator[str]:
     """Dotted keys of everything that is not a non-empty section."""
+    return (key for key, _ in _items(node))
+
+
+def _items(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """The same with its values; a key of a user's own may hold a dot."""
     if isinstance(node, dict) and (node or not prefix):
         for key, value in node.items():
-            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+            yield from _items(value, f"{prefix}.{key}" if prefix else str(key))
     else:
-        yield prefix
+        yield prefix, node
 
 
 def _resolved(tree: DictConfig, problems: list[Problem]) -> Tree:
     """Plain values: interpolations followed; what is missing becomes a problem and an empty text."""
     plain = _plain(tree)
-    for key in _leaves(plain):
-        if _at(plain, key) == "???":
+    for key, value in _items(plain):
+        if value == "???":
             OmegaConf.update(tree, key, "")
             problems.append(Problem(key, None, "this key must be set", f"Give it on the command line: {key}=..."))
-    for key in _leaves(plain):
+    for key, value in _items(plain):
         try:
             OmegaConf.select(tree, key, throw_on_resolution_failure=True)
         except OmegaConfBaseException as error:
             OmegaConf.update(tree, key, None)
             fix = "Refer to a key that exists, as in ${model.path}."
-            problems.append(Problem(key, _at(plain, key), _first_line(error), fix))
+            problems.append(Problem(key, value, _first_line(error), fix))
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
     _make_paths_absolute(resolved)

@@ -51,8 +51,8 @@ class Producer:
         with timers("gen"), timers.waiting():
             for piece in self._rollout.stream(RolloutWorker.generate, put(prompts), what):
                 pieces.append(piece)
-                for name in graders:
-                    scoring[name].append(self._score(name, piece))
+                for name, calls in scoring.items():
+                    calls.append(self._score(name, piece, waits_for=len(calls)))
         with timers("reward"), timers.waiting():
             scores = {name: Sharded.concat([call.result() for call in calls]) for name, calls in scoring.items()}
         rollouts = Sharded.concat(pieces)
@@ -67,11 +67,12 @@ class Producer:
         own = purpose == EVALUATION and HELD_OUT in self._groups
         return (HELD_OUT,) if own else tuple(self._config.graders)
 
-    def _score(self, name: str, piece: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
-        group = self._groups[name]
+    def _score(self, name: str, piece: Sharded[Rollouts], *, waits_for: int) -> Call[Sharded[Scores]]:
+        """`waits_for`: calls that may be done first, each within a deadline of its own."""
+        group, deadline_s = self._groups[name], self._config.run.call_deadline_s * (1 + waits_for)
         if isinstance(self._config.graders.get(name), ModelReward):
-            return group.scatter(RewardModelGrader.score, piece)  # its ranks may have to meet
-        return group.route(RewardWorker.score, piece)
+            return group.scatter(RewardModelGrader.score, piece, deadline_s=deadline_s)  # its ranks may have to meet
+        return group.route(RewardWorker.score, piece, deadline_s=deadline_s)
 
     def training(self) -> Generation:
         rollout = self._config.rollout

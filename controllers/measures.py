@@ -73,10 +73,11 @@ def graded(scores: Mapping[str, Sharded[Scores]]) -> dict[str, Graded]:
     return {name: Graded(one.row("score"), one.row("health")) for name, one in scores.items()}
 
 
-def of_scores(shaped: Graded, raw: Mapping[str, Graded]) -> Metrics:
-    """The scores that are learned from, what each grader said before shaping, and what failed."""
-    metrics = spread("critic/score", shaped.score[shaped.ok])
-    return metrics | of_components(raw, "reward") | health_metrics(shaped.health.tolist())
+def of_scores(score: Graded, raw: Mapping[str, Graded]) -> Metrics:
+    """What was said of each response (of several graders their weighted sum), what each grader said, and what failed.
+    Nothing of it is normalised or clipped: what is learned from is `critic/rewards`."""
+    metrics = spread("critic/score", score.score[score.ok])
+    return metrics | of_components(raw, "reward") | health_metrics(score.health.tolist())
 
 
 def of_components(raw: Mapping[str, Graded], prefix: str) -> Metrics:

@@ -87,7 +87,7 @@ class Trainer:
             credit = self.assign_credit(rollouts, scores, measured)
             metrics = self.learn(number, rollouts, credit, measured)
             metrics |= self.publish(number)
-        return metrics | measures.of_scores(scores, raw) | self.record(rollouts, credit)
+        return metrics | measures.of_scores(self.shaping.weigh(raw), raw) | self.record(rollouts, credit)
 
     # ------------------------------------------------------------------------------------ the parts, in order
 

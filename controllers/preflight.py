@@ -20,6 +20,7 @@ from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.rules import ATTENTION_HEAD_SIZES, VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.schema import (
     Config,
+    FsdpBackend,
     FunctionReward,
     HttpReward,
     JudgeReward,
@@ -34,6 +35,7 @@ from verl_ray.config.suggest import closest, either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
 from verl_ray.rewards.functions import spec_problem
+from verl_ray.rewards.remote import url_problem
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -109,12 +111,16 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     for key, path in _model_paths(config).items():
         findings.problems += _model_problems(key, path, config)
     findings.problems += _value_head_problems(config)
+    findings.problems += _sequence_problems(config)
+    findings.problems += _token_problems(config)
     if isinstance(config, RLConfig):
         for section, engine in _engines(config).items():
             findings.problems += _engine_problems(section, engine, machine)
         findings.problems += _judge_problems(config)
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
+        urls = {f"{key}.url": one.url for key, one in config.graders.items() if isinstance(one, HttpReward)}.items()
+        findings.problems += [problem for key, url in urls if (problem := url_problem(url, key)) is not None]
     findings.problems += _disk_problems(config)
     findings.warnings += _idle_ranks(config)
     if machine is not None:
@@ -226,6 +232,25 @@ def _judge_problems(config: RLConfig) -> Iterator[Problem]:
             yield Problem(f"{name}.max_prompt_tokens", judge.max_prompt_tokens, rule, fix)
 
 
+def _sequence_problems(config: Config) -> Iterator[Problem]:
+    """Ranks that compute the same rows share out the attention heads of the model."""
+    for name, role in config.model_roles.items():
+        settings = _json(Path(role.model.path).expanduser() / "config.json")
+        heads = settings.get("num_attention_heads")
+        if role.peers == 1 or not isinstance(heads, int):
+            continue
+        shared = settings.get("num_key_value_heads", heads)
+        assert isinstance(shared, int), "transformers reads it as a number"
+
+        def fits(peers: int, heads: int = heads, shared: int = shared) -> bool:
+            return heads % peers == 0 and (shared % peers == 0 or peers % shared == 0)
+
+        if not fits(role.peers):
+            sizes = [size for size in range(1, heads + 1) if fits(size) and role.num_ranks % size == 0]
+            rule = f"these ranks share out the model's {heads} attention heads and {shared} key-value heads"
+            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
+
+
 def _value_head_problems(config: Config) -> Iterator[Problem]:
     """Whether a model gives one number per text. A critic's, or one that is to become a reward model, may give none."""
     fix = "Give a sequence-classification model with one label; `train --config-name reward_model` makes one."
@@ -238,6 +263,33 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, path, f"this model has no {VALUE_HEAD}: it is no reward model", fix)
         elif labels not in (None, 1):
             yield Problem(key, path, f"this model gives {labels} numbers per text (labels), and a score is one", fix)
+
+
+def _token_problems(config: Config) -> Iterator[Problem]:
+    """Whether the models that read rollouts as they are know the actor's tokens. A reward model has its own."""
+    actor = config.actor.model.path if isinstance(config, RLConfig) else None
+    for name, role in config.model_roles.items():
+        path = role.model.path
+        if actor is None or path == actor or isinstance(role, ModelReward):
+            continue
+        written, read = _token_ids(actor), _token_ids(path)
+        if written and read and not written.items() <= read.items():
+            rule = "it reads rollouts in the actor's tokens, and its tokenizer numbers them otherwise"
+            fix = "Give a model with the actor's tokenizer, such as one that was trained from the actor's model."
+            yield Problem(f"{name}.model.path", path, rule, fix)
+
+
+def _token_ids(path: str) -> dict[object, object]:
+    """The number of every token in a model directory's tokenizer.json; empty where that does not say."""
+    content = _json(Path(path).expanduser() / "tokenizer.json")
+    model, added = content.get("model"), content.get("added_tokens")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[object, object] = {}
+    if isinstance(known, dict):
+        ids |= known
+    elif isinstance(known, list):  # pairs of a piece and its score
+        ids |= {piece[0]: number for number, piece in enumerate(known)}
+    return ids | {token["content"]: token["id"] for token in (added if isinstance(added, list) else ())}
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
@@ -463,7 +515,9 @@ def _processes(config: Config) -> list[_Processes]:
 
 def _host_bytes(role: ModelRole, config: Config) -> int:
     """Weights and training state of a role on all ranks: whole on each of them, or one copy in shards."""
-    copies = 1 if role.backend.kind == "fsdp" else role.num_ranks
+    copies = role.num_ranks
+    if isinstance(role.backend, FsdpBackend) and role.backend.sharding != "none":
+        copies //= role.backend.shard_size or role.num_ranks
     width = BYTES_PER_TRAINED_PARAMETER if isinstance(role, SupervisedRole) else 4
     return _parameters(role.model.path, config) * width * copies
 

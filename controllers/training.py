@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from controllers.build import System, start
 from controllers.evaluation import Evaluator
 from controllers.measures import Metrics
 from controllers.ppo import Trainer
+from controllers.preflight import VALUE_HEAD, tensor_shapes
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
 from controllers.reward_model import PreferenceTrainer
@@ -33,6 +34,7 @@ from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import ConfigError, Problem
 from verl_ray.tracking import Sample, Trackers, open_trackers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.curve import reward_curve
@@ -40,6 +42,8 @@ from verl_ray.tracking.jsonl import read_metrics
 from verl_ray.tracking.report import report
 
 SHOWN_SAMPLES = 5
+
+MakeTrainer = Callable[[System], SupervisedTrainer[Any]]
 
 
 def train(config: Config) -> int:
@@ -111,19 +115,23 @@ def evaluate_once(config: RLConfig) -> tuple[Metrics, list[Sample]]:
 
 def evaluate_reward_model(config: RewardModelConfig) -> Metrics:
     """A reward model (model.path, or the checkpoint that run.resume names) on the held-out pairs."""
-    recovery = Recovery(config)
+    recovery, path = Recovery(config), config.reward.model.path
+    if recovery.step is None and VALUE_HEAD not in tensor_shapes(path):
+        rule = f"there is nothing to evaluate: this model has no {VALUE_HEAD}, and run.resume leads to no checkpoint"
+        fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
+        raise ConfigError([Problem("reward.model.path", path, rule, fix)])
+    make_trainer = preference_trainer(config, trains=False)
     with open_session(config) as session, start(config, session) as system:
-        trainer = preference_trainer(config, system, trains=False)
+        trainer = make_trainer(system)
         recovery.restore(trainer)
         return trainer.evaluate()
 
 
 def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery) -> int:
     """Learning from a data set alone; may end early, at sft.stop_at_accuracy."""
+    make_trainer: MakeTrainer = sft_trainer(config) if isinstance(config, SFTConfig) else preference_trainer(config)
     with start(config, session) as system, recording(config, recovery) as trackers:
-        trainer: SupervisedTrainer[Any] = (
-            sft_trainer(config, system) if isinstance(config, SFTConfig) else preference_trainer(config, system)
-        )
+        trainer = make_trainer(system)
         evaluates = config.run.evaluate_every > 0
         done = recovery.restore(trainer)
         if done == 0 and evaluates:
@@ -143,8 +151,8 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
     return conclude(config, trackers, [])
 
 
-def sft_trainer(config: SFTConfig, system: System) -> SFTTrainer:
-    """The trainer of a supervised run, with its demonstrations."""
+def sft_trainer(config: SFTConfig) -> Callable[[System], SFTTrainer]:
+    """Reads the demonstrations; returns what makes the trainer of a supervised run, once its processes are there."""
     tokenizer = load_tokenizer(config.actor.model.path)
     limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
     source = SupervisedSource(config.data.train_path, tokenizer, config.data, **limits)
@@ -154,11 +162,12 @@ def sft_trainer(config: SFTConfig, system: System) -> SFTTrainer:
         everything = SupervisedSource(config.data.validation_path, tokenizer, config.data, **limits)
         tell_skipped(everything.skipped, "held-out rows are too long")
         held_out = everything.all(config.evaluation.num_prompts)
-    return SFTTrainer(system.actor, source, held_out, config.sft.batch_size, config.sft.stop_at_accuracy)
+    batch_size, enough = config.sft.batch_size, config.sft.stop_at_accuracy
+    return lambda system: SFTTrainer(system.actor, source, held_out, batch_size, enough)
 
 
-def preference_trainer(config: RewardModelConfig, system: System, *, trains: bool = True) -> PreferenceTrainer:
-    """The trainer of a reward model, with its pairs; without training, with the held-out ones alone."""
+def preference_trainer(config: RewardModelConfig, *, trains: bool = True) -> Callable[[System], PreferenceTrainer]:
+    """The same for a reward model and its pairs; without training, for the held-out ones alone."""
     tokenizer = load_tokenizer(config.reward.model.path)
     wanted = config.preference
 
@@ -175,7 +184,7 @@ def preference_trainer(config: RewardModelConfig, system: System, *, trains: boo
     if config.data.validation_path is not None and (config.run.evaluate_every or not trains):
         held_out = pairs(config.data.validation_path, "the held-out data").all(config.evaluation.num_pairs)
     objective = PreferenceObjective(wanted.label_smoothing)
-    return PreferenceTrainer(system.graders["reward"], train, held_out, wanted.batch_size, objective)
+    return lambda system: PreferenceTrainer(system.graders["reward"], train, held_out, wanted.batch_size, objective)
 
 
 def tell_skipped(count: int, what: str) -> None:

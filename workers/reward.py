@@ -42,7 +42,9 @@ class RewardWorker:
         self._grader: TextGrader = (
             RemoteScorer(config, context.role)
             if isinstance(config, HttpReward)
-            else ScoringPool(config.functions, config.processes_per_rank, config.deadline_s)
+            else ScoringPool(
+                config.functions, config.processes_per_rank, config.deadline_s, key=f"{context.role}.functions"
+            )
         )
 
     def score(self, rows: Rollouts) -> Scores:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -39,6 +40,10 @@ class Case(NamedTuple):
 
 MIXED = "reward=mixed reward.components.model.model.path=/rm"
 JUDGE = "reward=judge reward.model.path=/judge"
+FUNCTION = (
+    "{kind: function, num_ranks: 1, processes_per_rank: 1, deadline_s: 1.0, functions: {default: exact_match}, "
+    "normalise: none, clip: null, max_failed_fraction: 0.1}"
+)
 
 CASES = [
     Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
@@ -390,9 +395,8 @@ CASES = [
         "may not change: a judge shares its devices with nobody",
         "Leave it out",
     ),
-    Case("services_have_an_address", "reward=http reward.url=foo", "reward.url", "no address", "http://HOST"),
     Case(
-        "services_have_an_address",
+        "requests_end_before_their_batch",
         "reward=http reward.url=http://h/s reward.request_timeout_s=200",
         "reward.request_timeout_s",
         "reward.deadline_s=120.0 bounds a batch",
@@ -442,6 +446,13 @@ CASES = [
         "critic.backend.shard_size",
         "critic.backend.sharding=full has no groups",
         "Set it to null",
+    ),
+    Case(
+        "warm_start_leaves_room",
+        JUDGE,
+        "prepare.min_gain",
+        "the gain is one of accuracy, which reward=judge does not measure",
+        "Use 0, or evaluation.functions={default: exact_match}",
     ),
     Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
     Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
@@ -520,6 +531,18 @@ def test_ranks_may_differ_where_no_process_is_shared() -> None:
     compose("quickstart", ["critic.num_ranks=2", "placement=separate"])
     compose("quickstart", ["critic.num_ranks=2", "backend@critic.backend=fsdp"])
     compose("quickstart", ["algorithm=grpo", "actor.num_ranks=2"])
+
+
+def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:
+    """With another character in it, a path below it would not be made absolute; with a dot, its weight not be found."""
+    (tmp_path / "reward").mkdir()
+    for name, right in (("style_2", True), ("my-style", False), ("a.b", False)):
+        mixture = f"kind: mixed\ncomponents:\n  {name}: {FUNCTION}\nweights: {{{name}: 1.0}}\n"
+        (tmp_path / "reward" / "mine.yaml").write_text(mixture)
+        problems = examine("quickstart", ["reward=mine", "prepare.min_gain=0"], str(tmp_path)).problems
+        assert [(problem.key, problem.fix) for problem in problems] == (
+            [] if right else [(f"reward.components.{name}", "Use letters, digits and _.")]
+        )
 
 
 def test_the_rules_know_the_advantages_that_exist() -> None:

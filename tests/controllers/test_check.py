@@ -26,6 +26,7 @@ from controllers.preflight import (
 )
 from verl_ray.config.schema import Config, TinyModelConfig
 
+NO_GAIN = "prepare.min_gain=0"  # of an accuracy that these rewards do not measure
 BIG = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB)
 
 
@@ -90,10 +91,10 @@ def test_the_role_table_says_who_scores(model: Path, capsys: pytest.CaptureFixtu
         assert main(["check", *overrides]) == 0
         return [cell.strip() for cell in _row(capsys.readouterr().out, role, 6)]
 
-    judge = ["reward=judge", f"reward.model.path={model}", "reward.max_prompt_tokens=512"]
+    judge = ["reward=judge", f"reward.model.path={model}", "reward.max_prompt_tokens=512", NO_GAIN]
     *cells, path = row("reward", *judge, "reward.engine.num_replicas=2", "reward.engine.dtype=bfloat16")
     assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"] and str(model).startswith(path)
-    service = row("reward", "reward=http", "reward.url=http://h:80/s", "reward.num_ranks=2")
+    service = row("reward", "reward=http", "reward.url=http://h:80/s", "reward.num_ranks=2", NO_GAIN)
     assert service == ["reward", "http", "-", "2", "CPU only", "http://h:80/s"]
 
 
@@ -106,7 +107,7 @@ def test_the_role_table_names_the_components_of_a_mixture(
         f"defaults: [{components}, _self_]\nkind: mixed\nweights: {{function: 1.0, service: 1.0, judge: 1.0}}\n"
     )
     section = "reward.components.judge"
-    mine = ["--config-dir", str(tmp_path), "reward=mine", "reward.components.service.url=http://h/s"]
+    mine = ["--config-dir", str(tmp_path), "reward=mine", "reward.components.service.url=http://h/s", NO_GAIN]
     assert main(["check", *mine, f"{section}.model.path={model}", f"{section}.max_prompt_tokens=512"]) == 0
     out = capsys.readouterr().out
     kinds = {name: _row(out, f"reward.components.{name}", 6)[1].strip() for name in ("function", "service", "judge")}
@@ -209,13 +210,52 @@ def test_a_reward_model_gives_one_number_per_text(tmp_path: Path, model: Path, d
 
 
 def test_the_model_that_a_run_makes_is_no_reward_model(tmp_path: Path) -> None:
-    own = compose("quickstart", [f"run.dir={tmp_path}/run", "reward=model", "reward.model.path=${model.path}"])
+    own = compose("quickstart", [f"run.dir={tmp_path}/run", "reward=model", "reward.model.path=${model.path}", NO_GAIN])
     assert "it is no reward model" in found(preflight(own, BIG))["reward.model.path"]
 
 
 def test_a_reward_model_starts_from_a_language_model(model: Path, data: Path) -> None:
     inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
     assert preflight(compose("reward_model", inputs), BIG).problems == []
+
+
+def test_a_step_of_preferences_is_counted_in_pairs(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
+    assert main(["check", "--config-name", "reward_model", *inputs, "preference.max_tokens=64"]) == 0
+    assert "one step: 32 pairs = 64 rows, each of up to 64 tokens" in capsys.readouterr().out
+
+
+def test_the_address_of_a_service_holds_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+    for url, rule in (
+        ("foo", "does not begin with http://"),
+        ("http://me:s3cret@h/s", "holds a user name or password"),
+    ):
+        assert main(["check", "reward=http", f"reward.url={url}", NO_GAIN]) == 2
+        told = capsys.readouterr().err
+        assert "reward.url" in told and rule in told and "s3cret" not in told
+
+
+def test_a_critic_reads_the_actors_tokens(tmp_path: Path, model: Path, data: Path) -> None:
+    """A reward model has tokens of its own; a critic that starts from it reads rollouts as they are."""
+
+    def numbering(name: str, vocabulary: object, *added: str) -> Path:
+        directory = tmp_path / name
+        directory.mkdir()
+        for file in ("config.json", "model-1.safetensors"):
+            (directory / file).write_bytes((model / file).read_bytes())
+        extra = [{"content": content, "id": number} for number, content in enumerate(added, start=2)]
+        tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": extra}
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
+        return directory
+
+    actor, wider = numbering("actor", {"a": 0, "b": 1}), numbering("wider", {"a": 0, "b": 1}, "<pad>")
+    pieces, other = numbering("pieces", [["a", -1.0], ["b", -2.0]]), numbering("other", {"b": 0, "a": 1})
+    for path in (wider, pieces):
+        assert preflight(ppo(actor, data, f"critic.model.path={path}"), BIG).problems == []
+    for key in ("critic.model.path", "reference.model.path"):
+        messages = found(preflight(ppo(actor, data, f"{key}={other}"), BIG))
+        assert list(messages) == [key] and "its tokenizer numbers them otherwise" in messages[key]
+    assert list(found(preflight(ppo(wider, data, f"critic.model.path={actor}"), BIG))) == ["critic.model.path"]
 
 
 def judged(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
@@ -243,7 +283,7 @@ def test_a_judge_is_checked_under_its_own_keys(model: Path, data: Path, tmp_path
 
 
 def test_the_model_that_a_run_makes_may_judge(tmp_path: Path) -> None:
-    own = ["reward=judge", "reward.model.path=${model.path}", f"run.dir={tmp_path}/run"]
+    own = ["reward=judge", "reward.model.path=${model.path}", f"run.dir={tmp_path}/run", NO_GAIN]
     assert preflight(compose("quickstart", own), BIG).problems == []
 
 
@@ -259,7 +299,8 @@ def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
         small = Machine(cores=8, gpus=0, memory_bytes=memory, shm_free_bytes=8 * GIB)
         assert list(found(preflight(judged(model, data, model, *caches), small))) == problems
     small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    many = compose("quickstart", ["reward=judge", "reward.model.path=${model.path}", "reward.engine.num_replicas=64"])
+    replicas = ["reward=judge", "reward.model.path=${model.path}", "reward.engine.num_replicas=64"]
+    many = compose("quickstart", [*replicas, NO_GAIN])
     message = found(preflight(many, small))["reward.engine.num_replicas"]
     assert "66 processes (trainer 1 + rollout 1 + judge 64)" in message
 
@@ -329,6 +370,15 @@ def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> 
     assert "shares exactly one GPU" in message and "placement=separate" in message
     assert preflight(ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight).problems == []
     assert preflight(ppo(model, data, "rollout.tensor_parallel=2"), BIG).problems == []
+
+
+def test_ranks_that_share_out_heads_must_be_able_to(model: Path, data: Path) -> None:
+    changes = ["backend=fsdp", "actor.num_ranks=6", "backend.sequence_parallel=3"]
+    told = found(preflight(ppo(model, data, *changes), BIG))
+    assert told["actor.backend.sequence_parallel"] == (
+        "these ranks share out the model's 4 attention heads and 4 key-value heads | Use 1 or 2."
+    )
+    assert not preflight(ppo(model, data, *changes[:2], "backend.sequence_parallel=2"), BIG).problems
 
 
 def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> None:

@@ -12,12 +12,15 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
+from controllers.composition import compose
+from controllers.training import evaluate_reward_model
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.schema import RewardModelConfig, TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic, write_arithmetic_pairs
 from verl_ray.data.files import read_preferences
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
 
@@ -68,12 +71,21 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
         states.append(torch.load(folder / "state.pt", weights_only=False)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
-    ended = command(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", f"model.path={broken}/model"))
-    told = dict(line.split(": ") for line in ended.stdout.splitlines() if line.startswith("val-"))
     accuracy, loss = by_transformers(broken / "model", pairs)
-    assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
-    assert float(told["val-core/held_out/log_loss"]) == pytest.approx(loss, abs=1e-4)
+    for what in (f"model.path={broken}/model", f"run.resume={broken}/checkpoints/step_00000004"):
+        ended = command(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what))
+        told = dict(line.split(": ") for line in ended.stdout.splitlines() if line.startswith("val-"))
+        assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
+        assert float(told["val-core/held_out/log_loss"]) == pytest.approx(loss, abs=1e-4)
     assert resumed[-1]["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)
+
+
+def test_a_model_without_a_head_is_not_evaluated(inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path) -> None:
+    """A new head would be drawn, and measured."""
+    config = compose("reward_model", preference_run(inputs, pairs, tmp_path)[2:])
+    assert isinstance(config, RewardModelConfig)
+    with pytest.raises(ConfigError, match=r"this model has no score\.weight, and run\.resume leads to no checkpoint"):
+        evaluate_reward_model(config)
 
 
 def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, float]:

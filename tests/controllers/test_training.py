@@ -8,15 +8,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 import yaml
 
-from controllers.training import due, next_command
+from controllers.recovery import Recovery
+from controllers.training import due, next_command, train_supervised
 from tests.controllers.runs import Inputs
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse
 from verl_ray.data.prepare import main as prepare_data
+from verl_ray.errors import DataError
 from verl_ray.tracking.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -143,6 +146,12 @@ def test_a_supervised_run(command: Command, inputs: Inputs, tmp_path: Path) -> N
     assert [step for step, value in enumerate(held_out(lines)) if value is not None] == [0, 15, 30]
     assert len(wandb_history(run_dir)) == 31
     assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "model" / "tokenizer.json").exists()
+
+
+def test_rows_that_cannot_be_learned_from_end_a_run_before_its_processes_start(inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.supervised(tmp_path, "sft.max_tokens=2")
+    with pytest.raises(DataError, match=r"rows are longer than sft\.max_tokens = 2"):
+        train_supervised(config, cast(Session, None), Recovery(config))  # no cluster to start them on
 
 
 PROBLEMS = [

@@ -249,6 +249,8 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     engine = ranks.engine(kind, head="value", optimizer=None)
     found["value"] = ranks.forward(engine, rows, Outputs(values=True, scores=True))
     found["scores alone"] = ranks.forward(engine, rows, Outputs(scores=True))
+    halved = ranks.engine(kind, head="value", optimizer=None, dtype="bfloat16")
+    found["value bfloat16"] = ranks.forward(halved, rows, Outputs(values=True, scores=True))
     found["head"] = ranks.weights(engine)["score.weight"]
     found["refused"] = refused(lambda: engine.forward_backward(rows, VALUE))
     found["refused step"] = refused(engine.optimizer_step)

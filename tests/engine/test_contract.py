@@ -332,6 +332,15 @@ def test_bfloat16_is_near(results: Any, naive: Any) -> None:
     assert given["loss"] != results[0]["check_training"]["one micro-batch"]["loss"]  # it really is another type
 
 
+def test_the_value_head_is_float32_behind_layers_in_bfloat16(results: Any) -> None:
+    found = results[0]["check_outputs"]
+    for name, exact in found["value"].items():
+        given = found["value bfloat16"][name]
+        assert given.dtype == np.float32
+        np.testing.assert_allclose(given, exact, rtol=0, atol=0.05 * np.abs(exact).max())
+        assert (given != torch.from_numpy(given).bfloat16().float().numpy()).any()
+
+
 def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
     found = results[0]["check_training"]
     assert found["tokens"] == int(contract.rows_of().response_mask.sum())

@@ -26,7 +26,7 @@ REQUEST = ScoreRequest(
 @cache
 def shipped() -> JudgeReward:
     """The one that `reward=judge` is."""
-    config = compose("quickstart", ["reward=judge", "reward.model.path=/judge"])
+    config = compose("quickstart", ["reward=judge", "reward.model.path=/judge", "prepare.min_gain=0"])
     assert isinstance(config, RLConfig) and isinstance(config.reward, JudgeReward)
     return config.reward
 

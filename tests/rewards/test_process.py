@@ -281,8 +281,9 @@ def test_kill_9_of_the_pools_process_leaves_nothing(
 
 
 def test_an_unserved_data_source_is_refused(functions: str) -> None:
-    with ScoringPool({"maths": f"{functions}:length"}, 1, 5.0) as pool:
-        with pytest.raises(DataError, match=r"'math'.*Did you mean maths\?.*reward\.functions\.default"):
+    with ScoringPool({"maths": f"{functions}:length"}, 1, 5.0, key="evaluation.functions") as pool:
+        expected = r"'math'.*Did you mean maths\?.*Set evaluation\.functions\.math or evaluation\.functions\.default"
+        with pytest.raises(DataError, match=expected):
             pool.score([ScoreRequest("", "", "", "math", {})])
         assert pool.score([ScoreRequest("ab", "", "", "maths", {})])[0].value == 2.0
 
@@ -294,20 +295,21 @@ def test_all_bad_specs_are_reported_at_once_without_a_process(functions: str) ->
 
 
 @pytest.mark.parametrize(
-    ("body", "cause"),
+    ("body", "key", "cause"),
     [
-        ("import no_such_module_at_all", "No module named 'no_such_module_at_all'"),
-        ("import os; os._exit(5)", "exited with status 5 while it imported"),
-        ("import time; time.sleep(60)", "took longer than 1 s while it imported"),
+        ("import no_such_module_at_all", "own.default", "No module named 'no_such_module_at_all'"),
+        ("import os; os._exit(5)", "own", "exited with status 5 while it imported"),
+        ("import time; time.sleep(60)", "own", "took longer than 1 s while it imported"),
     ],
 )
 def test_an_import_that_fails_is_an_error_at_the_start(
-    tmp_path: Path, living: Callable[[], list[str]], body: str, cause: str
+    tmp_path: Path, living: Callable[[], list[str]], body: str, key: str, cause: str
 ) -> None:
     path = tmp_path / "grading.py"
     path.write_text(f"{body}\ndef f(response, answer, **others): return 1.0\n")
-    with pytest.raises(ConfigError, match=cause):
-        ScoringPool({"default": f"{path}:f"}, 2, 5.0, start_deadline_s=1.0)
+    with pytest.raises(ConfigError, match=cause) as error:
+        ScoringPool({"default": f"{path}:f"}, 2, 5.0, key="own", start_deadline_s=1.0)
+    assert [problem.key for problem in error.value.problems] == [key]
 
 
 def test_an_exception_in_the_caller_closes_the_pool(

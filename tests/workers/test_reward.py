@@ -19,6 +19,7 @@ from verl_ray.config.schema import FunctionReward
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.errors import ConfigError
 from verl_ray.rewards.health import Health
 from workers.reward import RewardWorker
 
@@ -74,6 +75,18 @@ def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWor
     assert scores.detail.texts()[:4] == [""] * 4
     assert "no grade for 77" in scores.detail.texts()[4]
     assert scores.num_rows == 5 and scores.num_tokens == 0
+
+
+@pytest.mark.parametrize("role", ["evaluation", "reward.components.right"])
+def test_a_function_that_is_missing_is_named_by_the_section_of_the_role(role: str, tmp_path: Path) -> None:
+    character_tokenizer(tmp_path / "tokenizer", "0")
+    config = compose("ppo", ["model.path=/m", "data.train_path=t", "data.validation_path=v"]).reward
+    broken = config.model_copy(update={"functions": {"sums": f"{tmp_path}/gone.py:grade"}})
+    with pytest.raises(ConfigError) as error:
+        RewardWorker(
+            WorkerContext(role, 0, 1, "cpu", False, 1, tmp_path / "log", 1), broken, str(tmp_path / "tokenizer")
+        )
+    assert [problem.key for problem in error.value.problems] == [f"{role}.functions.sums"]
 
 
 class Longest(BaseHTTPRequestHandler):

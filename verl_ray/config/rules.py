@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
 
 from jinja2 import Environment, TemplateError, meta
 
@@ -485,6 +484,10 @@ def mixed_rewards_have_weights(config: RLConfig, _: Overridden) -> Iterator[Prob
     if not reward.components:
         fix = "Set reward=function, or give components in a YAML file of your own (--config-dir)."
         yield Problem("reward.components", {}, "there is nothing to mix", fix)
+    for name in sorted(reward.components):
+        if not re.fullmatch(r"[A-Za-z0-9_]+", name):
+            rule = "the name of a component is part of keys and of metrics"
+            yield Problem(f"reward.components.{name}", reward.components[name].kind, rule, "Use letters, digits and _.")
     for name in sorted(reward.components.keys() - reward.weights.keys()):
         rule = f"the component {name} has no weight"
         yield Problem(f"reward.weights.{name}", None, rule, f"Set reward.weights.{name}=1.0.")
@@ -540,15 +543,9 @@ def verdict_problem(pattern: str) -> str | None:
     return "it finds a verdict in an empty answer" if verdict.search("") else None
 
 
-def services_have_an_address(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def requests_end_before_their_batch(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     for section, service in config.graders.items():
-        if not isinstance(service, HttpReward):
-            continue
-        parts = urlsplit(service.url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            rule = "this is no address of a service"
-            yield Problem(f"{section}.url", service.url, rule, "Give http://HOST:PORT/PATH or https://HOST/PATH.")
-        if service.request_timeout_s > service.deadline_s:
+        if isinstance(service, HttpReward) and service.request_timeout_s > service.deadline_s:
             rule = f"{section}.deadline_s={service.deadline_s} bounds a batch with all its requests"
             fix = f"Use at most {service.deadline_s}, or raise the deadline."
             yield Problem(f"{section}.request_timeout_s", service.request_timeout_s, rule, fix)
@@ -615,6 +612,9 @@ def warm_start_leaves_room(config: RLConfig, overridden: Overridden) -> Iterator
     if gain and config.run.evaluate_every == 0:
         rule = "a gain is measured by evaluating, and run.evaluate_every=0 turns that off"
         yield Problem("prepare.min_gain", gain, rule, "Use 0, or evaluate.")
+    if gain and config.reward.kind != "function" and config.evaluation.functions is None:
+        rule = f"the gain is one of accuracy, which reward={config.reward.kind} does not measure"
+        yield Problem("prepare.min_gain", gain, rule, "Use 0, or evaluation.functions={default: exact_match}.")
     if gain and config.evaluation.temperature:
         rule = "the gain is one of greedy accuracy"
         yield Problem("evaluation.temperature", config.evaluation.temperature, rule, "Use 0, or prepare.min_gain=0.")
@@ -659,7 +659,7 @@ RL_RULES: tuple[RLRule, ...] = (
     normalised_scores_matter,
     mixed_rewards_have_weights,
     judges_can_be_asked,
-    services_have_an_address,
+    requests_end_before_their_batch,
     inputs_are_made_or_given,
     prepared_data_exists,
     prepared_model_is_possible,

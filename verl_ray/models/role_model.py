@@ -99,8 +99,10 @@ class RoleModel(nn.Module):
         return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy)
 
     def _numbers(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """The value head at some tokens, float32 [at]."""
-        return torch.nn.functional.linear(hidden.index_select(0, at).float(), self.hf.score.weight.float()).squeeze(-1)
+        """The value head at some tokens, float32 [at], whatever the type of the layers before it."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            read, weight = hidden.index_select(0, at).float(), self.hf.score.weight.float()
+            return torch.nn.functional.linear(read, weight).squeeze(-1)
 
 
 def build_role_model(path: str, kind: HeadKind, *, new_head: bool = True) -> RoleModel:

@@ -46,9 +46,7 @@ def _serve(connection: socket.socket) -> None:
     start = cast(Start, pickle.loads(first))
     sys.path[:] = start.sys_path
     try:
-        functions = {
-            source: resolve(spec, key=f"reward.functions.{source}") for source, spec in start.functions.items()
-        }
+        functions = {source: resolve(spec, key=f"{start.key}.{source}") for source, spec in start.functions.items()}
     except ConfigError as error:
         send(BROKEN, text=json.dumps(dataclasses.asdict(error.problems[0])))
         return

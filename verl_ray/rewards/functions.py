@@ -35,7 +35,7 @@ class RewardFunction(Protocol):
         Args:
             response: the decoded response, without special tokens.
             answer: the record's `answer`.
-            prompt: the decoded prompt, after the chat template.
+            prompt: the record's `prompt`; of chat messages their contents, with empty lines between.
             data_source: the record's `data_source`.
             extra: the record's remaining fields.
         """

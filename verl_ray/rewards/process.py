@@ -51,7 +51,13 @@ class ScoringPool:
     """Processes that hold the imported reward functions and score what they are handed."""
 
     def __init__(
-        self, functions: Mapping[str, str], processes: int, deadline_s: float, *, start_deadline_s: float = 120.0
+        self,
+        functions: Mapping[str, str],
+        processes: int,
+        deadline_s: float,
+        *,
+        key: str = "reward.functions",
+        start_deadline_s: float = 120.0,
     ) -> None:
         """Start the processes in parallel and wait until each has imported all functions.
 
@@ -59,13 +65,14 @@ class ScoringPool:
             functions: data source -> built-in name or `path/to/file.py:function`; `default` serves the other sources.
             processes: responses scored at the same time.
             deadline_s: how long one response may take, from the moment the function has it.
+            key: the configuration's section that `functions` is, for errors to name.
             start_deadline_s: how long the imports may take.
 
         Raises:
             ConfigError: a function that does not exist or cannot be imported, with the cause.
         """
-        self._functions = dict(functions)
-        problems = [spec_problem(spec, f"reward.functions.{source}") for source, spec in self._functions.items()]
+        self._functions, self._key = dict(functions), key
+        problems = [spec_problem(spec, f"{key}.{source}") for source, spec in self._functions.items()]
         if found := [problem for problem in problems if problem]:
             raise ConfigError(found)
         self._deadline_s = deadline_s
@@ -132,12 +139,12 @@ class ScoringPool:
         for source in {item.data_source for item in items} - self._functions.keys():
             known = did_you_mean(source, list(self._functions), "data source")
             raise DataError(
-                f"no reward function for data source {source!r}. {known} Set reward.functions.{source} or "
-                "reward.functions.default"
+                f"no reward function for data source {source!r}. {known} Set {self._key}.{source} or "
+                f"{self._key}.default"
             )
 
     def _new_child(self) -> _Child:
-        return _Child(message(Start(sys.path, self._functions)))
+        return _Child(message(Start(sys.path, self._functions, self._key)))
 
     def _hand_out(self, items: Sequence[ScoreRequest]) -> None:
         """Give each idle process its share of what waits, but no more than a message's worth of work."""
@@ -214,7 +221,7 @@ class ScoringPool:
     def _start_failure(self, cause: str, *, overdue: bool) -> ConfigError:
         what = f"took longer than {self._start_deadline_s:g} s" if overdue else cause
         rule = f"the scoring process {what} while it imported the reward functions"
-        return ConfigError([Problem("reward.functions", self._functions, rule, "Its last output is in the log")])
+        return ConfigError([Problem(self._key, self._functions, rule, "Its last output is in the log")])
 
 
 def _wire_item(request: ScoreRequest) -> Item:

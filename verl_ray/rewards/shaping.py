@@ -50,7 +50,7 @@ class Shaping:
         return _sum({role: self._weights[role] * self._shaped(role, one) for role, one in raw.items()}, raw)
 
     def weigh(self, raw: Mapping[str, Graded]) -> Graded:
-        """The same without normalising and clipping, which leaves no trace: for held-out problems."""
+        """The same without normalising and clipping, which leaves no trace: for held-out problems, and for people."""
         return _sum({role: np.float32(self._weights.get(role, 1)) * one.score for role, one in raw.items()}, raw)
 
     def state(self) -> dict[str, Any]:

@@ -30,6 +30,8 @@ class Start(NamedTuple):
     sys_path: list[str]
     functions: dict[str, str]
     """Data source -> spec, as in the configuration."""
+    key: str
+    """The configuration's section that they are from, for errors to name."""
 
 
 def frame(kind: int, time_s: float, value: float, text: str) -> bytes:
