@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -59,7 +59,10 @@ class ModelWorker:
         device = torch.device(context.device)
         self.engine = build_engine(spec, device=device, rank=context.rank, world_size=context.num_ranks)
         self.topology = self.engine.topology
-        self._shape = ModelShape.of(spec.model_path)
+        shape = ModelShape.of(spec.model_path)
+        if shape is not None and spec.head == "value":
+            shape = replace(shape, vocab_size=1)  # this head gives one number per token
+        self._shape = shape
         self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
 
     def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:

@@ -27,11 +27,11 @@ PATIENCE_S = 240
 STEPS = 5
 
 
-# What a checkpoint must hold: sharded states, a controller that learns, the id of a W&B run.
+# What a checkpoint must hold: sharded states, a controller that learns, moments of scores, the id of a W&B run.
 RICH = [
     "run.checkpoint_every=1", "actor.mini_batch_size=16", "actor.num_ranks=2", "backend=fsdp",
     "backend@critic.backend=engine", "tracking.wandb.mode=offline", "algorithm.kl.controller=adaptive",
-    "algorithm.kl.target=0.01", "algorithm.kl.horizon=100",
+    "algorithm.kl.target=0.01", "algorithm.kl.horizon=100", "reward.normalise=running",
 ]  # fmt: skip
 
 

@@ -154,6 +154,8 @@ def test_training_and_scoring_read_a_row_at_the_same_token(folder: Path, reward_
     assert [chosen, rejected] == pytest.approx(transformers_scores(model, pair), abs=EXACT)
     report = worker.train_preferences(rows, PreferenceObjective(label_smoothing=0.0))
     assert report.loss.loss == pytest.approx(math.log1p(math.exp(rejected - chosen + 0.25)), rel=1e-5)
+    # 61,440 parameters in the layers and 64 in the head for 3 + 4 tokens, 6 + 10 pairs of tokens; three times forward
+    assert report.flops == 3 * (2 * 61_504 * 7 + 4 * 2 * 2 * 32 * 16)
     after = worker.compute_scores(rows).score
     assert after[0] - after[1] > chosen - rejected
 
