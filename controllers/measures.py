@@ -13,7 +13,6 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
-from verl_ray.data import packing
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
@@ -37,8 +36,8 @@ def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
     return {f"{name}/{what}": float(value) for what, value in found.items()}
 
 
-def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, ranks: int) -> Metrics:
-    """Lengths and ends of prompts and responses; `ranks` of the actor share them."""
+def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, dealt: Sequence[Int64]) -> Metrics:
+    """Lengths and ends of prompts and responses; `dealt`: the rows of each rank of the actor."""
     finish, response, prompt = (rollouts.row(name) for name in ("finish", "response_length", "prompt_length"))
     whole = finish != Finish.ABORTED
     return {
@@ -50,21 +49,21 @@ def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, ranks: int)
         "prompt_length/clip_ratio": float((prompt >= max_prompt_tokens).mean()),
         **spread("num_turns", np.ones(len(rollouts))),
         "perf/total_num_tokens": float(rollouts.num_tokens),
-        **balance(rollouts.lengths, ranks),
+        **balance(rollouts.lengths, dealt),
     }
 
 
-def balance(lengths: Int64, ranks: int) -> Metrics:
-    """Tokens per rank: dealt in the order they came (min, max), and as `scatter` deals them (balanced_min, _max)."""
-    in_order = [int(part.sum()) for part in np.array_split(lengths, ranks)]
-    dealt = [int(lengths[part].sum()) for part in packing.balance(lengths, ranks)]
+def balance(lengths: Int64, dealt: Sequence[Int64]) -> Metrics:
+    """Tokens per rank: in the order they came (min, max), and as they are `dealt` (balanced_min, _max)."""
+    in_order = [int(part.sum()) for part in np.array_split(lengths, len(dealt))]
+    shares = [int(lengths[part].sum()) for part in dealt]
     return {
         "global_seqlen/min": float(min(in_order)),
         "global_seqlen/max": float(max(in_order)),
         "global_seqlen/minmax_diff": float(max(in_order) - min(in_order)),
-        "global_seqlen/balanced_min": float(min(dealt)),
-        "global_seqlen/balanced_max": float(max(dealt)),
-        "global_seqlen/mean": float(lengths.sum() / ranks),
+        "global_seqlen/balanced_min": float(min(shares)),
+        "global_seqlen/balanced_max": float(max(shares)),
+        "global_seqlen/mean": float(lengths.sum() / len(dealt)),
     }
 
 

@@ -17,6 +17,7 @@ from controllers import measures
 from controllers.build import System
 from controllers.evaluation import Evaluator
 from controllers.generation import Producer
+from controllers.gradients import GradientWatch
 from controllers.measures import Metrics
 from controllers.publishing import Publisher
 from verl_ray.algorithms.advantages import ADVANTAGES
@@ -32,7 +33,6 @@ from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
-from verl_ray.errors import NonFiniteError
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
@@ -46,7 +46,6 @@ from workers.reference import ReferenceWorker
 T = TypeVar("T")
 
 SYNCHRONOUS = 0  # how many policy versions rollouts may be behind
-MAX_SKIPPED_IN_A_ROW = 5  # optimizer steps without finite gradients before the run stops
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Trainer:
         self.buffer = RolloutBuffer(SYNCHRONOUS)
         self.timers = Timers()
         self.policy_version = -1
-        self.skipped_in_a_row: dict[str, int] = {}
+        self.gradients = GradientWatch(config.run.max_skipped_steps)
 
     def step(self, number: int) -> Metrics:
         """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
@@ -162,7 +161,7 @@ class Trainer:
             if updates:
                 with self.timers(f"update_{role}"), self.timers.waiting():
                     reports = wait_all(updates)
-                self._watch_gradients(role, reports)
+                self.gradients.see(role, reports)
                 metrics |= measures.of_updates(role, reports)
         if config.algorithm.kl.place != "none":
             metrics |= self._charge(credit)
@@ -180,7 +179,9 @@ class Trainer:
         timings = self.timers.take()
         response_tokens = int(rollouts.row("response_length").sum())
         return {
-            **measures.of_rollouts(rollouts, self.config.data.max_prompt_tokens, self.system.actor.row_count),
+            **measures.of_rollouts(
+                rollouts, self.config.data.max_prompt_tokens, self.system.actor.deal(rollouts.lengths)
+            ),
             **measures.of_credit(credit, rollouts.row("response_length")),
             **timings,
             **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
@@ -211,14 +212,14 @@ class Trainer:
             "cursor": self.prompts.state(),
             "kl": self.kl.state(),
             "shaping": self.shaping.state(),
-            "skipped_in_a_row": self.skipped_in_a_row,
+            "gradients": self.gradients.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.prompts.load_state(state["cursor"])
         self.kl.load_state(state["kl"])
         self.shaping.load_state(state["shaping"])
-        self.skipped_in_a_row = dict(state["skipped_in_a_row"])
+        self.gradients.load_state(state["gradients"])
 
     # -------------------------------------------------------------------------------------------- mini-batches
 
@@ -282,12 +283,3 @@ class Trainer:
         mean = float(credit.row("kl").mean())
         self.kl.update(mean, len(credit))
         return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
-
-    def _watch_gradients(self, role: str, updates: list[list[UpdateReport]]) -> None:
-        for ranks in updates:
-            reasons = [report.step.skipped for report in ranks if report.step.skipped is not None]
-            self.skipped_in_a_row[role] = self.skipped_in_a_row.get(role, 0) + 1 if reasons else 0
-            if self.skipped_in_a_row[role] >= MAX_SKIPPED_IN_A_ROW:
-                raise NonFiniteError(
-                    f"{role}: {MAX_SKIPPED_IN_A_ROW} optimizer steps in a row had no finite gradient: {reasons[0]}"
-                )

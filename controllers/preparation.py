@@ -83,7 +83,7 @@ def _warm_start(
     with start(job, session) as system:
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
-        trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size)
+        trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size, config.run.max_skipped_steps)
         accuracy, ready = 0.0, False
         for number in range(1, warm.max_steps + 1):
             metrics = trainer.step()

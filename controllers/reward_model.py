@@ -14,7 +14,7 @@ from controllers.supervised import SupervisedTrainer
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.data.packing import lengths_of_units, rows_of_units
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
@@ -29,14 +29,15 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         train: PreferenceSource | None,
         held_out: TrainingBatch | None,
         batch_size: int,
+        max_skipped_steps: int,
         objective: PreferenceObjective,
     ) -> None:
-        super().__init__("reward", reward, train, held_out, batch_size)
+        super().__init__("reward", reward, train, held_out, batch_size, max_skipped_steps)
         self._objective = objective
 
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
         pair = self._objective.rows_per_unit
-        shares = balance(lengths_of_units(rows.lengths, pair), self.group.row_count)
+        shares = self.group.deal(lengths_of_units(rows.lengths, pair))
         assignment = [rows_of_units(share, pair) for share in shares]
         return self.group.scatter(RewardModelWorker.train_preferences, rows, self._objective, assignment=assignment)
 

@@ -28,9 +28,10 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         train: SupervisedSource,
         held_out: TrainingBatch | None,
         batch_size: int,
+        max_skipped_steps: int,
         enough: float | None = None,
     ) -> None:
-        super().__init__("actor", actor, train, held_out, batch_size)
+        super().__init__("actor", actor, train, held_out, batch_size, max_skipped_steps)
         self._enough = enough
 
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from controllers import measures
+from controllers.gradients import GradientWatch
 from controllers.measures import Metrics
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
@@ -41,13 +42,20 @@ class SupervisedTrainer(ABC, Generic[W]):
     """One role, and the rows that it learns from."""
 
     def __init__(
-        self, role: str, group: WorkerGroup[W], train: Source | None, held_out: TrainingBatch | None, batch_size: int
+        self,
+        role: str,
+        group: WorkerGroup[W],
+        train: Source | None,
+        held_out: TrainingBatch | None,
+        batch_size: int,
+        max_skipped_steps: int,
     ) -> None:
         """`train`: None for a trainer that only evaluates."""
         self.role, self.group = role, group
         self._source, self._batch_size = train, batch_size
         self._held_out = None if held_out is None else put(held_out)
         self.timers = Timers()
+        self._gradients = GradientWatch(max_skipped_steps)
         self.finished = False
 
     @abstractmethod
@@ -64,6 +72,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             rows = self._train.next_batch(self._batch_size)
             with self.timers(f"update_{self.role}"), self.timers.waiting():
                 reports = self.update(put(rows)).result()
+        self._gradients.see(self.role, [reports])
         timings = self.timers.take()
         return {
             **measures.of_updates(self.role, [reports]),
@@ -96,9 +105,10 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def state(self) -> dict[str, Any]:
         """The driver's part of a checkpoint, as JSON."""
-        return {"cursor": self._train.state(), "finished": self.finished}
+        return {"cursor": self._train.state(), "finished": self.finished, "gradients": self._gradients.state()}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self._source is not None:
             self._source.load_state(state["cursor"])
         self.finished = state["finished"]
+        self._gradients.load_state(state["gradients"])

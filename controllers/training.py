@@ -163,7 +163,7 @@ def sft_trainer(config: SFTConfig) -> Callable[[System], SFTTrainer]:
         tell_skipped(everything.skipped, "held-out rows are too long")
         held_out = everything.all(config.evaluation.num_prompts)
     batch_size, enough = config.sft.batch_size, config.sft.stop_at_accuracy
-    return lambda system: SFTTrainer(system.actor, source, held_out, batch_size, enough)
+    return lambda system: SFTTrainer(system.actor, source, held_out, batch_size, config.run.max_skipped_steps, enough)
 
 
 def preference_trainer(config: RewardModelConfig, *, trains: bool = True) -> Callable[[System], PreferenceTrainer]:
@@ -184,7 +184,9 @@ def preference_trainer(config: RewardModelConfig, *, trains: bool = True) -> Cal
     if config.data.validation_path is not None and (config.run.evaluate_every or not trains):
         held_out = pairs(config.data.validation_path, "the held-out data").all(config.evaluation.num_pairs)
     objective = PreferenceObjective(wanted.label_smoothing)
-    return lambda system: PreferenceTrainer(system.graders["reward"], train, held_out, wanted.batch_size, objective)
+    return lambda system: PreferenceTrainer(
+        system.graders["reward"], train, held_out, wanted.batch_size, config.run.max_skipped_steps, objective
+    )
 
 
 def tell_skipped(count: int, what: str) -> None:

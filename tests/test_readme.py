@@ -46,6 +46,7 @@ AS_IT_STANDS = (
     ". .venv/bin/activate",
     "verl-ray --help",
     "verl-ray check",
+    "verl-ray export",
     "export ",
     "ray get-auth-token",
     "ray start --head --block",
@@ -80,7 +81,7 @@ def runnable(block: str) -> str:
             lines.append(
                 command + next((f" {more}" for start, more in SHORTER.items() if command.startswith(start)), "")
             )
-    return "\n".join(lines)
+    return "\n".join(lines).replace("step_00000250", "step_00000002")  # the last of the shortened run
 
 
 def test_every_command_is_known_so_that_none_is_left_out() -> None:

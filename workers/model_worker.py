@@ -58,11 +58,11 @@ class ModelWorker:
         self.context = context
         device = torch.device(context.device)
         self.engine = build_engine(spec, device=device, rank=context.rank, world_size=context.num_ranks)
-        self.topology = self.engine.topology
         shape = ModelShape.of(spec.model_path)
         if shape is not None and spec.head == "value":
             shape = replace(shape, vocab_size=1)  # this head gives one number per token
         self._shape = shape
+        self.topology = replace(self.engine.topology, quadratic=shape.quadratic if shape is not None else 0.0)
         self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
 
     def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:

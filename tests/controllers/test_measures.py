@@ -29,7 +29,7 @@ def held(batch: Batch) -> Sharded:  # type: ignore[type-arg]
 def test_lengths_and_ends() -> None:
     finish = [Finish.STOP, Finish.LENGTH, Finish.ABORTED, Finish.STOP]
     rows = rollouts_of([1, 4, 2, 3], prompts=[3, 5, 1, 1], finish=finish)
-    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, ranks=2)
+    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, dealt=[np.arange(2), np.arange(2, 4)])
     assert [found[f"response_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 4, 1, 0.25]
     assert found["response_length_non_aborted/mean"] == pytest.approx(8 / 3)
     assert found["response/aborted_ratio"] == 0.25
@@ -40,8 +40,8 @@ def test_lengths_and_ends() -> None:
 
 def test_tokens_per_rank_as_they_come_and_as_they_are_dealt() -> None:
     rows = rollouts_of([8, 6, 1, 3], prompts=[1, 1, 1, 1])  # 9, 7, 2, 4 tokens
-    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, ranks=2)
-    # in order: 9 + 7 and 2 + 4; dealt from the longest back and forth: 9 + 2 and 7 + 4
+    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, dealt=[np.array([0, 2]), np.array([1, 3])])
+    # in order: 9 + 7 and 2 + 4; dealt: 9 + 2 and 7 + 4
     names = ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
     assert [found[f"global_seqlen/{name}"] for name in names] == [6, 16, 10, 11, 11, 11]
 

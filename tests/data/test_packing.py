@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.packing import balance, micro_batches
+from verl_ray.data.packing import balance, estimated_work, micro_batches
 from verl_ray.errors import DataError
 
 LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=200).map(lambda values: np.array(values, dtype=np.int64))
@@ -61,3 +61,12 @@ def test_rows_of_a_unit_stay_together_in_order() -> None:
     assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [[2, 3], [0, 1, 4, 5]]
     with pytest.raises(DataError, match="15 tokens"):
         micro_batches(lengths, 14, unit=2)
+
+
+def test_work_counts_the_pairs_of_tokens() -> None:
+    # 3 tokens see 1 + 2 + 3, and 1 token itself
+    assert estimated_work(np.array([3, 1]), 0.5).tolist() == [3 + 0.5 * 6, 1 + 0.5]
+    lengths = np.array([10, 6, 6, 1])
+    assert [part.tolist() for part in balance(lengths, 2)] == [[0, 3], [1, 2]]
+    # 55, 36, 36 and 6 with pairs alone
+    assert estimated_work(np.array([10, 8, 8, 3]), 1e9).round(-9).tolist() == [55e9, 36e9, 36e9, 6e9]

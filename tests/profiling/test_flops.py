@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from verl_ray.data.packing import estimated_work
 from verl_ray.errors import ModelError
 from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
 
@@ -37,6 +38,7 @@ def test_a_layer_by_hand() -> None:
     # 3 tokens see 1 + 2 + 3 tokens; for each pair 2 heads x 3 numbers, twice (scores, values), 2 FLOPs each
     assert forward_flops(shape, np.array([3])) == 2 * 80 * 3 + 6 * (2 * 3 * 2 * 2)
     assert forward_flops(shape, np.array([3, 1])) == 2 * 80 * 4 + 7 * (2 * 3 * 2 * 2)
+    assert forward_flops(shape, np.array([3])) == pytest.approx(160 * estimated_work(np.array([3]), shape.quadratic)[0])
     assert training_flops(shape, np.array([3])) == 3 * forward_flops(shape, np.array([3]))
 
 

@@ -21,7 +21,7 @@ from verl_ray.cluster.failures import Member
 from verl_ray.cluster.host import COLLECTIVE, CONTROL, Request, Status, Value
 from verl_ray.cluster.processes import Processes
 from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import balance
+from verl_ray.data.packing import balance, estimated_work
 from verl_ray.data.sharded import Receipt, Sharded, join
 from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
 
@@ -62,6 +62,12 @@ class WorkerGroup(Generic[W]):
         """Row coordinates: into how many parts `scatter` splits rows."""
         return self._processes.topologies[self.role][0].row_count
 
+    def deal(self, lengths: Int64) -> list[Int64]:
+        """Row numbers of each row coordinate, for rows of these lengths, int64 [rows]: near equal shares of the work
+        that the workers' model has with them."""
+        quadratic = self._processes.topologies[self.role][0].quadratic
+        return balance(estimated_work(lengths, quadratic), self.row_count)
+
     def members(self) -> list[Member]:
         """The processes, by rank."""
         return [replace(member, role=self.role) for member in self._processes.members]
@@ -96,7 +102,7 @@ class WorkerGroup(Generic[W]):
         assignment: Sequence[Int64] | None = None,
         deadline_s: float | None = None,
     ) -> Call[Any]:
-        """Call `method(worker, rows, *more)` on all ranks, rows split over the row coordinates, balanced by tokens.
+        """Call `method(worker, rows, *more)` on all ranks, rows split over the row coordinates (see `deal`).
 
         Each coordinate's rows keep their order; it may get none. Every further `Sharded` in `more` is taken to stand
         row by row beside `rows` and is split alike; anything else goes to every rank as it is. `assignment` names the
@@ -104,7 +110,7 @@ class WorkerGroup(Generic[W]):
         one value per row coordinate, in order. Raises DataError when row counts do not match.
         """
         self._check_beside(rows, more)
-        chosen = balance(rows.lengths, self.row_count) if assignment is None else list(assignment)
+        chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
         if len(chosen) != self.row_count or sum(map(len, chosen)) != len(rows):
             raise DataError(
                 f"{self.role}: an assignment of {sum(map(len, chosen))} rows to {len(chosen)} coordinates was given "
@@ -197,7 +203,7 @@ class WorkerGroup(Generic[W]):
         replicas stop too (their `abort`, if they have one).
         """
         self._check_beside(rows, more)
-        chosen = balance(rows.lengths, self.row_count) if assignment is None else list(assignment)
+        chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
         deadline = self._deadline(deadline_s)
         stream_id = uuid.uuid4().hex
         sources: dict[Any, Flight] = {}

@@ -50,6 +50,8 @@ class RunConfig(Section):
     """auto = from the newest checkpoint in run.dir if there is one; none = refuse a run.dir that has one; or a path."""
     threads_per_rank: Positive | Literal["auto"]
     """CPU threads of each worker process; auto keeps the total within the cores."""
+    max_skipped_steps: Positive
+    """Optimizer steps of a role without finite gradients, one after another, before the run stops. Each is skipped."""
     call_deadline_s: PositiveFloat
     """How long one call on a worker may take before the run stops and shows where it is stuck."""
     start_deadline_s: PositiveFloat

@@ -9,9 +9,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_ray.data.batch import Int64
 from verl_ray.errors import DataError
+
+Float64 = npt.NDArray[np.float64]
 
 
 def micro_batches(lengths: Int64, max_tokens: int, unit: int = 1) -> list[Int64]:
@@ -52,12 +55,25 @@ def rows_of_units(units: Int64, unit: int) -> Int64:
     return rows
 
 
-def balance(lengths: Int64, parts: int) -> list[Int64]:
-    """Row indices of each part, ascending, with near equal sums of tokens: longest rows first, dealt back and forth.
+def estimated_work(lengths: Int64, quadratic: float) -> Float64:
+    """What rows cost, in units of one token's matrix products, float64 [rows]. `quadratic`: a pair of tokens as a
+    fraction of that; a row has a pair for each token and those before it."""
+    work: Float64 = lengths + quadratic * lengths * (lengths + 1.0) / 2
+    return work
 
-    `lengths` int64 [rows]; a part may be empty when there are fewer rows than parts.
+
+def balance(work: Int64 | Float64, parts: int) -> list[Int64]:
+    """Row indices of each part, ascending: as many rows each, but for one, with near equal sums of work.
+
+    `work` [rows]. Rows are dealt from the most work down, one to each part at a time, the next most to the part that
+    has least so far; a part may be empty when there are fewer rows than parts.
     """
-    order = np.argsort(-lengths, kind="stable")
-    turn = np.arange(len(order)) % (2 * parts)
-    part = np.where(turn < parts, turn, 2 * parts - 1 - turn)
-    return [np.sort(order[part == i]) for i in range(parts)]
+    order = np.argsort(-work, kind="stable")
+    load = np.zeros(parts)
+    part = np.empty(len(order), np.int64)
+    for first in range(0, len(order) if parts > 1 else 0, parts):  # rounds of dealing, not rows
+        dealt = order[first : first + parts]
+        to = np.argsort(load, kind="stable")[: len(dealt)]
+        part[dealt] = to
+        load[to] += work[dealt]
+    return [np.flatnonzero(part == i) for i in range(parts)] if parts > 1 else [np.arange(len(order))]

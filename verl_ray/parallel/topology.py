@@ -16,3 +16,4 @@ class Topology:
     row_index: int  # in [0, row_count)
     row_count: int
     answers: bool
+    quadratic: float = 0.0  # work of a pair of tokens as a fraction of that of a token: what attention adds

@@ -95,6 +95,11 @@ class ModelShape:
         feed_forward = 3 * self.hidden_size * self.intermediate_size
         return self.num_layers * (attention + feed_forward) + self.vocab_size * self.hidden_size
 
+    @property
+    def quadratic(self) -> float:
+        """FLOPs of attention for a pair of tokens, as a fraction of a token's in matrix products."""
+        return 4 * self.num_layers * self.num_heads * self.head_size / (2 * self.matmul_parameters)
+
 
 def forward_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
     """FLOPs of one forward pass over whole sequences of these lengths [rows], in tokens.
