@@ -265,6 +265,9 @@ def _accepted(
             group = f"backend@{key.removesuffix('.kind')}"
             rule = "a backend is chosen as a whole, with its settings"
             problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
+        elif key == "reward.kind" and not override.is_delete():
+            rule = "a reward is chosen as a whole, with its settings"
+            problems.append(Problem(key, override.value(), rule, f"Choose it with reward={override.value()}."))
         elif key == "task":
             problems.append(Problem(key, override.value(), "a root config fixes this", "Choose another --config-name."))
         elif override.is_delete():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import configs
 from controllers.command_line import _stoppable, compose, main
 from controllers.composition import examine
 from controllers.preflight import preflight
@@ -134,6 +136,16 @@ def test_free_sections_take_new_keys() -> None:
     assert config.reward.functions["mine"] == str(Path.cwd() / "grader.py:grade")
 
 
+def test_a_reward_is_chosen_as_a_whole() -> None:
+    found = problems("quickstart", "reward.kind=model")
+    assert {key: problem.fix for key, problem in found.items()} == {"reward.kind": "Choose it with reward=model."}
+
+
+def test_held_out_responses_may_have_functions_where_they_had_none() -> None:
+    assert quickstart().evaluation.functions is None
+    assert quickstart("evaluation.functions.default=gsm8k").evaluation.functions == {"default": "gsm8k"}
+
+
 def test_plus_signs_and_dicts_are_understood() -> None:
     config = quickstart("+run.seed=3", "++run.total_steps=9", "actor.optimizer={lr: 0.5, eps: 1e-6}")
     assert (config.run.seed, config.run.total_steps) == (3, 9)
@@ -245,6 +257,10 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "-h" in arguments:
         for word in ("root configs", "overrides", "examples:", "exit codes:"):
             assert word in text
+        for root in (Path(configs.__file__).parent).glob("*.yaml"):
+            assert f"\n  {root.stem} " in text
+        for choice in (Path(configs.__file__).parent / "reward").glob("*.yaml"):
+            assert re.search(rf"reward=.*\b{choice.stem}\b", text)
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

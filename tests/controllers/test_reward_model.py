@@ -14,7 +14,8 @@ from transformers import AutoModelForSequenceClassification
 
 from controllers.composition import compose
 from controllers.training import evaluate_reward_model
-from tests.controllers.runs import Inputs, lasting
+from tests.controllers.runs import GRADER, Inputs, lasting
+from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RewardModelConfig, TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic, write_arithmetic_pairs
@@ -103,6 +104,32 @@ def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, fl
         right += chosen > rejected
         loss += float(torch.nn.functional.softplus(torch.tensor(rejected - chosen)))
     return right / len(records), loss / len(records)
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_run_learns_from_a_mixture_and_tells_its_parts(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    """The reward model sits in the actor's sharded processes, and gets pieces of odd sizes while rollouts are drawn."""
+    make_tokenizers(tmp_path)
+    reward_model = make_reward_model(tmp_path / "reward", "llama", tmp_path / "brackets")
+    command(
+        cluster, "train", "--config-name", "ppo", *inputs.overrides(tmp_path / "run"), "run.total_steps=2",
+        "run.evaluate_every=2", "data.prompts_per_step=8", "data.max_prompt_tokens=8", "rollout.group_size=4",
+        "rollout.max_response_tokens=6", "rollout.kv_cache_gib=0.03125", "rollout.stream_rows=5", "backend=fsdp",
+        "actor.num_ranks=2", "reward=mixed", f"reward.components.function.functions.default={GRADER}:ones",
+        f"reward.components.model.model.path={reward_model}", "reward.weights.function=2.0",
+    )  # fmt: skip
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for line in lines[1:]:
+        assert line["reward_health/ok"] == 32
+        assert line["reward/function/failed"] == line["reward/model/failed"] == 0
+        parts = 2 * line["reward/function/mean"] + 0.5 * line["reward/model/mean"]
+        assert line["critic/score/mean"] == pytest.approx(parts, abs=1e-5)
+        assert line["reward/model/max"] > line["reward/model/min"]
+        assert line["critic/rewards/mean"] != pytest.approx(parts, abs=1e-2)  # the model's part of it is normalised
+    for line in (lines[0], lines[-1]):
+        parts = 2 * line["val-aux/reward/function/mean"] + 0.5 * line["val-aux/reward/model/mean"]
+        assert line["val-core/arithmetic/reward/mean@1"] == pytest.approx(parts, abs=1e-5)
 
 
 @pytest.mark.cluster

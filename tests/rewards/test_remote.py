@@ -713,10 +713,14 @@ def test_ctrl_c_ends_the_requests_under_way_and_closes_the_scorer(
     service.behave = service.hang
     scorer = RemoteScorer(config(service.url))
     finger = threading.Thread(target=press_when_busy)
-    finger.start()
-    with pytest.raises(KeyboardInterrupt):
-        scorer.score(items_of(*"abcdefgh"))
-    finger.join()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in an earlier test has its own
+    try:
+        finger.start()
+        with pytest.raises(KeyboardInterrupt):
+            scorer.score(items_of(*"abcdefgh"))
+        finger.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     with pytest.raises(RewardError, match="closed"):
         scorer.score([])
     assert capfd.readouterr().err == ""

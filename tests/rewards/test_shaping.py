@@ -51,6 +51,16 @@ def test_running_moments_are_those_of_all_steps_so_far_and_survive_a_resume() ->
         np.testing.assert_allclose(found.score, [1 / math.sqrt(5), 3 / math.sqrt(5)], rtol=1e-6)
 
 
+def test_moments_of_another_grader_are_left_behind() -> None:
+    one = shaping("reward.normalise=running")
+    one.shape({"reward": graded(1.0, 3.0)})
+    for other in (["reward=http", "reward.url=http://h/"], MIXED):
+        changed = shaping(*other)
+        fresh = changed.state()
+        changed.load_state(one.state())
+        assert changed.state() == fresh
+
+
 def test_clipping_follows_normalising() -> None:
     one = shaping("reward.normalise=batch", "reward.clip=1.5")
     # of 0, 0, 0, 0, 5: mean 1, deviation 2: -1/2 and 2

@@ -55,10 +55,14 @@ class Shaping:
 
     def state(self) -> dict[str, Any]:
         """The moments so far, as JSON."""
-        return {role: asdict(moments) for role, moments in self._seen.items()}
+        return {role: {"kind": self._graders[role].kind, **asdict(seen)} for role, seen in self._seen.items()}
 
-    def load_state(self, state: Mapping[str, Mapping[str, float]]) -> None:
-        self._seen |= {role: Moments(**moments) for role, moments in state.items()}
+    def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Take over the moments; a grader that was not there, or was of another kind, begins anew."""
+        for role, grader in self._graders.items():
+            saved = dict(state.get(role, {}))
+            if saved.pop("kind", None) == grader.kind:
+                self._seen[role] = Moments(**saved)
 
     def _shaped(self, role: str, graded: Graded) -> Float32:
         grader: SingleReward = self._graders[role]
