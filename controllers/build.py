@@ -149,7 +149,12 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
         policy = config.actor.model.path
         for name, grader in graders.items():
             if isinstance(grader, ModelReward):
-                roles[name] = Role(name, home[name], RewardModelGrader, (engine_spec(name, grader, config), policy))
+                roles[name] = Role(
+                    name,
+                    home[name],
+                    RewardModelGrader,
+                    (engine_spec(name, grader, config), policy, config.data.apply_chat_template),
+                )
             elif isinstance(grader, JudgeReward):
                 sets.append(one(name, gpu * grader.engine.tensor_parallel, False, name))
                 roles[name] = Role(name, name, JudgeWorker, (grader, policy, config.run.seed))

@@ -34,7 +34,7 @@ from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import ConfigError, Problem
+from verl_ray.errors import ConfigError, Problem, TrackingError
 from verl_ray.tracking import Sample, Trackers, open_trackers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.curve import reward_curve
@@ -224,7 +224,10 @@ def conclude(config: Config, trackers: Trackers, samples: list[Sample]) -> int:
     outputs = {"run": str(folder), **trackers.outputs()}
     if isinstance(config, RLConfig):
         outputs["reward curve"] = str(folder / "reward_curve.png")
-        reward_curve(folder / "metrics.jsonl", folder / "reward_curve.png")
+        try:
+            reward_curve(folder / "metrics.jsonl", folder / "reward_curve.png")
+        except TrackingError as error:  # no score came through: the metrics say so, and the run is done all the same
+            print(f"warning: {error}", file=sys.stderr, flush=True)
     report(before, after, samples[:SHOWN_SAMPLES], outputs, next_command(config))
     if not isinstance(config, RLConfig) or config.prepare is None or not evaluated:
         return 0

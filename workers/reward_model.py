@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from verl_ray.data.conversations import tokenize
 from verl_ray.data.files import Content, Message
 from verl_ray.data.prompts import as_messages, prompt_text
 from verl_ray.data.stages import Bool, Finish, Float32, Rollouts, Rows, Scores, TrainingBatch
-from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial
+from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial, wants_chat_template
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.models.role_model import Outputs
@@ -67,10 +67,18 @@ class RewardModelWorker(ModelWorker):
 class RewardModelGrader(RewardModelWorker):
     """Grades rollouts of a policy, whose tokenizer may be another than the model's."""
 
-    def __init__(self, context: WorkerContext, spec: EngineSpec, policy_path: str) -> None:
+    def __init__(
+        self,
+        context: WorkerContext,
+        spec: EngineSpec,
+        policy_path: str,
+        apply_chat_template: bool | Literal["auto"] = "auto",
+    ) -> None:
+        """`apply_chat_template`: whether the policy's prompts went through its template (data.apply_chat_template)."""
         super().__init__(context, spec)
         self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(spec.model_path)
-        self._shared = same_tokens(self._policy, self._own)
+        templated = wants_chat_template(self._policy, apply_chat_template)
+        self._shared = same_tokens(self._policy, self._own) and templated == bool(self._own.chat_template)
         self._longest, self._limit = min(
             (self.engine.max_positions, "max_position_embeddings"),
             (spec.backend.micro_batch_tokens_per_rank, f"{spec.role}.backend.micro_batch_tokens_per_rank"),

@@ -161,3 +161,6 @@ def test_smoothed_labels_by_hand() -> None:
     torch.testing.assert_close(found.loss, torch.tensor([0.75 * math.log(4 / 3) + 0.25 * math.log(4)]))
     (grad,) = torch.autograd.grad(found.loss.sum(), chosen)
     torch.testing.assert_close(grad, torch.zeros(1))  # at 3:1 odds, a quarter of the labels being wrong is what it says
+    # a flipped label demands the margin of the other response: odds of 3:2 for, and of 1:6 against
+    found = bradley_terry(chosen, nothing, torch.tensor([math.log(2)]), label_smoothing=0.25)
+    torch.testing.assert_close(found.loss, torch.tensor([0.75 * math.log(5 / 3) + 0.25 * math.log(7)]))

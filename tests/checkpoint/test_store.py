@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.checkpoint.store import MANIFEST, Checkpoint, CheckpointStore
+from verl_ray.checkpoint.store import MANIFEST, SCHEMA, Checkpoint, CheckpointStore
 from verl_ray.errors import CheckpointError
 
 CONFIG = {"run": {"dir": "outputs/x"}}
@@ -42,7 +42,7 @@ def test_what_was_written_is_found_again(tmp_path: Path) -> None:
     assert found.role("actor") == str(found.path / "actor")
     assert found.files["actor/0.distcp"][0] == 6
     manifest = json.loads((found.path / MANIFEST).read_text())
-    assert manifest["schema"] == 1 and manifest["versions"]["torch"].startswith("2.")
+    assert manifest["schema"] == SCHEMA and manifest["versions"]["torch"].startswith("2.")
     assert CheckpointStore.open(found.path) == found
 
 
@@ -98,13 +98,13 @@ def test_only_torn_ones_are_an_error_and_never_a_fresh_start(tmp_path: Path) -> 
         store.latest()
 
 
-@pytest.mark.parametrize("schema", [0, 2])
+@pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_an_error(tmp_path: Path, schema: int) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 1)
     path = tmp_path / "step_00000001" / MANIFEST
     path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": schema}))
-    with pytest.raises(CheckpointError, match=f"schema {schema} .* this version reads 1"):
+    with pytest.raises(CheckpointError, match=f"schema {schema} .* this version reads {SCHEMA}"):
         store.latest()
 
 

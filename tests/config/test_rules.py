@@ -454,6 +454,20 @@ CASES = [
         "the gain is one of accuracy, which reward=judge does not measure",
         "Use 0, or evaluation.functions={default: exact_match}",
     ),
+    Case(
+        "graders_keep_the_deadline_of_calls",
+        "run.call_deadline_s=60 reward.deadline_s=100",
+        "reward.deadline_s",
+        "run.call_deadline_s=60.0 ends the run before",
+        "at most 60.0",
+    ),
+    Case(
+        "frozen_models_keep_no_activations",
+        "reference.backend.activation_checkpointing=true",
+        "reference.backend.activation_checkpointing",
+        "does not learn",
+        "Leave it out",
+    ),
     Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
     Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
     Case(

@@ -139,8 +139,9 @@ def naive_value_loss(model: Any, rows: Any) -> Tensor:
 
 def naive_preference_loss(model: Any, rows: Any) -> Tensor:
     scores = torch.stack([naive_values(model, rows.tokens[row])[-1] for row, _ in by_row(rows)])
-    d = scores[0::2] - scores[1::2] - torch.tensor(rows.margin[0::2], dtype=torch.float64)
-    loss = -(1 - contract.SMOOTHING) * torch.sigmoid(d).log() - contract.SMOOTHING * torch.sigmoid(-d).log()
+    d, margin = scores[0::2] - scores[1::2], torch.tensor(rows.margin[0::2], dtype=torch.float64)
+    right, flipped = torch.sigmoid(d - margin).log(), torch.sigmoid(-d - margin).log()
+    loss = -(1 - contract.SMOOTHING) * right - contract.SMOOTHING * flipped
     return (2 * torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
 
 

@@ -96,7 +96,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: flo
 
 
 def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, label_smoothing: float) -> TokenLoss:
-    """-(1 - e) log sigmoid(d) - e log sigmoid(-d), d = chosen - rejected - margin, per pair. All float32 [pairs].
+    """-(1 - e) log sigmoid(d - m) - e log sigmoid(-d - m), d = chosen - rejected, per pair. All float32 [pairs].
+
+    `margin` m is demanded of whichever response is taken to be the better one; e is `label_smoothing`.
 
     Metrics: reward/accuracy (the chosen one scores higher; a tie counts half), reward/log_loss (of the preference by
     the scores alone: margin and smoothing left out), reward/margin, reward/chosen, reward/rejected.
@@ -105,9 +107,10 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, label_smo
     Llama 2 (arXiv:2307.09288, eq. 2); smoothed labels, arXiv:2401.06080.
     """
     difference = chosen - rejected
-    d = difference - margin
     log_sigmoid = torch.nn.functional.logsigmoid
-    loss = -(1 - label_smoothing) * log_sigmoid(d) - label_smoothing * log_sigmoid(-d)
+    loss = -(1 - label_smoothing) * log_sigmoid(difference - margin) - label_smoothing * log_sigmoid(
+        -difference - margin
+    )
     told = difference.detach()
     metrics = {
         "reward/accuracy": (1 + told.sign()) / 2,

@@ -24,6 +24,7 @@ from verl_ray.config.schema import (
     RewardModelConfig,
     RLConfig,
     SFTConfig,
+    SupervisedRole,
 )
 from verl_ray.config.suggest import closest, either, nearest_divisors
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
@@ -467,6 +468,28 @@ def held_out_deadline_is_used(config: RLConfig, overridden: Overridden) -> Itera
         yield from _ignored(keys, config, "evaluation.functions=null leaves grading to the reward, with its deadline")
 
 
+def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    limits = {
+        key: one.deadline_s for key, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)
+    }
+    if config.evaluation.functions is not None:
+        limits["evaluation"] = config.evaluation.deadline_s
+    for key, deadline_s in limits.items():
+        if deadline_s > config.run.call_deadline_s:
+            rule = (
+                f"run.call_deadline_s={config.run.call_deadline_s} ends the run before this ends a response's grading"
+            )
+            fix = f"Use at most {config.run.call_deadline_s}, or raise run.call_deadline_s."
+            yield Problem(f"{key}.deadline_s", deadline_s, rule, fix)
+
+
+def frozen_models_keep_no_activations(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    frozen = [name for name, role in config.model_roles.items() if not isinstance(role, SupervisedRole)]
+    for name in frozen:
+        keys = overridden.under(f"{name}.backend.activation_checkpointing")
+        yield from _ignored(keys, config, "this model does not learn, so it keeps no activations")
+
+
 def normalised_scores_matter(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     """Group baselines subtract a mean of their own."""
     if config.algorithm.advantage not in GROUP_BASELINES or isinstance(config.reward, MixedReward):
@@ -656,6 +679,8 @@ RL_RULES: tuple[RLRule, ...] = (
     vllm_args_are_free,
     rewards_have_a_function,
     held_out_deadline_is_used,
+    graders_keep_the_deadline_of_calls,
+    frozen_models_keep_no_activations,
     normalised_scores_matter,
     mixed_rewards_have_weights,
     judges_can_be_asked,

@@ -21,6 +21,7 @@ from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import Content, PreferenceRecord, read_preferences
 from verl_ray.data.prompts import fitting_rows
 from verl_ray.data.stages import Bool, Float32, TrainingBatch
+from verl_ray.data.tokenizers import unspecial
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -157,14 +158,22 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: PreferenceDataConfig,
 ) -> Ragged:
+    sides = (record.chosen if side == "chosen" else record.rejected for record in records)
     tokens, _ = tokenize(
-        [record.chosen if side == "chosen" else record.rejected for record in records],
+        [_without_specials(content, tokenizer) for content in sides],
         [f"{record.where}, {side}" for record in records],
         tokenizer,
         apply_chat_template=config.apply_chat_template,
         responses="last",
     )
     return tokens
+
+
+def _without_specials(content: Content, tokenizer: PreTrainedTokenizerBase) -> Content:
+    """Names of special tokens that the response spells out would end it early; they are left out, as in grading."""
+    if isinstance(content, tuple):
+        return content[0], unspecial(content[1], tokenizer)
+    return [*content[:-1], {**content[-1], "content": unspecial(str(content[-1]["content"]), tokenizer)}]
 
 
 def _equal_rows(left: Ragged, right: Ragged) -> Bool:
