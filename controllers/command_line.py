@@ -106,6 +106,7 @@ Measure speed on this machine and print the figures as JSON.
 
 suites:
   data  split, concatenate, select, put and get rows, beside the memory bandwidth of the same minute
+  fsdp  the training backends on 1 and 2 ranks, beside plain PyTorch on the same rows
   step  whole training steps of a small GRPO run, beside a floor of raw generation and raw training
 
 examples:

@@ -153,6 +153,8 @@ class Ranks:
     ) -> Engine:
         sharding = {"sharding": settings.pop("sharding", "full"), "shard_size": settings.pop("shard_size", None)}
         sharding["sequence_parallel"] = settings.pop("sequence_parallel", 1)
+        sharding["prefetch_layers"] = settings.pop("prefetch_layers", 0)
+        sharding |= {name: settings.pop(name, False) for name in ("host_parameters", "activation_offload")}
         fields = {
             "kind": kind,
             "dtype": "float32",
@@ -280,6 +282,8 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     if kind == "fsdp":
         gathered = {"sharding": "grad_op"}
         found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
+        ahead = {"prefetch_layers": 2, "host_parameters": True, "activation_offload": True}
+        found["ahead and from the host"] = ranks.train(ranks.engine(kind, **ahead), mine, POLICY)
         found["not sharded"] = ranks.train(ranks.engine(kind, sharding="none"), mine, POLICY)
         engine = ranks.engine(kind, dtype="bfloat16", **gathered)
         engine.forward(mine, Outputs(log_probs=True))

@@ -23,7 +23,7 @@ from verl_ray.profiling.memory import malloc_trim
 
 BACKEND = FsdpBackend(
     kind="fsdp", dtype="float32", micro_batch_tokens_per_rank=64, activation_checkpointing=False, sharding="full",
-    shard_size=None, sequence_parallel=1,
+    shard_size=None, sequence_parallel=1, prefetch_layers=0, host_parameters=False, activation_offload=False,
 )  # fmt: skip
 
 

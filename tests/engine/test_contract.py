@@ -251,6 +251,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
         ("activation checkpointing", "qwen3"),
         ("gathered in forward", "qwen3"),
         ("not sharded", "qwen3"),
+        ("ahead and from the host", "qwen3"),
         ("fewer rows than ranks", "one row"),
         ("llama", "llama"),
         ("qwen2", "qwen2"),
@@ -261,7 +262,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
     place: tuple[str, int], results: Any, naive: Any, case: str, reference: str
 ) -> None:
-    if case in ("gathered in forward", "not sharded") and place[0] != "fsdp":
+    if case in ("gathered in forward", "not sharded", "ahead and from the host") and place[0] != "fsdp":
         assert case not in results[0]["check_training"]
         return
     for rank in results:

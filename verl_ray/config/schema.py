@@ -125,6 +125,14 @@ class FsdpBackend(Section):
     hold copies of each other; none: every rank holds everything."""
     shard_size: Positive | None
     """Ranks per group with sharding=hybrid; null elsewhere."""
+    prefetch_layers: NonNegative
+    """Layers whose parameters are gathered ahead of the one that computes, forward and backward; 0 = one, as torch
+    itself does. More hide a slow network, for memory."""
+    host_parameters: bool
+    """Keep parameters, gradients and optimizer state on the host for good; a layer comes to the device to compute, and
+    the optimizer steps on the host."""
+    activation_offload: bool
+    """Keep what the backward pass needs of the forward pass on the host."""
     sequence_parallel: Positive
     """Ranks that compute the same rows together, each a slice of their tokens (Ulysses); 1 = every rank has rows of its
     own. It must divide the ranks of the role and the attention heads of the model."""

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from verl_ray.config.schema import FsdpBackend
 from verl_ray.data.stages import Rows
@@ -31,13 +31,25 @@ class FsdpEngine(ModuleEngine):
         assert isinstance(backend, FsdpBackend)
         mesh = self._mesh(backend)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
+        home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if backend.host_parameters else OffloadPolicy()
+        units = []
         for unit in [*model.layers, model]:
             sharded = fully_shard(
-                unit, mesh=mesh, mp_policy=precision, reshard_after_forward=backend.sharding in ("full", "hybrid")
+                unit,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=home,
+                reshard_after_forward=backend.sharding in ("full", "hybrid"),
             )
+            units.append(sharded)
             # summed, not averaged: the weights of a loss hold the global denominators; gloo has no other reduction
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
+        if ahead := backend.prefetch_layers:
+            layers = units[:-1]
+            for i, layer in enumerate(layers):
+                layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
+                layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
 
     def sharding_manager(self) -> ShardingManager:
         if self.peers == 1:
@@ -62,6 +74,22 @@ class FsdpEngine(ModuleEngine):
             if isinstance(module, FSDPModule):
                 module.reshard()
         return found
+
+    @property
+    def home(self) -> torch.device:
+        backend = self.spec.backend
+        assert isinstance(backend, FsdpBackend)
+        return torch.device("cpu") if backend.host_parameters else self.device
+
+    @contextlib.contextmanager
+    def computing(self) -> Iterator[None]:
+        backend = self.spec.backend
+        assert isinstance(backend, FsdpBackend)
+        if not backend.activation_offload:
+            yield
+            return
+        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
+            yield
 
     @contextlib.contextmanager
     def summing(self, last: bool) -> Iterator[None]:

@@ -85,7 +85,9 @@ class ModuleEngine(Engine):
         if spec.optimizer is None:
             self.model.requires_grad_(False)
         self.shard(self.model)
-        fill_role_model(self.model, spec.model_path, seed=spec.seed, device=device)
+        fill_role_model(self.model, spec.model_path, seed=spec.seed, device=self.home)
+        for buffer in self.model.buffers():
+            buffer.data = buffer.data.to(device)
         self.module = self.wrap(self.model)
         self.steps = 0
         self.optimizer = None if spec.optimizer is None else _optimizer(self.model, spec)
@@ -99,6 +101,11 @@ class ModuleEngine(Engine):
     def wrap(self, model: RoleModel) -> nn.Module:
         """The module to call."""
         return model
+
+    @property
+    def home(self) -> torch.device:
+        """Where this rank's parameters are between computations."""
+        return self.device
 
     def sharding_manager(self) -> ShardingManager:
         """How the tokens of a micro-batch are spread over the peers."""
@@ -223,8 +230,8 @@ class ModuleEngine(Engine):
         unknown = {params, optimizer} - {"device", "host"}
         if unknown:
             raise EngineError(f"place: {unknown} is neither 'device' nor 'host'")
-        if self.device.type == "cpu":
-            return  # host is device
+        if self.home.type == "cpu":
+            return  # host is device, or is where they always are
         self.module.to("cpu" if params == "host" else self.device)
         if self.optimizer is not None:
             target = torch.device("cpu") if optimizer == "host" else self.device
