@@ -183,9 +183,8 @@ def _engine_passes(work: Work) -> dict[str, Callable[[], object]]:
     from verl_ray.engine.build import build_engine
     from verl_ray.models.role_model import Outputs
 
-    config = compose("quickstart", [
-        f"backend={work.kind}", f"backend.dtype={work.dtype}", f"backend.micro_batch_tokens_per_rank={MICRO_BATCH_TOKENS}",
-    ])  # fmt: skip
+    cap = f"backend.micro_batch_tokens_per_rank={MICRO_BATCH_TOKENS}"
+    config = compose("quickstart", [f"backend={work.kind}", f"backend.dtype={work.dtype}", cap])
     role = config.model_roles["actor"]
     spec = EngineSpec("actor", work.model, "policy", role.backend, config.actor.optimizer, 1000, seed=0)  # type: ignore[union-attr]
     engine = build_engine(spec, device=torch.device("cpu"), rank=work.rank, world_size=work.world)
