@@ -29,9 +29,10 @@ ROOT = Path(__file__).parents[2]
 SHORT = ["tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
 
 
-def command(cluster: Session, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(cluster: Session | None, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """On the tests' cluster, or on one of its own."""
     ended = subprocess.run(
-        [sys.executable, "-m", "controllers", *arguments, f"ray.address={cluster.address}"],
+        [sys.executable, "-m", "controllers", *arguments, *([f"ray.address={cluster.address}"] if cluster else [])],
         cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -108,12 +109,13 @@ def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, fl
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_a_run_learns_from_a_mixture_and_tells_its_parts(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
-    """The reward model sits in the actor's sharded processes, and gets pieces of odd sizes while rollouts are drawn."""
+def test_a_run_learns_from_a_mixture_and_tells_its_parts(inputs: Inputs, tmp_path: Path) -> None:
+    """The reward model sits in the actor's sharded processes, and gets pieces of odd sizes while rollouts are drawn. It
+    takes more than other tests' groups have left of the cluster that they share."""
     make_tokenizers(tmp_path)
     reward_model = make_reward_model(tmp_path / "reward", "llama", tmp_path / "brackets")
     command(
-        cluster, "train", "--config-name", "ppo", *inputs.overrides(tmp_path / "run"), "run.total_steps=2",
+        None, "train", "--config-name", "ppo", *inputs.overrides(tmp_path / "run"), "run.total_steps=2",
         "run.evaluate_every=2", "data.prompts_per_step=8", "data.max_prompt_tokens=8", "rollout.group_size=4",
         "rollout.max_response_tokens=6", "rollout.kv_cache_gib=0.03125", "rollout.stream_rows=5", "backend=fsdp",
         "actor.num_ranks=2", "reward=mixed", f"reward.components.function.functions.default={GRADER}:ones",
