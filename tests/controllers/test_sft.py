@@ -57,4 +57,4 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
         trainer.export(str(tmp_path / "model"))
     assert 0.2 < accuracy <= 1
     assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)
-    assert trainer.state().keys() == {"cursor", "finished"} and not trainer.finished
+    assert trainer.state().keys() == {"cursor", "finished", "gradients"} and not trainer.finished
