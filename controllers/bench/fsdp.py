@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.schema import RLConfig, TinyModelConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.errors import VerlRayError
@@ -185,8 +185,8 @@ def _engine_passes(work: Work) -> dict[str, Callable[[], object]]:
 
     cap = f"backend.micro_batch_tokens_per_rank={MICRO_BATCH_TOKENS}"
     config = compose("quickstart", [f"backend={work.kind}", f"backend.dtype={work.dtype}", cap])
-    role = config.model_roles["actor"]
-    spec = EngineSpec("actor", work.model, "policy", role.backend, config.actor.optimizer, 1000, seed=0)  # type: ignore[union-attr]
+    assert isinstance(config, RLConfig)
+    spec = EngineSpec("actor", work.model, "policy", config.actor.backend, config.actor.optimizer, 1000, seed=0)
     engine = build_engine(spec, device=torch.device("cpu"), rank=work.rank, world_size=work.world)
     rows = rows_of(work.rows, engine.vocab_size)
     mine = rows.select(balance(rows.lengths, work.world)[work.rank])

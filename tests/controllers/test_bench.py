@@ -73,3 +73,14 @@ def test_step(tmp_path: Path) -> None:
         assert figures["floor_s"] > 0 and 0 < figures["driver_share"] < 1
     assert found["forced"]["mean_response_tokens"] == 32 > found["natural"]["mean_response_tokens"]
     assert found["peak_memory_gib"] > 0 and found["start_to_first_step_s"] > 0
+
+
+@pytest.mark.cluster
+def test_fsdp() -> None:
+    found = measured("fsdp", "--rows", "4", "--repeats", "1")
+    for contender in ("plain_1", "engine_1", "fsdp_1", "fsdp_2"):
+        figures = found[contender]
+        assert figures["tokens_per_s"].keys() == {"forward", "forward_backward", "step"}
+        assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
+    assert found["plain_1"]["times_plain"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
+    assert found["rows"]["count"] == 4

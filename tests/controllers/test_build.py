@@ -165,8 +165,8 @@ def test_a_reward_model_is_placed_as_the_other_models_are() -> None:
     assert sets(together) == {"engine trainer": ("shared", 1), "rollout": ("shared", 1)}
     assert homes(together)["reward"] == homes(together)["actor"] == "engine trainer"
     role = together.roles["reward"]
-    spec, policy = role.args
-    assert (role.factory, policy) == (RewardModelGrader, "/m")
+    spec, *policy = role.args
+    assert (role.factory, policy) == (RewardModelGrader, ["/m", "auto"])
     assert (spec.role, spec.model_path, spec.head, spec.optimizer) == ("reward", "/rm", "value", None)
     apart = plan("reward=model", "reward.model.path=/rm", "reward.num_ranks=2", "placement=separate", shape=GPUS)
     (one,) = (one for one in apart.sets if one.name == "reward")

@@ -24,6 +24,7 @@ def run_config(run_dir: Path) -> RunConfig:
         checkpoint_every=0,
         keep_checkpoints=1,
         resume="none",
+        max_skipped_steps=3,
         threads_per_rank=1,
         call_deadline_s=1.0,
         start_deadline_s=1.0,

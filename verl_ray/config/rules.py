@@ -486,8 +486,9 @@ def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Itera
 def frozen_models_keep_no_activations(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
     frozen = [name for name, role in config.model_roles.items() if not isinstance(role, SupervisedRole)]
     for name in frozen:
-        keys = overridden.under(f"{name}.backend.activation_checkpointing")
-        yield from _ignored(keys, config, "this model does not learn, so it keeps no activations")
+        for field in ("activation_checkpointing", "activation_offload"):
+            keys = overridden.under(f"{name}.backend.{field}")
+            yield from _ignored(keys, config, "this model does not learn, so it keeps no activations")
 
 
 def normalised_scores_matter(config: RLConfig, _: Overridden) -> Iterator[Problem]:

@@ -170,7 +170,7 @@ class ModelRole(Section):
 
     @property
     def peers(self) -> int:
-        """Ranks that are given the same rows."""
+        """Neighbouring ranks that are given the same rows, and compute them together."""
         return self.backend.sequence_parallel if isinstance(self.backend, FsdpBackend) else 1
 
 
