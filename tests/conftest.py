@@ -14,3 +14,12 @@ def cluster() -> Iterator[Session]:
     """One Ray cluster for all tests of this process; tests that need one of their own run a child process."""
     with Session.open(None, cores=4, object_store_bytes=1 << 30) as session:
         yield session
+
+
+LONG = ("test_readme", "test_training", "test_recovery", "test_cluster_runs", "test_reward_model", "test_bench")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files of long tests first, so that neither of two processes is left alone with one at the end."""
+    order = {name: position for position, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
