@@ -212,8 +212,9 @@ def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
         head="value" if name == "critic" or name.startswith("reward") else "policy",
         backend=role.backend,
         optimizer=learning.optimizer if learning else None,
-        peers=role.peers,
         new_head=learning is not None,
+        lora=learning.lora if learning and learning.lora.rank else None,
+        expert_balance=learning.expert_balance if learning else None,
         schedule_steps=learning_steps(name, config) * updates_per_step(learning, config) if learning else 0,
         seed=config.run.seed,
     )

@@ -44,7 +44,7 @@ def main(argv: list[str]) -> int:
         with start_groups(sets, [wanted], log_dir=Path(logs), **limits) as groups:
             group = groups[wanted]
             wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
-            wait_all([group.broadcast(ModelWorker.export, str(target.absolute()))])
+            wait_all([group.broadcast(ModelWorker.export, str(target.absolute()), given.adapter)])
             apart = max(group.broadcast(ModelWorker.distance_from, str(target.absolute())).result())
     limit = EXACT[config.model_roles[role].backend.dtype]
     if not apart <= limit:
@@ -78,5 +78,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_... directory of a run")
     parser.add_argument("directory", metavar="DIR", help="where to write; new or empty")
     parser.add_argument("--role", help="which role (the first that learned: actor, or reward of a reward model)")
+    parser.add_argument(
+        "--adapter",
+        action="store_true",
+        help="write the LoRA adapter alone, as peft reads it, and not merged into the model",
+    )
     parser.add_argument("--address", metavar="ADDRESS", help="Ray cluster (RAY_ADDRESS, else one of its own)")
     return parser

@@ -128,7 +128,21 @@ def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
         f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
         f"{role}/lr": steps[-1].lr,
         f"{role}/skipped_steps": float(sum(step.skipped is not None for step in steps)),
+        **of_experts(role, everything),
         **utilisation(role, updates),
+    }
+
+
+def of_experts(role: str, report: LossReport) -> Metrics:
+    """How evenly tokens are spread: the fullest and the emptiest expert of any layer, in multiples of an even share,
+    and the share of experts that were given nothing."""
+    if report.expert_load is None:
+        return {}
+    share = report.expert_load / report.expert_load.mean(axis=1, keepdims=True)
+    return {
+        f"{role}/expert_load_max": float(share.max()),
+        f"{role}/expert_load_min": float(share.min()),
+        f"{role}/expert_idle_fraction": float((share == 0).mean()),
     }
 
 

@@ -104,6 +104,8 @@ class Trainer:
             old = system.actor.scatter(ActorWorker.compute_log_probs, rollouts, temperature)
         if system.reference is not None:
             reference = system.reference.scatter(ReferenceWorker.compute_log_probs, rollouts, temperature)
+        elif self.config.reference_is_base:
+            reference = system.actor.scatter(ActorWorker.compute_base_log_probs, rollouts, temperature)
         if system.critic is not None:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
         return Measured(

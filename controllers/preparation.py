@@ -121,7 +121,12 @@ def supervised_job(config: RLConfig, wanted: PrepareConfig, folder: Path, train:
             apply_chat_template=config.data.apply_chat_template,
         ),
         actor=SupervisedRole(
-            model=model, num_ranks=config.actor.num_ranks, backend=config.actor.backend, optimizer=warm.optimizer
+            model=model,
+            num_ranks=config.actor.num_ranks,
+            backend=config.actor.backend,
+            optimizer=warm.optimizer,
+            lora=config.actor.lora.model_copy(update={"rank": 0}),  # the model is new: all of it has to learn
+            expert_balance=config.actor.expert_balance,
         ),
         sft=SupervisedConfig(
             batch_size=warm.batch_size,

@@ -14,6 +14,7 @@ from verl_ray.data.stages import (
     LogProbs,
     Rollouts,
     RowRewards,
+    Rows,
     Scores,
     TrainingBatch,
     Values,
@@ -40,6 +41,10 @@ class ActorWorker(ModelWorker):
         self._own_address: SharedMemoryAddress | None = None
 
     # ------------------------------------------------------------------------------------------- one RL step
+
+    def compute_base_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
+        """The same without the adapter: those of the policy before it learned, which is the reference then."""
+        return self._log_probs(rows, Outputs(log_probs=True, temperature=temperature, base=True))
 
     def diverge(self, rows: Rollouts, policy: LogProbs, reference: LogProbs, algorithm: AlgorithmConfig) -> Divergence:
         """The divergence of each response from the reference."""

@@ -22,7 +22,7 @@ from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.models.probe import plain_outputs, probe_rows
 from verl_ray.models.role_model import Outputs
-from verl_ray.profiling.flops import ModelShape, peak_flops_per_s, training_flops
+from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
 
 
@@ -58,16 +58,17 @@ class ModelWorker:
         self.context = context
         device = torch.device(context.device)
         self.engine = build_engine(spec, device=device, rank=context.rank, world_size=context.num_ranks)
-        shape = ModelShape.of(spec.model_path)
-        if shape is not None and spec.head == "value":
-            shape = replace(shape, vocab_size=1)  # this head gives one number per token
-        self._shape = shape
+        self._shape = shape = self.engine.shape
+        self._adapted = spec.lora is not None
         self.topology = replace(self.engine.topology, quadratic=shape.quadratic if shape is not None else 0.0)
         self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
 
     def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
         """Log-probabilities of the response tokens at the temperature they were sampled with."""
-        found = self.engine.forward(rows, Outputs(log_probs=True, temperature=temperature))
+        return self._log_probs(rows, Outputs(log_probs=True, temperature=temperature))
+
+    def _log_probs(self, rows: Rows, outputs: Outputs) -> LogProbs:
+        found = self.engine.forward(rows, outputs)
         assert found.log_probs is not None
         return LogProbs(offsets=rows.offsets, log_probs=found.log_probs)
 
@@ -76,7 +77,9 @@ class ModelWorker:
         began = time.perf_counter()
         loss, step = self.engine.forward_backward(rows, objective), self.engine.optimizer_step()
         seconds = time.perf_counter() - began  # the gradient norm has been waited for, so the device is done
-        flops = training_flops(self._shape, rows.lengths) / self.engine.peers if self._shape is not None else 0.0
+        flops = 0.0
+        if self._shape is not None:
+            flops = training_flops(self._shape, rows.lengths, frozen=self._adapted) / self.engine.peers
         return UpdateReport(loss, step, seconds, flops, self._peak_flops_per_s, device_memory(reset_peak=True))
 
     def save(self, path: str) -> None:
@@ -89,9 +92,9 @@ class ModelWorker:
         load(state, path)
         self.engine.load_state(state)
 
-    def export(self, path: str) -> None:
-        """Write a Hugging Face directory."""
-        self.engine.export(path)
+    def export(self, path: str, adapter: bool) -> None:
+        """Write a Hugging Face directory, or what was learned beside it as an adapter."""
+        self.engine.export(path, adapter=adapter)
 
     def distance_from(self, path: str) -> float:
         """The largest difference between this engine and transformers on the directory `path`, over some fixed rows:

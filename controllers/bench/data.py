@@ -33,6 +33,7 @@ PARTS = 8
 GROWTH = 8  # how many times as many tokens go through the driver's hands
 STORE_COPIES = 12  # of the rows, that the object store has room for
 _DEADLINE_S = 120.0
+_CALLS = 100
 _PROMPT_TOKENS = 16
 _PROGRAM = "verl-ray bench data"
 
@@ -148,8 +149,9 @@ def timed(run: Callable[[], object], repeats: int) -> float:
     return median(seconds)
 
 
-def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, int]:
-    """Memory of the driver's own while rows made by a worker are scattered to it and their log-probs come back."""
+def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, float]:
+    """Memory of the driver's own while rows made by a worker are scattered to it and their log-probs come back; and
+    what one call on one worker costs, with hardly a row."""
     processes = ProcessSet("mover", 1, 1.0, 0, "mover", 1, process_group=False)
     role = Role("mover", "mover", Mover)
     limits = {"start_deadline_s": _DEADLINE_S, "call_deadline_s": _DEADLINE_S}
@@ -163,11 +165,14 @@ def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, int]:
         held.append(through(groups[role], seeds, few * GROWTH))
         with_many = own_bytes()
         moved = [sum(part.num_tokens for part in parts) for parts in held]
+        one = held[0][0].select(np.arange(1))
+        call_s = timed(lambda: groups[role].scatter(Mover.log_probs, one).result(), _CALLS)
     return {
         "tokens": moved[0],
         "growth_bytes": with_few - before,
         f"tokens_x{GROWTH}": moved[1],
         f"growth_bytes_x{GROWTH}": with_many - with_few,
+        "call_ms": round(1e3 * call_s, 3),
     }
 
 

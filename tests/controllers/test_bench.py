@@ -58,6 +58,7 @@ def test_data() -> None:
     assert driver["tokens"] == 2 * 2048 * 16 and driver["tokens_x8"] == 8 * driver["tokens"]
     # The rows are 2.4 MB larger and their log-probs 0.9 MB; the driver may not hold even a quarter of that.
     assert driver["growth_bytes_x8"] < 800_000
+    assert driver["call_ms"] > 0
 
 
 @pytest.mark.cluster

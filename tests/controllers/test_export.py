@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from tests.controllers.runs import Inputs
 from verl_ray.cluster.session import Session
@@ -28,8 +30,9 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     run_dir, target = tmp_path / "run", tmp_path / "exported"
     trained = command(
         "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=2", "run.evaluate_every=0",
-        "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16", "actor.optimizer.lr=1e-2", "backend=fsdp",
-        "actor.num_ranks=2", "tracking.wandb.mode=disabled", f"ray.address={cluster.address}",
+        "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16", "actor.optimizer.lr=1e-1",
+        "actor.lora.rank=4", "backend=fsdp", "actor.num_ranks=2", "tracking.wandb.mode=disabled",
+        f"ray.address={cluster.address}",
     )  # fmt: skip
     assert trained.returncode == 0, trained.stdout + trained.stderr
     checkpoint = run_dir / "checkpoints" / "step_00000002"
@@ -41,6 +44,13 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     assert all(torch.equal(after[name], at_the_end[name]) for name in at_the_end)
     assert not all(torch.equal(after[name], before[name]) for name in before)
     assert {"config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
+
+    adapter = tmp_path / "adapter"
+    apart = command("export", str(checkpoint), str(adapter), "--adapter", "--address", cluster.address)
+    assert apart.returncode == 0 and f": {adapter} (within " in apart.stdout, apart.stdout + apart.stderr
+    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), adapter).merge_and_unload()
+    for name, value in model.named_parameters():
+        torch.testing.assert_close(value, after[name], rtol=0, atol=1e-6)
 
     again = command("export", str(checkpoint), str(target), "--address", cluster.address)
     assert again.returncode == 2 and "this directory is not empty" in again.stderr

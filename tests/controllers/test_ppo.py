@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -104,6 +105,23 @@ def test_only_the_critic_learns_while_it_warms_up(trainer: MakeTrainer) -> None:
     first, second = run.step(1), run.step(2)
     assert first["critic/grad_norm"] > 0 and "actor/grad_norm" not in first
     assert second["actor/grad_norm"] > 0
+
+
+def test_with_an_adapter_the_reference_is_the_actors_base(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
+    elsewhere = shutil.copytree(inputs.model, tmp_path / "a copy")
+    adapted = ["backend=fsdp", "actor.num_ranks=2", "actor.lora.rank=4", "actor.optimizer.lr=5e-2"]
+    found = []
+    for more in ([], [f"reference.model.path={elsewhere}"]):
+        with training(inputs.config("grpo", tmp_path / "run", *adapted, *more), samplers) as run:
+            assert (run.system.reference is None) == (not more)
+            run.publish(0)
+            found.append([run.step(number) for number in (1, 2)])
+    (first, second), (_, of_a_copy) = found
+    assert first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0  # an adapter starts as nothing
+    assert second["actor/kl_loss"] == pytest.approx(of_a_copy["actor/kl_loss"], rel=1e-3)
+    assert second["actor/kl_loss"] > 1e-4
+    assert second["training/rollout_probs_diff_mean"] < 1e-5  # the merged weights arrived
+    assert second["weight_sync/verified"] == 24
 
 
 def test_the_divergence_is_steered_to_its_target(trainer: MakeTrainer) -> None:

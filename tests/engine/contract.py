@@ -10,7 +10,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from verl_ray.config.schema import (
     EngineBackend,
     FsdpBackend,
     KLConfig,
+    LoraConfig,
     OptimizerConfig,
     ValueLossConfig,
 )
@@ -42,7 +43,7 @@ from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
-from verl_ray.errors import DataError, EngineError
+from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.models.role_model import HeadKind, Outputs, TokenOutputs
 
 DEADLINE_S = 240
@@ -80,6 +81,8 @@ ALGORITHM = AlgorithmConfig(
 POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
 VALUE_CLIP = 0.2
 SMOOTHING = 0.1
+BALANCE = 0.1
+ADAPTER = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
 PREFERENCE = PreferenceObjective(SMOOTHING)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
 
@@ -154,7 +157,11 @@ class Ranks:
         sharding = {"sharding": settings.pop("sharding", "full"), "shard_size": settings.pop("shard_size", None)}
         sharding["sequence_parallel"] = settings.pop("sequence_parallel", 1)
         sharding["prefetch_layers"] = settings.pop("prefetch_layers", 0)
-        sharding |= {name: settings.pop(name, False) for name in ("host_parameters", "activation_offload")}
+        sharding |= {
+            name: settings.pop(name, False) for name in ("host_parameters", "activation_offload", "embedding_units")
+        }
+        sharding["read_weights"] = settings.pop("read_weights", "every_rank")
+        lora, balance = settings.pop("lora", None), settings.pop("expert_balance", None)
         fields = {
             "kind": kind,
             "dtype": "float32",
@@ -172,7 +179,8 @@ class Ranks:
             optimizer,
             STEPS,
             seed=3,
-            peers=sharding["sequence_parallel"],
+            lora=lora,
+            expert_balance=balance,
         )
         return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
 
@@ -237,7 +245,7 @@ class Ranks:
 def refused(call: Callable[[], object]) -> str:
     try:
         call()
-    except (DataError, EngineError) as error:
+    except (DataError, EngineError, ModelError) as error:
         return f"{type(error).__name__}: {error}"
     return "nothing was raised"
 
@@ -245,7 +253,7 @@ def refused(call: Callable[[], object]) -> str:
 def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows, found = rows_of(), {}
     wanted = Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE)
-    for model in ("qwen3", "llama", "qwen2"):
+    for model in MODELS:
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
     engine = ranks.engine(kind, head="value", optimizer=None)
@@ -274,6 +282,21 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "bfloat16": ranks.train(ranks.engine(kind, dtype="bfloat16"), mine, POLICY),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
+        "gemma": ranks.train(ranks.engine(kind, "gemma"), mine, POLICY),
+        "experts": ranks.train(ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE), mine, POLICY),
+        "experts in many micro-batches": ranks.train(
+            ranks.engine(
+                kind, "qwen3_moe", expert_balance=BALANCE, micro_batch_tokens_per_rank=40, activation_checkpointing=True
+            ),
+            mine,
+            POLICY,
+        ),
+        "experts in bfloat16": ranks.train(
+            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, dtype="bfloat16"), mine, POLICY
+        ),
+        "experts, value": ranks.train(
+            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, head="value"), mine, VALUE
+        ),
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
         "preferences": ranks.train(
             ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60), ranks.my_pairs(pairs_of()), PREFERENCE
@@ -284,6 +307,9 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
         ahead = {"prefetch_layers": 2, "host_parameters": True, "activation_offload": True}
         found["ahead and from the host"] = ranks.train(ranks.engine(kind, **ahead), mine, POLICY)
+        apart = {"embedding_units": True, "read_weights": "rank_zero"}
+        found["embeddings apart"] = ranks.train(ranks.engine(kind, **apart), mine, POLICY)
+        found["embeddings apart, value"] = ranks.train(ranks.engine(kind, head="value", **apart), mine, VALUE)
         found["not sharded"] = ranks.train(ranks.engine(kind, sharding="none"), mine, POLICY)
         engine = ranks.engine(kind, dtype="bfloat16", **gathered)
         engine.forward(mine, Outputs(log_probs=True))
@@ -294,6 +320,8 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     engine = ranks.engine(kind)
     report = ranks.total(engine.forward_backward(mine, POLICY))
     found["tokens"], found["means"] = report.tokens, report.means()
+    engine = ranks.engine(kind, "qwen3_moe", micro_batch_tokens_per_rank=40)
+    found["load"] = ranks.total(engine.forward_backward(mine, POLICY)).expert_load
     return found
 
 
@@ -307,7 +335,18 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
         response_mask=np.array([True, True]),
         loss_weight=np.ones(1, np.float32),
     )
-    return {
+    found = {}
+    if kind == "fsdp":
+        found["tied"] = refused(lambda: ranks.engine(kind, "llama", embedding_units=True))
+        found["nowhere"] = refused(lambda: ranks.engine(kind, "nowhere", read_weights="rank_zero"))
+    return found | {
+        "no experts": refused(lambda: ranks.engine(kind, expert_balance=0.1)),
+        "no such layer": refused(
+            lambda: ranks.engine(
+                kind, "qwen3_moe", lora=ADAPTER.model_copy(update={"targets": ("q_proj", "gate_proj")})
+            )
+        ),
+        "no adapter": refused(lambda: engine.export(str(ranks.folder / "none"), adapter=True)),
         "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
         "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
         "first": refused(lambda: engine.forward_backward(first, SupervisedObjective())),
@@ -392,6 +431,10 @@ def check_hybrid(ranks: Ranks) -> dict[str, Any]:
     load(resumed, ranks.folder / "state_hybrid_4")
     found["resumed"], found["never stopped"] = ranks.train(resumed, mine, POLICY, 1), never_stopped
     found["full"] = ranks.train(ranks.engine("fsdp"), mine, POLICY)
+    experts = ranks.engine("fsdp", "qwen3_moe", expert_balance=BALANCE, **groups)
+    found["experts"] = ranks.train(experts, mine, POLICY)
+    adapted = ranks.engine("fsdp", lora=ADAPTER, **groups)
+    found["adapter"] = ranks.train(adapted, mine, POLICY)
     return found
 
 
@@ -403,7 +446,7 @@ def load(engine: Engine, folder: Path) -> None:
 
 def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    for model in ("qwen3", "llama"):
+    for model in ("qwen3", "llama", "qwen3_moe"):
         engine = ranks.engine(kind, model)
         found[model] = (engine.manifest(), ranks.weights(engine))
     decayed = ranks.engine(kind, optimizer=OPTIMIZER.model_copy(update={"weight_decay": 1.0, "warmup_steps": 0}))
@@ -411,11 +454,43 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
     nothing = rows_of().replace(loss_weight=np.zeros(len(LENGTHS), np.float32))
     ranks.step(decayed, nothing, SupervisedObjective())  # no gradient: the decay alone
     found["decay"] = {name: (before[name], value) for name, value in ranks.weights(decayed).items()}
-    trained = ranks.engine(kind, "llama")
     rows = rows_of()
-    ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
-    trained.export(str(ranks.folder / f"export_{kind}_{ranks.world}"))
-    found["exported"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+    for model in EXPORTED:
+        trained = ranks.engine(kind, model)
+        ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
+        trained.export(str(ranks.folder / f"export_{model}_{kind}_{ranks.world}"))
+        found[f"exported {model}"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+    return found
+
+
+def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """An adapter that learns beside frozen weights; its files are in folders of their own."""
+    rows = rows_of()
+    mine = rows.select(ranks.mine(rows))
+    folder = ranks.folder / f"adapter_{kind}_{ranks.world}"
+    wanted = Outputs(log_probs=True)
+    found: dict[str, Any] = {}
+    for head in ("policy", "value"):
+        objective: Objective = POLICY if head == "policy" else VALUE
+        engine = ranks.engine(kind, head=head, lora=ADAPTER)  # type: ignore[arg-type]
+        engine.export(str(folder / f"{head}_new"), adapter=True)
+        found[head] = ranks.train(engine, mine, objective)
+        engine.export(str(folder / head), adapter=True)
+        engine.export(str(folder / f"{head}_merged"))
+    engine = ranks.engine(kind, lora=ADAPTER, micro_batch_tokens_per_rank=40, activation_checkpointing=True)
+    ranks.train(engine, mine, POLICY, 2)
+    sharded.save(engine.state(), str(folder / "state"))
+    found["kept"] = sorted(engine.state()["model"])
+    resumed = ranks.engine(kind, lora=ADAPTER, micro_batch_tokens_per_rank=40, activation_checkpointing=True)
+    load(resumed, folder / "state")
+    found["never stopped"], found["resumed"] = (ranks.train(one, mine, POLICY, 1) for one in (engine, resumed))
+    found["adapted"] = ranks.forward(engine, rows, wanted)
+    found["base"] = ranks.forward(engine, rows, replace(wanted, base=True))
+    found["adapted again"] = ranks.forward(engine, rows, wanted)
+    plain = ranks.engine(kind, optimizer=None, micro_batch_tokens_per_rank=40)
+    found["never adapted"] = ranks.forward(plain, rows, wanted)
+    engine.export(str(folder / "whole"))
+    found["sent"] = ranks.weights(engine)
     return found
 
 
@@ -450,7 +525,9 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
+CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights, check_adapter)
+MODELS = ("qwen3", "llama", "qwen2", "gemma", "qwen3_moe")
+EXPORTED = ("llama", "qwen3_moe")
 KINDS = ("engine", "fsdp")
 WORLDS = (1, 2, 4)
 WRITERS = (("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4))

@@ -10,8 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.engine import contract
 from verl_ray.config.schema import TinyModelConfig
@@ -19,8 +22,11 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.tiny import make_tiny
 
-MODELS = {"qwen3": False, "llama": True, "qwen2": True}
+MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
 """Name and whether the embeddings are tied."""
+ONLY_SHARDED = (
+    "gathered in forward", "not sharded", "ahead and from the host", "embeddings apart", "embeddings apart, value",
+)  # fmt: skip
 EXACT = 1e-5
 BFLOAT16 = 3e-2  # 8 bits of mantissa through two layers and three steps
 
@@ -83,11 +89,20 @@ def results(place: tuple[str, int], found: dict[int, list[dict[str, Any]]]) -> l
 def reference_model(folder: Path, name: str, head: str = "policy", value_head: Tensor | None = None) -> torch.nn.Module:
     family: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
     more = {} if head == "policy" else {"num_labels": 1}
-    model = family.from_pretrained(folder / name, attn_implementation="eager", **more)
+    model = family.from_pretrained(
+        folder / name, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, **more
+    )
     if value_head is not None:
         with torch.no_grad():
             model.score.weight.copy_(value_head)
     return model.double()
+
+
+def with_adapter(folder: Path, head: str, adapter: str, where: str = "engine_1") -> torch.nn.Module:
+    """As peft loads it. A new head is in the adapter's file, too."""
+    base = reference_model(folder, "qwen3", head)
+    model = PeftModel.from_pretrained(base, folder / f"adapter_{where}" / adapter, is_trainable=True)
+    return model.double().base_model.model
 
 
 def naive_logits(model: Any, tokens: np.ndarray) -> Tensor:
@@ -126,6 +141,17 @@ def naive_policy_loss(model: Any, rows: Any) -> Tensor:
     return total
 
 
+def naive_experts_loss(model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor] = naive_policy_loss) -> Tensor:
+    """With transformers' own balance loss of each row and layer, weighted as the row's tokens are."""
+    total = loss_of(model, rows)
+    for i, (row, read) in enumerate(by_row(rows)):
+        ids = torch.from_numpy(rows.tokens[row].astype(np.int64))[None]
+        said = model.model(input_ids=ids, output_router_logits=True).router_logits
+        balance = torch.stack([load_balancing_loss_func((layer,), 4, 2) for layer in said]).mean()
+        total = total + contract.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
+    return total
+
+
 def naive_value_loss(model: Any, rows: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for i, (row, read) in enumerate(by_row(rows)):
@@ -156,7 +182,7 @@ def naive_training(
     model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor], steps: int = 3
 ) -> dict[str, list[float]]:
     config = contract.OPTIMIZER
-    parameters = list(model.parameters())
+    parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
@@ -187,7 +213,19 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
     rows = contract.rows_of()
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
     return {
-        **{name: naive_training(reference_model(folder, name), rows, naive_policy_loss) for name in MODELS},
+        **{
+            name: naive_training(reference_model(folder, name), rows, naive_policy_loss)
+            for name in MODELS
+            if name != "qwen3_moe"
+        },
+        "experts": naive_training(reference_model(folder, "qwen3_moe"), rows, naive_experts_loss),
+        "experts, value": naive_training(
+            reference_model(folder, "qwen3_moe", "value", value_head),
+            rows,
+            lambda model, rows: naive_experts_loss(model, rows, naive_value_loss),
+        ),
+        "adapter": naive_training(with_adapter(folder, "policy", "policy_new"), rows, naive_policy_loss),
+        "adapter, value": naive_training(with_adapter(folder, "value", "value_new"), rows, naive_value_loss),
         "value": naive_training(reference_model(folder, "qwen3", "value", value_head), rows, naive_value_loss),
         "preferences": naive_training(
             reference_model(folder, "qwen3", "value", value_head), contract.pairs_of(), naive_preference_loss
@@ -252,9 +290,15 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
         ("gathered in forward", "qwen3"),
         ("not sharded", "qwen3"),
         ("ahead and from the host", "qwen3"),
+        ("embeddings apart", "qwen3"),
+        ("embeddings apart, value", "value"),
         ("fewer rows than ranks", "one row"),
         ("llama", "llama"),
         ("qwen2", "qwen2"),
+        ("gemma", "gemma"),
+        ("experts", "experts"),
+        ("experts in many micro-batches", "experts"),
+        ("experts, value", "experts, value"),
         ("value", "value"),
         ("preferences", "preferences"),
     ],
@@ -262,7 +306,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
     place: tuple[str, int], results: Any, naive: Any, case: str, reference: str
 ) -> None:
-    if case in ("gathered in forward", "not sharded", "ahead and from the host") and place[0] != "fsdp":
+    if case in ONLY_SHARDED and place[0] != "fsdp":
         assert case not in results[0]["check_training"]
         return
     for rank in results:
@@ -273,13 +317,15 @@ def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
     assert max(naive[reference]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
 
 
-@pytest.mark.parametrize("sharding", ["hybrid", "full"])
+@pytest.mark.parametrize(
+    ("case", "reference"), [("hybrid", "qwen3"), ("full", "qwen3"), ("experts", "experts"), ("adapter", "adapter")]
+)
 def test_four_ranks_have_the_loss_and_gradient_norm_of_the_naive_sum(
-    found: dict[int, list[dict[str, Any]]], naive: Any, sharding: str
+    found: dict[int, list[dict[str, Any]]], naive: Any, case: str, reference: str
 ) -> None:
     for rank in found[4]:
-        close(rank["hybrid"][sharding]["loss"], naive["qwen3"]["loss"])
-        close(rank["hybrid"][sharding]["norm"], naive["qwen3"]["norm"])
+        close(rank["hybrid"][case]["loss"], naive[reference]["loss"])
+        close(rank["hybrid"][case]["norm"], naive[reference]["norm"])
 
 
 def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(folder: Path, found: Any) -> None:
@@ -361,6 +407,18 @@ def test_misuse_is_refused(results: Any) -> None:
         assert rank["check_outputs"]["refused step"].startswith("EngineError: the actor does not learn")
         assert "'disk'" in rank["check_refusals"]["placed"]
         assert rank["check_refusals"]["first"].startswith("DataError: response_mask is True on a row's first token")
+        assert "actor.expert_balance = 0.1" in rank["check_refusals"]["no experts"]
+        assert rank["check_refusals"]["no such layer"].startswith(
+            "ModelError: lora.targets: gate_proj is no linear layer"
+        )
+        assert "actor.lora.rank is 0" in rank["check_refusals"]["no adapter"]
+
+
+def test_what_cannot_be_sharded_so_or_read_is_refused_by_every_rank(found: dict[int, list[dict[str, Any]]]) -> None:
+    for rank in (*found[1], *found[2]):
+        refused = rank["fsdp"]["check_refusals"]
+        assert refused["tied"].startswith("EngineError: actor.backend.embedding_units: ")
+        assert refused["nowhere"].startswith("ModelError: model.path: there is no directory ")
 
 
 def test_a_step_that_is_not_finite_is_skipped_and_names_the_tensor(results: Any) -> None:
@@ -403,15 +461,12 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
 
 def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
     """That each element has one owner is asserted where the shards are put together."""
-    for model, tied in MODELS.items():
-        if model == "qwen2":
-            continue
-        plain = reference_model(folder, model)
-        expected = dict(plain.named_parameters())
+    for model in ("qwen3", "llama", "qwen3_moe"):
+        tied, expected = MODELS[model], load_file(folder / model / "model.safetensors")
         for one in (one[kind]["check_weights"][model] for w in (1, 2) for one in found[w] for kind in contract.KINDS):
             manifest, weights = one
             assert weights.keys() == expected.keys() == {p.name for p in manifest.sent}
-            assert all(torch.equal(weights[name].double(), expected[name]) for name in expected)
+            assert all(torch.equal(weights[name], expected[name]) for name in expected)
             assert manifest == found[1][0]["engine"]["check_weights"][model][0]
             tie = {p.name: p.tied_to for p in manifest.parameters if p.tied_to}
             assert tie == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
@@ -430,18 +485,84 @@ def test_weight_decay_spares_norms(results: Any) -> None:
         torch.testing.assert_close(after, before * factor, rtol=1e-6, atol=0, msg=name)
 
 
-def test_an_export_is_what_transformers_computes_with(folder: Path, place: tuple[str, int], results: Any) -> None:
-    kind, world = place
+def agree(given: Any, model: Any) -> None:
+    """These log-probs are the model's."""
     rows = contract.rows_of()
-    exported = reference_model(folder, f"export_{kind}_{world}")
-    log_probs = results[0]["check_weights"]["exported"]["log_probs"]
     for row, read in by_row(rows):
         with torch.no_grad():
-            log_p = torch.log_softmax(naive_logits(exported, rows.tokens[row])[read - 1], -1)
+            log_p = torch.log_softmax(naive_logits(model, rows.tokens[row])[read - 1], -1)
         targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
-        np.testing.assert_allclose(log_probs[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT)
-    files = {path.name for path in (folder / f"export_{kind}_{world}").iterdir()}
+        np.testing.assert_allclose(given[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT)
+
+
+@pytest.mark.parametrize("model", contract.EXPORTED)
+def test_an_export_is_what_transformers_computes_with(
+    folder: Path, place: tuple[str, int], results: Any, model: str
+) -> None:
+    name = f"export_{model}_{place[0]}_{place[1]}"
+    agree(results[0]["check_weights"][f"exported {model}"]["log_probs"], reference_model(folder, name))
+    files = {path.name for path in (folder / name).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+
+
+@pytest.mark.parametrize(("head", "reference"), [("policy", "adapter"), ("value", "adapter, value")])
+def test_an_adapter_learns_as_with_peft(results: Any, naive: Any, head: str, reference: str) -> None:
+    for rank in results:
+        close(rank["check_adapter"][head]["loss"], naive[reference]["loss"])
+        close(rank["check_adapter"][head]["norm"], naive[reference]["norm"])
+
+
+def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, place: tuple[str, int]) -> None:
+    where = f"{place[0]}_{place[1]}"
+    rows = contract.rows_of()
+    for head, naive_of in (("policy", naive_logits), ("value", naive_values)):
+        adapted = with_adapter(folder, head, head, where)
+        merged = reference_model(folder, f"adapter_{where}/{head}_merged", head)
+        before = reference_model(folder, "qwen3", head)
+        for row, _ in by_row(rows):
+            with torch.no_grad():
+                given, same, other = (naive_of(model, rows.tokens[row]) for model in (adapted, merged, before))
+            torch.testing.assert_close(given, same, rtol=0, atol=EXACT)
+            assert float((given - other).abs().max()) > 100 * EXACT
+
+
+def test_with_its_adapter_off_a_model_is_what_it_was_to_the_bit(results: Any) -> None:
+    for rank in results:
+        found = rank["check_adapter"]
+        np.testing.assert_array_equal(found["base"]["log_probs"], found["never adapted"]["log_probs"])
+        np.testing.assert_array_equal(found["adapted"]["log_probs"], found["adapted again"]["log_probs"])
+        assert np.abs(found["adapted"]["log_probs"] - found["base"]["log_probs"]).max() > 100 * EXACT
+
+
+def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(results: Any) -> None:
+    for rank in results:
+        found = rank["check_adapter"]
+        layers = [f"hf.model.layers.{i}" for i in (0, 1)]
+        targets = ("mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj", "self_attn.v_proj")
+        assert found["kept"] == [
+            f"{i}.{t}.lora_{side}.default.weight" for i in layers for t in targets for side in "AB"
+        ]
+        assert found["resumed"] == found["never stopped"]
+
+
+def test_what_is_sent_of_an_adapted_model_is_merged(folder: Path, place: tuple[str, int], results: Any) -> None:
+    sent = results[0]["check_adapter"]["sent"]
+    whole = load_file(folder / f"adapter_{place[0]}_{place[1]}" / "whole" / "model.safetensors")
+    assert sent.keys() == whole.keys() and all(torch.equal(sent[name], value) for name, value in whole.items())
+    before = load_file(folder / "qwen3" / "model.safetensors")
+    adapted = {name for name in sent if not torch.equal(sent[name], before[name])}
+    assert {name.split(".")[-2] for name in adapted} == set(contract.ADAPTER.targets) and len(adapted) == 8
+
+
+def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
+    load = results[0]["check_training"]["load"]
+    assert load.shape == (2, 4) and load.sum(axis=1).tolist() == [2 * sum(contract.LENGTHS)] * 2
+
+
+def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
+    given = results[0]["check_training"]["experts in bfloat16"]
+    close(given["loss"], naive["experts"]["loss"], 2 * BFLOAT16)  # a router in bfloat16 may choose another expert
+    close(given["norm"], naive["experts"]["norm"], 2 * BFLOAT16)
 
 
 def test_a_resumed_engine_obeys_its_own_optimizer_settings(folder: Path, tmp_path: Path) -> None:

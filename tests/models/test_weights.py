@@ -65,7 +65,7 @@ def test_what_is_missing_is_named(tmp_path: Path) -> None:
 
 def test_every_parameter_and_persistent_buffer_is_filled() -> None:
     net = Net()
-    fill(net, stored(tensors()), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    fill(net, stored(tensors()), new={}, unused=NOTHING, seed=0)
     assert net.body.weight.tolist() == [[1, 2], [3, 4]] and net.kept.tolist() == [7, 8]
 
 
@@ -77,8 +77,7 @@ def test_a_new_parameter_comes_from_its_name_and_the_seed_alone() -> None:
 
     def head(net: Net, seed: int, std: float = 1.0) -> torch.Tensor:
         checkpoint = {name: value for name, value in tensors().items() if name != "score.weight"}
-        new = frozenset({"score.weight", "other.weight"})
-        fill(net, stored(checkpoint), new=new, unused=NOTHING, seed=seed, init_std=std)
+        fill(net, stored(checkpoint), new={"score.weight": std, "other.weight": 1.0}, unused=NOTHING, seed=seed)
         return net.score.weight.detach().clone()
 
     first = head(Net(), 0)
@@ -102,20 +101,17 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message) -> None:
     found = tensors()
     change(found)
     with pytest.raises(ModelError, match=message):
-        fill(Net(), stored(found), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+        fill(Net(), stored(found), new={}, unused=NOTHING, seed=0)
 
 
 def test_what_may_be_left_aside_is() -> None:
-    fill(
-        Net(), stored(tensors() | {"lm_head": torch.zeros(1)}), new=NOTHING, unused=frozenset({"lm_head"}), seed=0,
-        init_std=1,
-    )  # fmt: skip
+    fill(Net(), stored(tensors() | {"lm_head": torch.zeros(1)}), new={}, unused=frozenset({"lm_head"}), seed=0)
 
 
 def test_a_tied_parameter_may_be_in_the_checkpoint_twice() -> None:
     net = Net()
     net.tied = net.body
-    fill(net, stored(tensors() | {"tied.weight": torch.zeros(2, 2)}), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    fill(net, stored(tensors() | {"tied.weight": torch.zeros(2, 2)}), new={}, unused=NOTHING, seed=0)
     assert net.body.weight.tolist() == [[1, 2], [3, 4]]
 
 
@@ -134,5 +130,5 @@ def test_a_module_without_memory_is_filled_and_keeps_what_it_computed() -> None:
     assert not nn.Linear(1, 1).weight.is_meta  # nothing is left behind
     materialize(net, torch.device("cpu"))
     net.head.weight = net.body.weight
-    fill(net, stored(tensors()), new=NOTHING, unused=NOTHING, seed=0, init_std=1.0)
+    fill(net, stored(tensors()), new={}, unused=NOTHING, seed=0)
     assert net.head.weight.tolist() == [[1, 2], [3, 4]] and net.derived.tolist() == [3, 3]

@@ -1,8 +1,5 @@
 """Arithmetic that fits on a page, and a published model."""
 
-import json
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -68,11 +65,29 @@ def test_a_cpu_has_no_known_peak() -> None:
     assert peak_flops_per_s(torch.device("cpu"), "bfloat16") is None
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({**LLAMA_3_8B, "num_experts": 8}))
-    assert ModelShape.of(str(tmp_path)) is None
-    with pytest.raises(ModelError, match="mixture of experts"):
-        ModelShape.from_config({**LLAMA_3_8B, "num_experts": 8})
+def test_of_experts_those_count_that_a_token_passes_through() -> None:
+    qwen3_30b_a3b = {
+        "num_hidden_layers": 48, "hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "intermediate_size": 6144,
+        "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+        "vocab_size": 151936, "mlp_only_layers": [], "decoder_sparse_step": 1,
+    }  # fmt: skip
+    attention, chosen, router = 2048 * 128 * 2 * 36, 8 * 3 * 2048 * 768, 2048 * 128
+    shape = ModelShape.from_config(qwen3_30b_a3b)
+    assert shape.matmul_parameters == 48 * (attention + chosen + router) + 151936 * 2048
+    # with the input embeddings these are the 3.3 billion activated ones of its name
+    assert shape.matmul_parameters + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)
+    mixed = {**qwen3_30b_a3b, "mlp_only_layers": [0]}
+    assert ModelShape.of(mixed, "policy") is None
+    with pytest.raises(ModelError, match="layers are alike"):
+        ModelShape.from_config(mixed)
+
+
+def test_a_value_head_is_one_number_and_frozen_weights_need_no_gradient() -> None:
+    policy, value = ModelShape.of(LLAMA_3_8B, "policy"), ModelShape.of(LLAMA_3_8B, "value")
+    assert policy is not None and value is not None
+    assert policy.matmul_parameters - value.matmul_parameters == 128255 * 4096
+    assert training_flops(policy, np.array([3]), frozen=True) == 2 * forward_flops(policy, np.array([3]))
 
 
 def test_a_missing_size_is_named() -> None:

@@ -20,10 +20,14 @@ MIB = 1 << 20
 
 
 def test_an_array_shows_in_what_the_host_uses() -> None:
-    before = host_used_gib()
-    array = np.ones(1 << 30, dtype=np.uint8)
-    assert host_used_gib() - before > 0.5
-    del array
+    for _ in range(10):  # other processes come and go
+        before = host_used_gib()
+        array = np.ones(1 << 30, dtype=np.uint8)
+        grown = host_used_gib() - before
+        del array
+        if grown > 0.5:
+            break
+    assert grown > 0.5
     assert 0 < host_used_gib() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
 
 

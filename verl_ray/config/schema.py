@@ -110,6 +110,11 @@ class EngineBackend(Section):
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass instead of keeping them."""
 
+    @property
+    def peers(self) -> int:
+        """Neighbouring ranks that are given the same rows, and compute them together."""
+        return 1
+
 
 class FsdpBackend(Section):
     kind: Literal["fsdp"]
@@ -131,11 +136,22 @@ class FsdpBackend(Section):
     host_parameters: bool
     """Keep parameters, gradients and optimizer state on the host for good; a layer comes to the device to compute, and
     the optimizer steps on the host."""
+    embedding_units: bool
+    """Gather embeddings and language head by themselves, only while they are used; false = together, for the whole
+    pass. Tied ones are one parameter, used at both ends: there it must be false."""
+    read_weights: Literal["every_rank", "rank_zero"]
+    """Who reads the model's directory: every rank its own slices, or rank 0 each tensor, which it sends to all; the
+    latter spares a slow file system, and needs the directory on one node only."""
     activation_offload: bool
     """Keep what the backward pass needs of the forward pass on the host."""
     sequence_parallel: Positive
     """Ranks that compute the same rows together, each a slice of their tokens (Ulysses); 1 = every rank has rows of its
     own. It must divide the ranks of the role and the attention heads of the model."""
+
+    @property
+    def peers(self) -> int:
+        """As of the engine backend."""
+        return self.sequence_parallel
 
 
 Backend = Annotated[EngineBackend | FsdpBackend, Field(discriminator="kind")]
@@ -157,6 +173,17 @@ class OptimizerConfig(Section):
     """Where a cosine schedule ends, as a fraction of lr."""
 
 
+class LoraConfig(Section):
+    """A low-rank adapter (arXiv:2106.09685) that learns while the model's own weights are frozen."""
+
+    rank: NonNegative
+    """Inner size of the adapter's matrices; 0 = no adapter: all parameters learn."""
+    alpha: Positive
+    """What the adapter adds is scaled by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1, examples=["[q_proj,v_proj]"])]
+    """Names of the linear layers that get one."""
+
+
 # --------------------------------------------------------------------------------------------------- the roles
 
 
@@ -171,13 +198,17 @@ class ModelRole(Section):
     @property
     def peers(self) -> int:
         """Neighbouring ranks that are given the same rows, and compute them together."""
-        return self.backend.sequence_parallel if isinstance(self.backend, FsdpBackend) else 1
+        return self.backend.peers
 
 
 class SupervisedRole(ModelRole):
     """The model that a supervised run trains."""
 
     optimizer: OptimizerConfig
+    lora: LoraConfig
+    expert_balance: NonNegativeFloat | None
+    """Weight of the loss that spreads tokens over experts evenly; null = what the model's config.json says
+    (router_aux_loss_coef). For models without experts it stays null."""
 
 
 class TrainedRole(SupervisedRole):
@@ -489,7 +520,13 @@ class RLConfig(Section):
     @property
     def has_reference(self) -> bool:
         """Whether a reference role is created."""
-        return self.algorithm.kl.place != "none"
+        return self.algorithm.kl.place != "none" and not self.reference_is_base
+
+    @property
+    def reference_is_base(self) -> bool:
+        """Whether the actor without its adapter is the reference, so that nobody holds a second copy of it."""
+        adapted = self.actor.lora.rank > 0 and self.reference.model.path == self.actor.model.path
+        return adapted and self.algorithm.kl.place != "none"
 
     @property
     def graders(self) -> dict[str, SingleReward]:

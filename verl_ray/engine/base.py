@@ -17,10 +17,12 @@ import numpy as np
 from torch import Tensor
 
 from verl_ray.algorithms.objectives import Objective
-from verl_ray.config.schema import Backend, OptimizerConfig
+from verl_ray.config.schema import Backend, LoraConfig, OptimizerConfig
+from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
 from verl_ray.models.role_model import HeadKind, Outputs
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice
 
 
@@ -36,10 +38,12 @@ class EngineSpec:
     schedule_steps: int
     """Optimizer steps of the whole run: where a cosine schedule ends."""
     seed: int
-    peers: int = 1
-    """Neighbouring ranks that compute the same rows together."""
     new_head: bool = True
     """Whether a value head that the model lacks is drawn from the seed; else it is an error."""
+    lora: LoraConfig | None = None
+    """The adapter that learns in place of the model's weights."""
+    expert_balance: float | None = None
+    """Weight of the balance loss of experts; None: what the model's configuration says."""
 
 
 @dataclass(frozen=True)
@@ -63,13 +67,16 @@ class LossReport:
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)  # none is negative
+    expert_load: Float64 | None = None  # [layers, experts]: tokens that each expert was given
 
     def __add__(self, other: LossReport) -> LossReport:
         names = self.sums.keys() | other.sums.keys()
         sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in sorted(names)}
         peaks = self.maxima.keys() | other.maxima.keys()
         maxima = {name: max(self.maxima.get(name, 0.0), other.maxima.get(name, 0.0)) for name in sorted(peaks)}
-        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima)
+        loads = [one.expert_load for one in (self, other) if one.expert_load is not None]
+        load = sum(loads[1:], loads[0]) if loads else None
+        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima, load)
 
     def means(self) -> dict[str, float]:
         """Token means of the metrics; NaN where there was no token."""
@@ -95,6 +102,8 @@ class Engine(ABC):
     max_positions: int
     """The longest row that the model takes, in tokens."""
     vocab_size: int
+    shape: ModelShape | None
+    """Its sizes, where its arithmetic is counted."""
 
     @abstractmethod
     def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
@@ -130,8 +139,9 @@ class Engine(ABC):
         """Move parameters and optimizer state to "device" or "host"; idempotent. On a CPU both are the same memory."""
 
     @abstractmethod
-    def export(self, path: str) -> None:
-        """Write a Hugging Face directory: config, tokenizer, safetensors."""
+    def export(self, path: str, *, adapter: bool = False) -> None:
+        """Write a Hugging Face directory: config, tokenizer, safetensors; or what was learned beside it, as peft reads
+        it. Raises EngineError for an adapter where there is none."""
 
     def close(self) -> None:  # noqa: B027 - few engines hold such a thing
         """Let go of what a garbage collector would not. Idempotent."""

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -18,7 +19,9 @@ from verl_ray.config.schema import FsdpBackend
 from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
+from verl_ray.errors import EngineError
 from verl_ray.models.role_model import Outputs, RoleModel
+from verl_ray.models.weights import RankZeroReader, TensorSource
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 
@@ -32,8 +35,16 @@ class FsdpEngine(ModuleEngine):
         mesh = self._mesh(backend)
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if backend.host_parameters else OffloadPolicy()
+        apart: list[nn.Module] = []
+        if backend.embedding_units:
+            apart = model.embedding_units
+            if not apart:
+                raise EngineError(
+                    f"{self.spec.role}.backend.embedding_units: {self.spec.model_path} ties its embeddings, which are "
+                    f"one parameter then; set it to false"
+                )
         units = []
-        for unit in [*model.layers, model]:
+        for unit in [*model.layers, *apart, model]:
             sharded = fully_shard(
                 unit,
                 mesh=mesh,
@@ -46,10 +57,17 @@ class FsdpEngine(ModuleEngine):
             sharded.set_gradient_divide_factor(1.0)
             sharded.set_force_sum_reduction_for_comms(True)
         if ahead := backend.prefetch_layers:
-            layers = units[:-1]
+            layers = units[: len(model.layers)]
             for i, layer in enumerate(layers):
                 layer.set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + ahead])
                 layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
+
+    def source(self) -> TensorSource:
+        backend = self.spec.backend
+        assert isinstance(backend, FsdpBackend)
+        if backend.read_weights == "rank_zero":
+            return RankZeroReader(self.spec.model_path, self.home)
+        return super().source()
 
     def sharding_manager(self) -> ShardingManager:
         if self.peers == 1:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import contextlib
 import shutil
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
 from verl_ray.algorithms.aggregation import aggregate
+from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import LossInputs, Objective
 from verl_ray.data.batch import Int64, Kind, offsets_of
 from verl_ray.data.packing import micro_batches
@@ -31,7 +32,10 @@ from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, 
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.errors import DataError, EngineError
 from verl_ray.models.attention import plan_layout
+from verl_ray.models.experts import Routing
 from verl_ray.models.export import write_tensors
+from verl_ray.models.lora import adapter_name, merged, write_config
+from verl_ray.models.names import Piece, pieces
 from verl_ray.models.role_model import (
     Outputs,
     PackedRows,
@@ -40,9 +44,10 @@ from verl_ray.models.role_model import (
     build_role_model,
     fill_role_model,
 )
-from verl_ray.models.weights import own_box
+from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
 COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
@@ -68,15 +73,19 @@ class ModuleEngine(Engine):
         self.spec = spec
         self.device = device
         self.rank, self.world_size = rank, world_size
-        self.peers = spec.peers
+        self.peers = spec.backend.peers
         self.sharding = self.sharding_manager()
         self.topology = Topology(rank // self.peers, world_size // self.peers, answers=rank % self.peers == 0)
         self.dtype = getattr(torch, spec.backend.dtype)
-        self.model = build_role_model(spec.model_path, spec.head, new_head=spec.new_head)
-        self._manifest = _manifest_of(self.model)
+        source = self.source()
+        self.model = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head, adapter=spec.lora)
+        self._manifest, self._places = _manifest_of(self.model)
         self.head = spec.head
-        self.vocab_size = int(self.model.hf.config.vocab_size)
-        self.max_positions = int(self.model.hf.config.max_position_embeddings)
+        config = self.model.hf.config
+        self.vocab_size = int(config.vocab_size)
+        self.max_positions = int(config.max_position_embeddings)
+        self.shape = ModelShape.of(config.to_dict(), spec.head)
+        self._balance = self._balance_weight()
         if spec.backend.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable(
                 # nothing in a layer is random: dropout is refused
@@ -85,7 +94,7 @@ class ModuleEngine(Engine):
         if spec.optimizer is None:
             self.model.requires_grad_(False)
         self.shard(self.model)
-        fill_role_model(self.model, spec.model_path, seed=spec.seed, device=self.home)
+        fill_role_model(self.model, source, seed=spec.seed, device=self.home)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(device)
         self.module = self.wrap(self.model)
@@ -94,6 +103,10 @@ class ModuleEngine(Engine):
         self._rng = self._seeded(spec.seed)
 
     # ------------------------------------------------------------------------------- what a backend decides
+
+    def source(self) -> TensorSource:
+        """Where the model's weights come from."""
+        return CheckpointReader(self.spec.model_path)
 
     def shard(self, model: RoleModel) -> None:
         """Replace parameters, which have no memory yet, by the shards that this rank will hold."""
@@ -146,6 +159,8 @@ class ModuleEngine(Engine):
         self._optimizer_or_refuse()
         sums: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
+        load: Tensor | None = None
+        outputs = replace(objective.outputs, routing=self.model.routers is not None)
         plan = self._micro_batches(rows, together=True, unit=objective.rows_per_unit)
         with self._rng_stream(), self.sharding:
             for i, index in enumerate(plan):
@@ -154,7 +169,11 @@ class ModuleEngine(Engine):
                 inputs = LossInputs(row=row, **self._columns(rows, batch, index))
                 weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
                 with self.summing(last=i == len(plan) - 1):
-                    found = objective(self._run(batch, objective.outputs), inputs)
+                    told = self._run(batch, outputs)
+                    found = objective(told, inputs)
+                    if told.routing is not None:
+                        found = self._balanced(found, told.routing, row)
+                        load = told.routing.load if load is None else load + told.routing.load
                     loss = aggregate(found.loss, row, weight)
                     loss.backward()
                 # rows kept out of the loss are kept out of its metrics
@@ -165,10 +184,16 @@ class ModuleEngine(Engine):
                 for name, values in found.maxima.items() if len(row) else ():
                     peak = (values.detach().float() * counted).amax()
                     maxima[name] = torch.maximum(maxima[name], peak) if name in maxima else peak
-        told = torch.stack([*sums.values(), *maxima.values()]).tolist()  # the one transfer
-        totals = dict(zip(sums, told, strict=False))
-        peaks = dict(zip(maxima, told[len(sums) :], strict=True))
-        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals, peaks)
+        numbers = torch.stack([*sums.values(), *maxima.values()])
+        if load is not None:
+            numbers = torch.cat([numbers, load.flatten()])
+        told_of = numbers.tolist()  # the one transfer
+        totals = dict(zip(sums, told_of, strict=False))
+        peaks = dict(zip(maxima, told_of[len(sums) :], strict=False))
+        tokens = None
+        if load is not None:
+            tokens = np.array(told_of[len(sums) + len(maxima) :]).reshape(load.shape)
+        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals, peaks, tokens)
 
     def optimizer_step(self) -> StepReport:
         optimizer = self._optimizer_or_refuse()
@@ -198,21 +223,27 @@ class ModuleEngine(Engine):
     @torch.no_grad()
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
         parameters = dict(self.model.hf.named_parameters())
+        own: tuple[str, Tensor] | None = None  # pieces of one parameter come one after another
         for name in names:
-            value = parameters[name]
+            module_name, piece = self._places[name]
+            if own is None or own[0] != module_name:
+                own = module_name, self._merged(module_name, parameters)
+            value = own[1]
             if isinstance(value, DTensor):
                 owner, local = _is_first_copy(value), value.to_local()
             else:
-                owner, local = self.rank == 0, value.detach()
-            if owner and local.numel():
-                yield Slice(name, tuple(side.start for side in own_box(value)), tuple(local.shape)), local
+                owner, local = self.rank == 0, value
+            here, there = piece.overlap(own_box(value))
+            part = local[here].view([side.stop - side.start for side in there])
+            if owner and part.numel():
+                yield Slice(name, tuple(side.start for side in there), tuple(part.shape)), part
 
     def state(self) -> dict[str, Any]:
         # RNG under a key per rank: every rank's stream is in the checkpoint
         state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
         if self.optimizer is None:
             return state
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self._kept)
         return state | {"model": model, "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -221,7 +252,11 @@ class ModuleEngine(Engine):
         if self.optimizer is not None:
             settings = [{name: group[name] for name in OWN_SETTINGS} for group in self.optimizer.param_groups]
             set_state_dict(
-                self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=self._kept,
             )
             for group, own in zip(self.optimizer.param_groups, settings, strict=True):
                 group.update(own)  # a resumed run obeys its configuration; torch restores the checkpoint's
@@ -241,17 +276,24 @@ class ModuleEngine(Engine):
                         moments[name] = value.to(target)
 
     @torch.no_grad()
-    def export(self, path: str) -> None:
+    def export(self, path: str, *, adapter: bool = False) -> None:
+        lora = self.spec.lora
+        if adapter and lora is None:
+            raise EngineError(f"the {self.spec.role} learned without an adapter: {self.spec.role}.lora.rank is 0")
         folder = Path(path)
+        parameters, tensors = self._learned() if adapter else (self._manifest.sent, self._whole_parameters())
         if self.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            self.model.hf.config.save_pretrained(folder)
+            if adapter and lora is not None:
+                write_config(folder, lora, self.spec.model_path, self.head)
+            else:
+                self.model.hf.config.save_pretrained(folder)
             for pattern in COPIED_FILES:
                 for file in Path(self.spec.model_path).glob(pattern):
                     shutil.copy(file, folder / file.name)
-            write_tensors(folder, self._manifest.sent, self._whole_parameters())
+            write_tensors(folder, parameters, tensors, stem="adapter_model" if adapter else "model")
         else:
-            for _ in self._whole_parameters():
+            for _ in tensors:
                 pass  # gathering takes all ranks
         if self.world_size > 1:
             dist.barrier()
@@ -265,11 +307,48 @@ class ModuleEngine(Engine):
         return self.sharding.postprocess(found)
 
     def _whole_parameters(self) -> Iterator[Tensor]:
-        """Each parameter that is sent, gathered; one at a time."""
-        values = dict(self.model.hf.named_parameters())
-        for parameter in self._manifest.sent:
-            value = values[parameter.name]
-            yield value.full_tensor() if isinstance(value, DTensor) else value
+        """Each tensor that is sent; one parameter at a time is gathered."""
+        parameters = dict(self.model.hf.named_parameters())
+        for name in dict.fromkeys(self._places[parameter.name][0] for parameter in self._manifest.sent):
+            whole = _whole(self._merged(name, parameters))
+            for piece in pieces(name, whole.shape):
+                yield whole[piece.overlap(own_box(whole))[0]].view(piece.shape)
+
+    def _learned(self) -> tuple[tuple[Parameter, ...], Iterator[Tensor]]:
+        """What an adapter's file holds, and its tensors, gathered one at a time."""
+        learned = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
+        parameters = tuple(_parameter(adapter_name(name), value) for name, value in learned.items())
+        return parameters, (_whole(value) for value in learned.values())
+
+    def _merged(self, name: str, parameters: Mapping[str, Tensor]) -> Tensor:
+        """A parameter as it leaves this engine, with its adapter in it."""
+        return parameters[name].detach() if self.spec.lora is None else merged(name, parameters, self.spec.lora)
+
+    @property
+    def _kept(self) -> StateDictOptions:
+        """A checkpoint of an adapter holds nothing else; its base is in the model's directory."""
+        return StateDictOptions(ignore_frozen_params=True, strict=self.spec.lora is None)
+
+    def _balance_weight(self) -> float:
+        asked, role = self.spec.expert_balance, self.spec.role
+        if self.model.routers is None:
+            if asked is not None:
+                raise EngineError(
+                    f"{role}.expert_balance = {asked}: {self.spec.model_path} has no experts; set it to null"
+                )
+            return 0.0
+        if self.peers > 1:
+            raise EngineError(
+                f"{role}.backend.sequence_parallel = {self.peers}: {self.spec.model_path} has experts, whose rows are "
+                f"not cut; set it to 1"
+            )
+        return float(self.model.hf.config.router_aux_loss_coef if asked is None else asked)
+
+    def _balanced(self, found: TokenLoss, routing: Routing, row: Tensor) -> TokenLoss:
+        """The loss of each token with the balance of its row: weighted as it, the rows' mean is added."""
+        balance = routing.balance.index_select(0, row)
+        metrics = found.metrics | {f"{self.spec.role}/expert_balance_loss": balance.detach()}
+        return replace(found, loss=found.loss + self._balance * balance, metrics=metrics)
 
     def _optimizer_or_refuse(self) -> torch.optim.Optimizer:
         if self.optimizer is None:
@@ -375,25 +454,37 @@ class ModuleEngine(Engine):
                 self._rng = self._rng_now()
 
 
-def _manifest_of(model: RoleModel) -> Manifest:
-    names: dict[int, str] = {}
-    parameters = []
+def _manifest_of(model: RoleModel) -> tuple[Manifest, dict[str, tuple[str, Piece]]]:
+    """What is sent, and where each of its tensors is: the module's parameter, and the piece of it."""
+    first: dict[int, str] = {}
+    parameters, places = [], {}
     for name, value in model.hf.named_parameters(remove_duplicate=False):
-        first = names.setdefault(id(value), name)
-        dtype = str(value.dtype).removeprefix("torch.")
-        parameters.append(Parameter(name, tuple(value.shape), dtype, None if first == name else first))
-    return Manifest(tuple(parameters))
+        for piece in pieces(name, value.shape):
+            holder = first.setdefault(id(value), piece.name) if piece.shape == value.shape else piece.name
+            parameters.append(_parameter(piece.name, value, piece.shape, None if holder == piece.name else holder))
+            places[piece.name] = name, piece
+    return Manifest(tuple(parameters)), places
+
+
+def _parameter(name: str, value: Tensor, shape: Sequence[int] | None = None, tied_to: str | None = None) -> Parameter:
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Parameter(name, tuple(value.shape if shape is None else shape), dtype, tied_to)
+
+
+def _whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _optimizer(model: RoleModel, spec: EngineSpec) -> torch.optim.Optimizer:
     config = spec.optimizer
     assert config is not None
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    spared = [p for p in model.parameters() if p.dim() < 2]  # norms and biases
+    learning = [p for p in model.parameters() if p.requires_grad]
+    decayed = [p for p in learning if p.dim() >= 2]
+    spared = [p for p in learning if p.dim() < 2]  # norms and biases
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": spared, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
-    for parameter in model.parameters():
+    for parameter in learning:
         # As AdamW does at its first step. Without it torch makes the state that a checkpoint of an optimizer which
         # has not stepped lacks by stepping it, and every later bias correction is one step ahead.
         optimizer.state[parameter] = {

@@ -16,11 +16,11 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from verl_ray.models.weights import INDEX
+from verl_ray.models.weights import TYPES
 from verl_ray.weight_sync.manifest import Parameter
 
 MAX_FILE_BYTES = 5 << 30
-_TYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+_TYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -30,11 +30,16 @@ class _File:
 
 
 def write_tensors(
-    folder: Path, parameters: Sequence[Parameter], tensors: Iterable[Tensor], max_file_bytes: int = MAX_FILE_BYTES
+    folder: Path,
+    parameters: Sequence[Parameter],
+    tensors: Iterable[Tensor],
+    max_file_bytes: int = MAX_FILE_BYTES,
+    *,
+    stem: str = "model",
 ) -> None:
-    """Write `tensors`, which come in the order of `parameters`, as model.safetensors, or as several files with an
+    """Write `tensors`, which come in the order of `parameters`, as `stem`.safetensors, or as several files with an
     index when they are more than `max_file_bytes`."""
-    files = _plan(parameters, max_file_bytes)
+    files = _plan(parameters, max_file_bytes, stem)
     arriving = iter(tensors)
     for file in files:
         partial = folder / f"{file.name}.partial"
@@ -44,7 +49,9 @@ def write_tensors(
     if len(files) > 1:
         where = {parameter.name: file.name for file in files for parameter in file.parameters}
         total = {"total_size": sum(_nbytes(parameter) for parameter in parameters)}
-        (folder / INDEX).write_text(json.dumps({"metadata": total, "weight_map": where}, indent=1))
+        (folder / f"{stem}.safetensors.index.json").write_text(
+            json.dumps({"metadata": total, "weight_map": where}, indent=1)
+        )
 
 
 def _write(stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[Tensor]) -> None:
@@ -53,7 +60,7 @@ def _write(stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[
     for parameter in parameters:
         end = place + _nbytes(parameter)
         header[parameter.name] = {
-            "dtype": _TYPES[parameter.dtype], "shape": list(parameter.shape), "data_offsets": [place, end],
+            "dtype": _TYPE_NAMES[parameter.dtype], "shape": list(parameter.shape), "data_offsets": [place, end],
         }  # fmt: skip
         place = end
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -65,7 +72,7 @@ def _write(stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[
         stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
 
 
-def _plan(parameters: Sequence[Parameter], max_file_bytes: int) -> list[_File]:
+def _plan(parameters: Sequence[Parameter], max_file_bytes: int, stem: str) -> list[_File]:
     groups: list[list[Parameter]] = [[]]
     size = 0
     for parameter in parameters:
@@ -75,9 +82,9 @@ def _plan(parameters: Sequence[Parameter], max_file_bytes: int) -> list[_File]:
         groups[-1].append(parameter)
         size += _nbytes(parameter)
     if len(groups) == 1:
-        return [_File("model.safetensors", tuple(groups[0]))]
+        return [_File(f"{stem}.safetensors", tuple(groups[0]))]
     return [
-        _File(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
+        _File(f"{stem}-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
         for number, group in enumerate(groups, 1)
     ]
 

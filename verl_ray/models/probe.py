@@ -6,6 +6,9 @@ transformers alone. Deliberately not here: what the comparison is for.
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -26,11 +29,9 @@ def probe_rows(vocab_size: int) -> Rows:
 
 @torch.no_grad()
 def plain_outputs(path: str, rows: Rows, policy: bool) -> Float32:
-    """In float32 on the CPU, row by row: log-probs [tokens], 0 outside the response mask, or scores [rows]."""
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    family = AutoModelForCausalLM if policy else AutoModelForSequenceClassification
-    model = family.from_pretrained(path, local_files_only=True, dtype=torch.float32)
+    """In float32 on the CPU, row by row: log-probs [tokens], 0 outside the response mask, or scores [rows]. `path` may
+    be that of an adapter, which names its base."""
+    model = _plain_model(path, policy)
     body = model.base_model
     found = []
     for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
@@ -42,3 +43,21 @@ def plain_outputs(path: str, rows: Rows, policy: bool) -> Float32:
             found.append(model.score(body(input_ids=tokens[None]).last_hidden_state[0, -1]))
     numbers: Float32 = torch.cat(found).numpy()
     return numbers
+
+
+def _plain_model(path: str, policy: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    def load(folder: str) -> Any:
+        if policy:
+            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
+        return AutoModelForSequenceClassification.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32, num_labels=1
+        )
+
+    if not (Path(path) / "adapter_config.json").is_file():
+        return load(path)
+    from peft import PeftConfig, PeftModel
+
+    base = load(str(PeftConfig.from_pretrained(path).base_model_name_or_path))
+    return PeftModel.from_pretrained(base, path).merge_and_unload()

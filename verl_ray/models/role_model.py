@@ -7,19 +7,22 @@ export to. Deliberately not here: micro-batches, losses, precision and placement
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor, nn
 
+from verl_ray.config.schema import LoraConfig
 from verl_ray.errors import ModelError
-from verl_ray.models import attention
-from verl_ray.models.weights import CheckpointReader, fill, materialize, parameters_on_meta
-from verl_ray.ops.log_probs import head_log_probs
+from verl_ray.models import attention, lora
+from verl_ray.models.experts import RouterWatch, Routing, routing
+from verl_ray.models.weights import CheckpointReader, TensorSource, fill, materialize, parameters_on_meta
+from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 HeadKind = Literal["policy", "value"]
 VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
@@ -36,6 +39,8 @@ class Outputs:
     values: bool = False
     scores: bool = False
     temperature: float = 1.0
+    base: bool = False  # without the adapter, if there is one: what the model was before it learned
+    routing: bool = False  # of a model with experts
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,18 @@ class TokenOutputs:
     greedy: Tensor | None = None  # bool: the target is the most probable token
     values: Tensor | None = None  # the head's number before the target
     scores: Tensor | None = None  # float32 [rows]: the head's number after each row's last token
+    routing: Routing | None = None
+
+
+class VocabularyHead(nn.Linear):
+    """The language head of a policy. A module of its own that is called, so that it can be sharded by itself."""
+
+    def forward(self, read: Tensor, targets: Tensor, outputs: Outputs) -> HeadOutputs:  # type: ignore[override]
+        """What the head says of `targets` int64 [read] from the hidden states before them [read, hidden]."""
+        return head_log_probs(
+            read, self.weight, targets, temperature=outputs.temperature, bias=self.bias,
+            with_entropy=outputs.entropy, with_greedy=outputs.greedy,
+        )  # fmt: skip
 
 
 class RoleModel(nn.Module):
@@ -70,6 +87,7 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
+        self.routers = RouterWatch(hf) if has_experts(hf.config) else None
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -80,76 +98,87 @@ class RoleModel(nn.Module):
         """The transformer blocks: the units of sharding and of activation checkpointing."""
         return self.backbone.layers
 
+    @property
+    def embedding_units(self) -> list[nn.Module]:
+        """What stands before and behind the layers, apart where it can be: a tied embedding is one with the head."""
+        embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
+        if head is None:
+            return [embedding]
+        return [] if head.weight is embedding.weight else [embedding, head]
+
     def forward(self, rows: PackedRows, outputs: Outputs) -> TokenOutputs:
-        hidden = self.backbone(
-            input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, layout=rows.layout
-        ).last_hidden_state
-        hidden = hidden.squeeze(0)
+        with contextlib.ExitStack() as around:
+            if outputs.base:
+                around.enter_context(lora.without_adapters(self.hf))
+            said = around.enter_context(self.routers.listening()) if self.routers and outputs.routing else []
+            hidden = self.backbone(
+                input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, layout=rows.layout
+            ).last_hidden_state.squeeze(0)
+        routed = routing(said, rows.ends) if said else None
         if self.kind == "value":
             return TokenOutputs(
                 values=self._numbers(hidden, rows.before) if outputs.values else None,
                 scores=self._numbers(hidden, rows.ends) if outputs.scores else None,
+                routing=routed,
             )
-        read = hidden.index_select(0, rows.before)
-        head = self.hf.get_output_embeddings()
-        found = head_log_probs(
-            read, head.weight, rows.targets, temperature=outputs.temperature, with_entropy=outputs.entropy,
-            with_greedy=outputs.greedy,
-        )  # fmt: skip
-        return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy)
+        found = self.hf.get_output_embeddings()(hidden.index_select(0, rows.before), rows.targets, outputs)
+        return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy, routing=routed)
 
     def _numbers(self, hidden: Tensor, at: Tensor) -> Tensor:
         """The value head at some tokens, float32 [at], whatever the type of the layers before it."""
         with torch.autocast(hidden.device.type, enabled=False):
-            read, weight = hidden.index_select(0, at).float(), self.hf.score.weight.float()
-            return torch.nn.functional.linear(read, weight).squeeze(-1)
+            return hidden.index_select(0, at).float() @ self.hf.score.weight.float()[0]
 
 
-def build_role_model(path: str, kind: HeadKind, *, new_head: bool = True) -> RoleModel:
+def build_role_model(
+    source: TensorSource, path: str, kind: HeadKind, *, new_head: bool = True, adapter: LoraConfig | None = None
+) -> RoleModel:
     """The model of a directory as a float32 RoleModel without memory for its parameters: shard it, then fill it.
 
     A value model built from a language model gets a new head, unless `new_head` is False; its language head is left
-    aside. One built from a sequence-classification model (a reward model) keeps its head. Raises ModelError for a
-    directory that is missing or does not fit, and for settings that this project does not compute (dropout, sliding
-    windows).
+    aside. One built from a sequence-classification model (a reward model) keeps its head. With an adapter, it and a
+    value head learn, and the rest is frozen. `path` is where `source` reads, for messages. Raises ModelError for a
+    directory that is missing or does not fit, and for what this project does not compute.
     """
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    checkpoint = CheckpointReader(path)
     AttentionInterface.register(attention.NAME, attention.attend)
-    extra = {} if kind == "policy" else {"num_labels": 1}
-    config = AutoConfig.from_pretrained(path, local_files_only=True, **extra)
+    config = source.config(**{} if kind == "policy" else {"num_labels": 1})
     _refuse_unsupported(path, config)
     family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
     if kind == "value":
-        _refuse_head(path, checkpoint, new_head)
+        _refuse_head(path, source, new_head)
     with parameters_on_meta():
         hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
-    hf.tie_weights()
+        hf.tie_weights()
+        if kind == "policy":
+            hf.get_output_embeddings().__class__ = VocabularyHead
+        if adapter is not None:
+            lora.add_adapters(hf, adapter, learning=() if kind == "policy" else (VALUE_HEAD,))
     return RoleModel(hf.train(), kind)
 
 
-def fill_role_model(model: RoleModel, path: str, *, seed: int, device: torch.device) -> None:
-    """Memory on `device`, and the values of the directory, for the parameters of a model that `build_role_model` made
-    and that may have been sharded since: each rank reads its own slices. A new head is drawn from `seed`."""
+def fill_role_model(model: RoleModel, source: TensorSource, *, seed: int, device: torch.device) -> None:
+    """Memory on `device`, and the values of the source, for the parameters of a model that `build_role_model` made and
+    that may have been sharded since. A new head, and an adapter, are drawn from `seed`."""
     hf = model.hf
     materialize(hf, device)
     hf.tie_weights()
-    new = frozenset() if model.kind == "policy" else frozenset({VALUE_HEAD})
-    unused = frozenset() if model.kind == "policy" else frozenset({LANGUAGE_HEAD})
     # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
-    init_std = 1 / hf.config.hidden_size
-    fill(hf, CheckpointReader(path), new=new, unused=unused, seed=seed, init_std=init_std)
+    new = {} if model.kind == "policy" else {VALUE_HEAD: 1 / hf.config.hidden_size}
+    unused = frozenset() if model.kind == "policy" else frozenset({LANGUAGE_HEAD})
+    fill(hf, source, new=new | lora.initial_scales(hf), unused=unused, seed=seed)
 
 
 def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device, new_head: bool = True) -> RoleModel:
     """Both in one, for a model that nothing shards."""
-    model = build_role_model(path, kind, new_head=new_head)
-    fill_role_model(model, path, seed=seed, device=device)
+    source = CheckpointReader(path)
+    model = build_role_model(source, path, kind, new_head=new_head)
+    fill_role_model(model, source, seed=seed, device=device)
     return model
 
 
-def _refuse_head(path: str, checkpoint: CheckpointReader, new_head: bool) -> None:
+def _refuse_head(path: str, checkpoint: TensorSource, new_head: bool) -> None:
     wanted = (
         "Give the directory of a sequence-classification model with one label, as `train --config-name reward_model` "
         "writes it"
@@ -161,7 +190,20 @@ def _refuse_head(path: str, checkpoint: CheckpointReader, new_head: bool) -> Non
         raise ModelError(f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per row. {wanted}")
 
 
-def _refuse_unsupported(path: str, config: object) -> None:
+FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Values of model_type in config.json. Others may scale, cap or mask where this project does not."""
+
+
+def has_experts(config: PretrainedConfig) -> bool:
+    """Whether layers choose among experts."""
+    return bool(config.model_type == "qwen3_moe")
+
+
+def _refuse_unsupported(path: str, config: PretrainedConfig) -> None:
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"model.path: {path} is a {config.model_type!r} model; the supported ones are {', '.join(FAMILIES)}"
+        )
     dropout = {k: v for k, v in vars(config).items() if "dropout" in k and isinstance(v, float) and v > 0}
     if dropout:
         raise ModelError(

@@ -13,9 +13,11 @@ from verl_ray.config.schema import TinyModelConfig
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ModelError
 
-Architecture = Literal["llama", "qwen2", "qwen3"]
+Architecture = Literal["gemma", "llama", "qwen2", "qwen3", "qwen3_moe"]
 
 _MAX_POSITIONS = 4096
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+"""Of an architecture that has them; each as wide as the feed-forward layer of the others."""
 
 
 def make_tiny_qwen3(directory: str | Path, tokenizer: str | Path, config: TinyModelConfig, seed: int) -> Path:
@@ -50,6 +52,7 @@ def make_tiny(
 
     specials = {"bos_token_id": loaded.bos_token_id, "eos_token_id": loaded.eos_token_id}
     specials["pad_token_id"] = loaded.pad_token_id
+    experts = _EXPERTS | {"moe_intermediate_size": config.intermediate_size} if architecture == "qwen3_moe" else {}
     settings = AutoConfig.for_model(
         architecture,
         vocab_size=len(loaded),
@@ -66,6 +69,7 @@ def make_tiny(
         initializer_range=config.hidden_size**-0.5,
         dtype="float32",
         **specials,
+        **experts,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

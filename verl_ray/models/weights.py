@@ -1,9 +1,10 @@
 """Reading a Hugging Face checkpoint into a module, tensor by tensor, and of each tensor only this rank's slice.
 
 Invariant: every parameter of the module is filled, from the checkpoint or, if it is one that a checkpoint of another
-kind lacks (a new value head), from a seed of its own name; so the values do not depend on rank count or on the order
-of loading. No rank holds more than its own shard and one slice more. A checkpoint that does not fit is a ModelError
-that names the tensors. Deliberately not here: building the module, sharding it, and any download.
+kind lacks (a new value head, an adapter), from a seed of its own name; so the values do not depend on rank count or on
+the order of loading. No rank holds more than its own shard and one slice more, or one tensor where rank 0 reads for
+all. A checkpoint that does not fit is a ModelError that names the tensors. Deliberately not here: building the module,
+sharding it, and any download.
 """
 
 from __future__ import annotations
@@ -11,22 +12,66 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_ray.errors import ModelError
+from verl_ray.models.names import Box, pieces
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+T = TypeVar("T")
 
 INDEX = "model.safetensors.index.json"
+TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""What safetensors calls the types of parameters."""
 
 
-class CheckpointReader(Mapping[str, Tensor]):
-    """The tensors of a model directory by name, memory-mapped and read one at a time."""
+Header = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+"""Shape and type of each tensor."""
+
+
+class TensorSource(Collection[str]):
+    """The tensors of a model directory by name, and its configuration."""
+
+    header: Header
+
+    @abstractmethod
+    def config(self, **settings: Any) -> PretrainedConfig:
+        """The model's configuration, with these settings in place of its own."""
+
+    @abstractmethod
+    def read(self, name: str, box: Box) -> Tensor:
+        """The part of a tensor that lies in the box; all of it for an empty box."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.header[name][0]
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.read(name, ())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.header
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.header)
+
+    def __len__(self) -> int:
+        return len(self.header)
+
+
+class CheckpointReader(TensorSource):
+    """From the directory itself: memory-mapped, and of a tensor only the part that is asked for."""
 
     def __init__(self, path: str) -> None:
         folder = Path(path)
@@ -40,28 +85,78 @@ class CheckpointReader(Mapping[str, Tensor]):
         missing = [file.name for file in files if not file.is_file()]
         if missing or not files:
             raise ModelError(f"model.path: {path!r} lacks {', '.join(missing) or 'any .safetensors file'}")
-        self._files = [safe_open(file, framework="pt") for file in files]
-        self._where = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - not a mapping
+        self._path = path
+        self._slices = {
+            name: file.get_slice(name)
+            for file in (safe_open(file, framework="pt") for file in files)
+            for name in file.keys()  # noqa: SIM118 - not a mapping
+        }
+        foreign = {name: one.get_dtype() for name, one in self._slices.items() if one.get_dtype() not in TYPES}
+        if foreign:
+            name, found = next(iter(foreign.items()))
+            raise ModelError(
+                f"model.path: {name} in {path!r} is of type {found}; weights of {', '.join(TYPES)} are read"
+            )
+        self.header = {name: (tuple(one.get_shape()), TYPES[one.get_dtype()]) for name, one in self._slices.items()}
 
-    def __getitem__(self, name: str) -> Tensor:
-        return self._where[name].get_tensor(name)
+    def config(self, **settings: Any) -> PretrainedConfig:
+        from transformers import AutoConfig
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """From the header: nothing is read."""
-        return tuple(self._where[name].get_slice(name).get_shape())
+        found: PretrainedConfig = AutoConfig.from_pretrained(self._path, local_files_only=True, **settings)
+        return found
 
-    def read(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """The part of a tensor that lies in the box; nothing else of it is read into memory."""
-        if not box:
-            return self[name]
-        part: Tensor = self._where[name].get_slice(name)[box]
+    def read(self, name: str, box: Box) -> Tensor:
+        shape, dtype = self.header[name]
+        box = box or tuple(slice(0, side) for side in shape)
+        if any(side.start == side.stop for side in box):
+            return torch.empty([side.stop - side.start for side in box], dtype=dtype)
+        part: Tensor = self._slices[name][box or ...]
         return part
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
 
-    def __len__(self) -> int:
-        return len(self._where)
+class RankZeroReader(TensorSource):
+    """From the directory that only rank 0 looks into: it reads a tensor whole and sends it to all, one at a time.
+
+    Collective: the ranks read the same tensors in the same order, each the part that it wants. What rank 0 cannot read
+    is an error on all of them.
+    """
+
+    def __init__(self, path: str, device: torch.device) -> None:
+        """`device`: where tensors travel; of the process group's backends it chooses one."""
+        self._device = device
+        self._reader: CheckpointReader | None = None
+        self.header = self._from_rank_zero(lambda: self._open(path))
+
+    def _open(self, path: str) -> Header:
+        self._reader = CheckpointReader(path)
+        return self._reader.header
+
+    def _from_rank_zero(self, call: Callable[[], T]) -> T:
+        said: list[Any] = [None]
+        if dist.get_rank() == 0:
+            try:
+                said = [call()]
+            except Exception as error:  # every rank raises it, instead of waiting for what does not come
+                said = [error]
+        dist.broadcast_object_list(said, src=0, device=torch.device("cpu"))
+        if isinstance(said[0], Exception):
+            raise said[0]
+        found: T = said[0]
+        return found
+
+    def config(self, **settings: Any) -> PretrainedConfig:
+        def read() -> PretrainedConfig:
+            assert self._reader is not None, "this is rank 0"
+            return self._reader.config(**settings)
+
+        return self._from_rank_zero(read)
+
+    def read(self, name: str, box: Box) -> Tensor:
+        shape, dtype = self.header[name]
+        whole = torch.empty(shape, dtype=dtype) if self._reader is None else self._reader[name]
+        whole = whole.to(self._device)
+        dist.broadcast(whole, src=0)
+        return whole[box or ...]
 
 
 @contextlib.contextmanager
@@ -90,7 +185,7 @@ def materialize(module: nn.Module, device: torch.device) -> None:
         buffer.copy_(kept[name])
 
 
-def own_box(value: Tensor) -> tuple[slice, ...]:
+def own_box(value: Tensor) -> Box:
     """The part of the whole tensor that this rank holds."""
     shape, start = tuple(value.shape), (0,) * value.dim()
     if isinstance(value, DTensor):
@@ -100,26 +195,27 @@ def own_box(value: Tensor) -> tuple[slice, ...]:
 
 def fill(
     module: nn.Module,
-    checkpoint: CheckpointReader,
+    checkpoint: TensorSource,
     *,
-    new: frozenset[str],
+    new: Mapping[str, float],
     unused: frozenset[str],
     seed: int,
-    init_std: float,
 ) -> None:
     """Copy a checkpoint into the parameters and persistent buffers of `module`.
 
-    `new`: names that the checkpoint may lack; drawn from N(0, init_std^2) with a seed of their own name. `unused`:
-    names of the checkpoint that the module may lack. Raises ModelError for anything else missing, unexpected or of
-    another shape.
-    """  # fmt: skip
+    `new`: names of parameters that the checkpoint may lack, with a standard deviation each; drawn from N(0, std^2)
+    with a seed of their own name. `unused`: names of the checkpoint that the module may lack. Raises ModelError for
+    anything else missing, unexpected or of another shape.
+    """
     persistent = module.state_dict().keys()
     wanted = dict(module.named_parameters()) | {
         name: buffer for name, buffer in module.named_buffers() if name in persistent
     }
-    tied = persistent - wanted.keys()
-    missing = sorted(wanted.keys() - checkpoint.keys() - new)
-    unexpected = sorted(set(checkpoint) - wanted.keys() - unused - tied)
+    parts = {name: pieces(name, target.shape) for name, target in wanted.items()}
+    known = {piece.name for found in parts.values() for piece in found}
+    tied = {piece.name for name in persistent - wanted.keys() for piece in pieces(name, ())}
+    missing = sorted(known - set(checkpoint) - new.keys())
+    unexpected = sorted(set(checkpoint) - known - unused - tied)
     if missing or unexpected:
         raise ModelError(
             f"model.path: the checkpoint does not fit {type(module).__name__}: "
@@ -129,15 +225,17 @@ def fill(
         for name, target in wanted.items():
             box = own_box(target)
             local = target.to_local() if isinstance(target, DTensor) else target
-            if name not in checkpoint:
-                drawn = torch.empty(target.shape).normal_(0, init_std, generator=_generator(seed, name))
+            if name in new and name not in checkpoint:
+                drawn = torch.empty(target.shape).normal_(0, new[name], generator=_generator(seed, name))
                 local.copy_(drawn[box])
                 continue
-            if checkpoint.shape(name) != tuple(target.shape):
-                found = checkpoint.shape(name)
-                raise ModelError(f"model.path: {name} has shape {found}, expected {tuple(target.shape)}")
-            if local.numel():
-                local.copy_(checkpoint.read(name, box))
+            for piece in parts[name]:
+                if checkpoint.shape(piece.name) != piece.shape:
+                    found = checkpoint.shape(piece.name)
+                    raise ModelError(f"model.path: {piece.name} has shape {found}, expected {piece.shape}")
+                here, there = piece.overlap(box)
+                part = local[here]
+                part.copy_(checkpoint.read(piece.name, there).view(part.shape))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

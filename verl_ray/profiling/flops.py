@@ -7,11 +7,9 @@ activations and rotary embeddings are left out: well under 1 % at any size that 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +48,8 @@ def peak_flops_per_s(device: torch.device, dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a dense Llama- or Qwen-like decoder with gated feed-forward layers."""
+    """The sizes of a Llama- or Qwen-like decoder with gated feed-forward layers; with experts, as much of them as a
+    token passes through."""
 
     num_layers: int
     hidden_size: int
@@ -59,40 +58,48 @@ class ModelShape:
     head_size: int
     intermediate_size: int
     vocab_size: int
+    num_experts: int = 0
 
     @staticmethod
-    def of(model_path: str) -> ModelShape | None:
-        """Of the model in this directory; None where the arithmetic of its kind is not counted."""
+    def of(config: Mapping[str, object], head: Literal["policy", "value"]) -> ModelShape | None:
+        """Of a model with this configuration and head; None where the arithmetic of its kind is not counted."""
         try:
-            return ModelShape.from_config(json.loads((Path(model_path) / "config.json").read_text()))
+            shape = ModelShape.from_config(config)
         except ModelError:
             return None
+        return shape if head == "policy" else replace(shape, vocab_size=1)  # that head gives one number per token
 
     @staticmethod
     def from_config(config: Mapping[str, object]) -> ModelShape:
-        """From the keys of a Hugging Face `config.json`.
+        """From the keys of a Hugging Face `config.json`. Of experts, those count that a token is given to, and the
+        router beside them.
 
         Raises:
-            ModelError: a size is missing, or the model is a mixture of experts.
+            ModelError: a size is missing, or layers differ from each other.
         """
-        if any("expert" in key for key in config):
-            raise ModelError("FLOPs are counted for dense decoders; this config.json describes a mixture of experts")
         hidden, heads = _size(config, "hidden_size"), _size(config, "num_attention_heads")
+        intermediate, experts = _size(config, "intermediate_size"), 0
+        if any("expert" in key for key in config):
+            if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+                raise ModelError("FLOPs are counted for models whose layers are alike; here some have no experts")
+            experts = _size(config, "num_experts")
+            intermediate = _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size")
         return ModelShape(
             num_layers=_size(config, "num_hidden_layers"),
             hidden_size=hidden,
             num_heads=heads,
             num_kv_heads=_size(config, "num_key_value_heads", heads),
             head_size=_size(config, "head_dim", hidden // heads),
-            intermediate_size=_size(config, "intermediate_size"),
+            intermediate_size=intermediate,
             vocab_size=_size(config, "vocab_size"),
+            num_experts=experts,
         )
 
     @property
     def matmul_parameters(self) -> int:
         """Parameters that multiply every token: attention, feed-forward and output head; embeddings are looked up."""
         attention = self.hidden_size * self.head_size * 2 * (self.num_heads + self.num_kv_heads)
-        feed_forward = 3 * self.hidden_size * self.intermediate_size
+        feed_forward = 3 * self.hidden_size * self.intermediate_size + self.hidden_size * self.num_experts
         return self.num_layers * (attention + feed_forward) + self.vocab_size * self.hidden_size
 
     @property
@@ -115,9 +122,10 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
     return 2 * shape.matmul_parameters * float(tokens.sum()) + per_pair * pairs
 
 
-def training_flops(shape: ModelShape, lengths: NDArray[np.int64]) -> float:
-    """FLOPs of one forward and backward pass: the backward pass needs twice the forward pass (the same 6N)."""
-    return 3 * forward_flops(shape, lengths)
+def training_flops(shape: ModelShape, lengths: NDArray[np.int64], *, frozen: bool = False) -> float:
+    """FLOPs of one forward and backward pass: the backward pass needs twice the forward pass (the same 6N), half for
+    activations and half for weights. `frozen`: weights need none, and an adapter's own are left out."""
+    return (2 if frozen else 3) * forward_flops(shape, lengths)
 
 
 def _size(config: Mapping[str, object], key: str, otherwise: int | None = None) -> int:
