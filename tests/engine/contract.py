@@ -60,6 +60,13 @@ OPTIMIZER = OptimizerConfig(
     min_lr_fraction=0.1,
 )
 STEPS = 10
+ENGINE: dict[str, Any] = {
+    "kind": "engine", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "activation_checkpointing": False,
+}  # fmt: skip
+FSDP: dict[str, Any] = ENGINE | {
+    "kind": "fsdp", "sharding": "full", "shard_size": None, "prefetch_layers": 0, "host_parameters": False,
+    "embedding_units": False, "read_weights": "every_rank", "activation_offload": False, "sequence_parallel": 1,
+}  # fmt: skip
 ALGORITHM = AlgorithmConfig(
     name="test",
     advantage="grpo",
@@ -146,42 +153,26 @@ class Ranks:
     world: int
     folder: Path
 
-    def engine(
+    def spec(
         self,
         kind: str,
         model: str = "qwen3",
         head: HeadKind = "policy",
         optimizer: OptimizerConfig | None = OPTIMIZER,
+        *,
+        lora: LoraConfig | None = None,
+        expert_balance: float | None = None,
         **settings: Any,
-    ) -> Engine:
-        sharding = {"sharding": settings.pop("sharding", "full"), "shard_size": settings.pop("shard_size", None)}
-        sharding["sequence_parallel"] = settings.pop("sequence_parallel", 1)
-        sharding["prefetch_layers"] = settings.pop("prefetch_layers", 0)
-        sharding |= {
-            name: settings.pop(name, False) for name in ("host_parameters", "activation_offload", "embedding_units")
-        }
-        sharding["read_weights"] = settings.pop("read_weights", "every_rank")
-        lora, balance = settings.pop("lora", None), settings.pop("expert_balance", None)
-        fields = {
-            "kind": kind,
-            "dtype": "float32",
-            "micro_batch_tokens_per_rank": 64,
-            "activation_checkpointing": False,
-        }
-        backend = (
-            EngineBackend(**fields | settings) if kind == "engine" else FsdpBackend(**fields | settings | sharding)
+    ) -> EngineSpec:
+        backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
+        path = str(self.folder / model)
+        return EngineSpec(
+            "actor", path, head, backend, optimizer, STEPS, seed=3, lora=lora, expert_balance=expert_balance
         )
-        spec = EngineSpec(
-            "actor",
-            str(self.folder / model),
-            head,
-            backend,
-            optimizer,
-            STEPS,
-            seed=3,
-            lora=lora,
-            expert_balance=balance,
-        )
+
+    def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:
+        """Of a specification as `spec` makes it."""
+        spec = self.spec(kind, *what, **settings)
         return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
 
     def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:

@@ -16,15 +16,9 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from verl_ray.config.schema import FsdpBackend
-from verl_ray.engine.base import Engine, EngineSpec
-from verl_ray.engine.build import build_engine
+from tests.engine import contract
+from verl_ray.engine.base import Engine
 from verl_ray.profiling.memory import malloc_trim
-
-BACKEND = FsdpBackend(
-    kind="fsdp", dtype="float32", micro_batch_tokens_per_rank=64, activation_checkpointing=False, sharding="full",
-    shard_size=None, sequence_parallel=1, prefetch_layers=0, host_parameters=False, activation_offload=False,
-)  # fmt: skip
 
 
 class Watch:
@@ -64,21 +58,24 @@ def main(rank: int, world: int, folder: Path) -> None:
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
-    def build(model: str) -> Engine:
-        spec = EngineSpec("reference", str(folder / model), "policy", BACKEND, None, 0, seed=0)
-        return build_engine(spec, device=torch.device("cpu"), rank=rank, world_size=world)
+    def build(model: str, read_weights: str = "every_rank") -> Engine:
+        return contract.Ranks(rank, world, folder).engine("fsdp", model, optimizer=None, read_weights=read_weights)
 
-    build("small").export(str(folder / "small_export"))  # what is imported and set up once is not the model's
+    build("small", "rank_zero").export(str(folder / "small_export"))  # what is set up once is not the model's
     with Watch() as loading:
         engine = build("large")
     with Watch() as exporting:
         engine.export(str(folder / "export"))
     del engine
+    with Watch() as relaying:
+        engine = build("large", "rank_zero")
+    del engine
     with Watch() as naive:  # the usual way: a whole model on every rank, of which it then keeps its shard
         model = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.float32)
         state = {name: value.clone() for name, value in model.state_dict().items()}
     del state
-    found = {"loading": loading.growth_bytes, "exporting": exporting.growth_bytes, "naive": naive.growth_bytes}
+    watched = {"loading": loading, "relaying": relaying, "exporting": exporting, "naive": naive}
+    found = {name: watch.growth_bytes for name, watch in watched.items()}
     (folder / f"found_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -50,6 +50,7 @@ def test_each_rank_stays_under_its_shard_and_the_largest_tensor(folder: Path) ->
         found = json.loads((folder / f"found_{rank}.json").read_text())
         bound = sum(sizes) / WORLD + max(sizes) + OVERHEAD_BYTES
         assert sum(sizes) / WORLD < found["loading"] < bound
+        assert sum(sizes) / WORLD < found["relaying"] < bound  # rank 0 reads, and sends one tensor at a time
         assert found["exporting"] < max(sizes) + OVERHEAD_BYTES  # beside the shard, which is there already
         assert found["naive"] > bound  # what the bound keeps out
 

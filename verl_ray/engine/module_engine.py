@@ -274,6 +274,8 @@ class ModuleEngine(Engine):
                 for name, value in moments.items():
                     if isinstance(value, Tensor) and name != "step":
                         moments[name] = value.to(target)
+        if "host" in (params, optimizer):
+            torch.cuda.empty_cache()  # else it would be free for this process alone
 
     @torch.no_grad()
     def export(self, path: str, *, adapter: bool = False) -> None:
