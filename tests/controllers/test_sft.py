@@ -11,9 +11,10 @@ from transformers import AutoModelForCausalLM
 from controllers.sft import SFTTrainer
 from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import SFTConfig
+from verl_ray.config.schema import SFTConfig, TinyModelConfig
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.models.tiny import make_tiny
 
 pytestmark = pytest.mark.cluster
 
@@ -58,3 +59,28 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
     assert 0.2 < accuracy <= 1
     assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)
     assert trainer.state().keys() == {"cursor", "finished", "gradients"} and not trainer.finished
+
+
+def test_experts_learn_and_are_kept_in_balance(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    shape = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
+        tie_embeddings=True,
+    )  # fmt: skip
+    model = make_tiny("qwen3_moe", tmp_path / "experts", inputs.model, shape, seed=0)
+    config = inputs.supervised(tmp_path, f"model.path={model}", "actor.optimizer.lr=5e-3", "actor.num_ranks=2",
+                               "backend=fsdp", "actor.optimizer.schedule=constant", "run.total_steps=30",
+                               "actor.expert_balance=1.0")  # fmt: skip
+    train = source(config, inputs.train)
+    groups, roles = start_some(config, tmp_path, sampling=False)
+    with groups:
+        trainer = SFTTrainer(roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5)
+        steps = [trainer.step() for _ in range(30)]
+        trainer.export(str(tmp_path / "model"))
+        accuracy = trainer.accuracy()
+    first, last = steps[0], steps[-1]
+    assert last["train/loss"] < first["train/loss"] / 1.5
+    # top_k = 2 where every expert is used alike
+    assert 2 < last["actor/expert_balance_loss"] < first["actor/expert_balance_loss"]
+    assert 0 <= first["actor/expert_load_min"] < 1 < first["actor/expert_load_max"] <= 2  # of 4, with 2 each
+    assert first["actor/expert_idle_fraction"] == 0
+    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)

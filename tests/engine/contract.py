@@ -247,6 +247,9 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     for model in MODELS:
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
+        found[f"{model} scores"] = ranks.forward(
+            ranks.engine(kind, model, head="value", optimizer=None), rows, Outputs(scores=True)
+        )
     engine = ranks.engine(kind, head="value", optimizer=None)
     found["value"] = ranks.forward(engine, rows, Outputs(values=True, scores=True))
     found["scores alone"] = ranks.forward(engine, rows, Outputs(scores=True))

@@ -269,6 +269,11 @@ def test_values_are_those_before_each_token_and_after_the_last(folder: Path, res
         np.testing.assert_allclose(found["value"]["values"][row][read], values[read - 1], atol=EXACT)
         np.testing.assert_allclose(found["value"]["scores"][i], values[-1], atol=EXACT)
     np.testing.assert_array_equal(found["scores alone"]["scores"], found["value"]["scores"])
+    for model in MODELS:
+        plain = reference_model(folder, model, "value", found["head"])
+        with torch.no_grad():
+            last = [naive_values(plain, rows.tokens[row])[-1].item() for row, _ in by_row(rows)]
+        np.testing.assert_allclose(found[f"{model} scores"]["scores"], last, atol=EXACT)
     assert found["scores alone"].keys() == {"scores"}
     assert not found["value"]["values"][~rows.response_mask].any()
 

@@ -31,7 +31,7 @@ def _worst(engine: VllmEngine, model: PreTrainedModel, reference: Reference) -> 
     return float(max(differences))
 
 
-@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("llama", True), ("qwen2", False)])
+@pytest.mark.parametrize(("architecture", "tie"), [("qwen3", True), ("llama", True), ("qwen2", False), ("gemma", True)])
 def test_synced_weights_are_what_is_sampled_from(
     start_vllm: Callable[..., VllmEngine],
     make_model: Callable[..., Path],
