@@ -1,11 +1,14 @@
 """Tokenizers made here round-trip text and load from disk alone; what is not a tokenizer is refused at once."""
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from verl_ray.data.tokenizers import (
     character_tokenizer,
@@ -97,6 +100,16 @@ def test_only_local_directories_are_loaded(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{torn")
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_that_is_its_file_needs_no_torch(tmp_path: Path) -> None:
+    character_tokenizer(tmp_path, "0123456789")
+    read = "from verl_ray.data.tokenizers import load_tokenizer; tokens = load_tokenizer(sys.argv[1])('12').input_ids"
+    code = f"import sys; {read}; print(tokens, 'torch' in sys.modules)"
+    said = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
+    ).stdout
+    assert child.stdout.split("\n")[0] == f"{AutoTokenizer.from_pretrained(tmp_path)('12').input_ids} False"
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:

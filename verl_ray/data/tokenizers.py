@@ -49,15 +49,25 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
         raise ModelError(f"{path}: found {found}, expected tokenizer.json or tokenizer_config.json beside the model")
-    from transformers import AutoTokenizer
-
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        tokenizer = _read_tokenizer(directory)
     except Exception as error:  # transformers and tokenizers raise bare Exception for broken files
         raise ModelError(f"{path}: the tokenizer cannot be loaded ({error})") from error
     if tokenizer.eos_token_id is None:
         raise ModelError(f"{path}: the tokenizer has no eos_token, by which responses end; set it in the tokenizer")
     return tokenizer
+
+
+def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
+    """Finding out which class a tokenizer wants imports torch and with it 3 s of CPU time, in processes that need no
+    more of it. One that says it is what its tokenizer.json says, as transformers 5 writes it, is spared that."""
+    settings = directory / "tokenizer_config.json"
+    if settings.is_file() and '"tokenizer_class": "TokenizersBackend"' in settings.read_text():
+        from transformers import TokenizersBackend as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    found: PreTrainedTokenizerBase = Tokenizer.from_pretrained(str(directory), local_files_only=True)
+    return found
 
 
 def character_tokenizer(directory: str | Path, alphabet: str) -> PreTrainedTokenizerFast:
