@@ -106,9 +106,7 @@ def test_a_tokenizer_that_is_its_file_needs_no_torch(tmp_path: Path) -> None:
     character_tokenizer(tmp_path, "0123456789")
     read = "from verl_ray.data.tokenizers import load_tokenizer; tokens = load_tokenizer(sys.argv[1])('12').input_ids"
     code = f"import sys; {read}; print(tokens, 'torch' in sys.modules)"
-    said = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True
-    ).stdout
+    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
     assert child.stdout.split("\n")[0] == f"{AutoTokenizer.from_pretrained(tmp_path)('12').input_ids} False"
 
 
