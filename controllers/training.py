@@ -18,8 +18,8 @@ import yaml
 from controllers.build import System, start
 from controllers.evaluation import Evaluator
 from controllers.measures import Metrics
+from controllers.model_directories import VALUE_HEAD, tensor_shapes
 from controllers.ppo import Trainer
-from controllers.preflight import VALUE_HEAD, tensor_shapes
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
 from controllers.reward_model import PreferenceTrainer
