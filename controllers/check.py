@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.table import Table
 
 from controllers.composition import examine
-from controllers.preflight import Findings, Machine, machine_of, preflight
+from controllers.machine import Machine, machine_of
+from controllers.preflight import Findings, preflight
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.schema import (
     Config,

@@ -29,7 +29,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
-from controllers.preflight import in_ray_package
+from controllers.paths import in_ray_package
 from verl_ray.config.load import parse
 from verl_ray.config.rules import broken
 from verl_ray.config.schema import Config, EngineBackend, FsdpBackend

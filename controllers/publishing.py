@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from controllers.preflight import WIRE_BUCKET_BYTES
+from controllers.resources import WIRE_BUCKET_BYTES
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RolloutConfig

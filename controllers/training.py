@@ -18,8 +18,8 @@ import yaml
 from controllers.build import System, start
 from controllers.evaluation import Evaluator
 from controllers.measures import Metrics
+from controllers.model_directories import tensor_shapes
 from controllers.ppo import Trainer
-from controllers.preflight import VALUE_HEAD, tensor_shapes
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
 from controllers.reward_model import PreferenceTrainer
@@ -35,6 +35,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.models.families import VALUE_HEAD
 from verl_ray.tracking import Sample, Trackers, open_trackers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.curve import reward_curve

@@ -1,8 +1,11 @@
-"""Small real runs: their inputs, their configurations, and trainers that share one pair of sampling groups."""
+"""Small real runs: their inputs, configurations and commands, and trainers that share one pair of sampling groups."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +16,7 @@ from controllers.composition import compose
 from controllers.ppo import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.cluster.session import Session
 from verl_ray.config.schema import Config, RLConfig, SFTConfig, TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.prompts import PromptSource
@@ -21,6 +25,7 @@ from verl_ray.models.tiny import make_tiny_qwen3
 from workers.reward import RewardWorker
 from workers.rollout import RolloutWorker
 
+ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")
 SAMPLING = ("rollout", "reward")
 SHAPE = Shape(cores=(4,), gpus=0)
@@ -90,6 +95,18 @@ def make_inputs(folder: Path) -> Inputs:
     )  # fmt: skip
     model = make_tiny_qwen3(folder / "model", folder / "tokenizer", shape, seed=0)
     return Inputs(model, files.train.jsonl, files.validation.jsonl)
+
+
+def command(cluster: Session | None, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """`verl-ray ARGUMENTS` as a user gives it, which must end with `code`. A run uses `cluster`, or where that is None
+    the one that the arguments name, or one of its own."""
+    where = [f"ray.address={cluster.address}"] if cluster else []
+    ended = subprocess.run(
+        [sys.executable, "-m", "controllers", *arguments, *where],
+        cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
+    )  # fmt: skip
+    assert ended.returncode == code, ended.stdout + ended.stderr
+    return ended
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,15 +10,8 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.controllers.runs import Inputs
+from tests.controllers.runs import Inputs, command
 from verl_ray.cluster.session import Session
-
-ROOT = Path(__file__).parents[2]
-
-
-def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    every = [sys.executable, "-m", "controllers", *arguments]
-    return subprocess.run(every, cwd=ROOT, capture_output=True, text=True, timeout=280)
 
 
 @pytest.mark.cluster
@@ -28,16 +19,15 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     run_dir, target = tmp_path / "run", tmp_path / "exported"
-    trained = command(
-        "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=2", "run.evaluate_every=0",
-        "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16", "actor.optimizer.lr=1e-1",
-        "actor.lora.rank=4", "backend=fsdp", "actor.num_ranks=2", "tracking.wandb.mode=disabled",
-        f"ray.address={cluster.address}",
+    command(
+        cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=2",
+        "run.evaluate_every=0", "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16",
+        "actor.optimizer.lr=1e-1", "actor.lora.rank=4", "backend=fsdp", "actor.num_ranks=2",
+        "tracking.wandb.mode=disabled",
     )  # fmt: skip
-    assert trained.returncode == 0, trained.stdout + trained.stderr
     checkpoint = run_dir / "checkpoints" / "step_00000002"
-    exported = command("export", str(checkpoint), str(target), "--address", cluster.address)
-    assert exported.returncode == 0, exported.stdout + exported.stderr
+    address = ["--address", cluster.address]
+    exported = command(None, "export", str(checkpoint), str(target), *address)
     assert f"actor of step_00000002: {target} (within " in exported.stdout
     before = load_file(inputs.model / "model.safetensors")
     after, at_the_end = (load_file(folder / "model.safetensors") for folder in (target, run_dir / "model"))
@@ -46,19 +36,19 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     assert {"config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
 
     adapter = tmp_path / "adapter"
-    apart = command("export", str(checkpoint), str(adapter), "--adapter", "--address", cluster.address)
-    assert apart.returncode == 0 and f": {adapter} (within " in apart.stdout, apart.stdout + apart.stderr
+    apart = command(None, "export", str(checkpoint), str(adapter), "--adapter", *address)
+    assert f": {adapter} (within " in apart.stdout
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), adapter).merge_and_unload()
     for name, value in model.named_parameters():
         torch.testing.assert_close(value, after[name], rtol=0, atol=1e-6)
 
-    again = command("export", str(checkpoint), str(target), "--address", cluster.address)
-    assert again.returncode == 2 and "this directory is not empty" in again.stderr
-    other = command("export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", "--address", cluster.address)
-    assert other.returncode == 2 and "The checkpoint holds actor." in other.stderr
+    again = command(None, "export", str(checkpoint), str(target), *address, code=2)
+    assert "this directory is not empty" in again.stderr
+    other = command(None, "export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", *address, code=2)
+    assert "The checkpoint holds actor." in other.stderr
     (checkpoint / "manifest.json").unlink()
-    torn = command("export", str(checkpoint), str(tmp_path / "o"), "--address", cluster.address)
-    assert torn.returncode == 1 and "Traceback" not in torn.stderr
+    torn = command(None, "export", str(checkpoint), str(tmp_path / "o"), *address, code=1)
+    assert "Traceback" not in torn.stderr
 
 
 def test_a_directory_that_computes_something_else_is_told_apart(inputs: Inputs, tmp_path: Path) -> None:

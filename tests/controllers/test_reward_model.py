@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,7 @@ from transformers import AutoModelForSequenceClassification
 
 from controllers.composition import compose
 from controllers.training import evaluate_reward_model
-from tests.controllers.runs import GRADER, Inputs, lasting
+from tests.controllers.runs import GRADER, Inputs, command, lasting
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RewardModelConfig, TinyModelConfig
@@ -25,18 +22,7 @@ from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
 
-ROOT = Path(__file__).parents[2]
 SHORT = ["tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
-
-
-def command(cluster: Session | None, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """On the tests' cluster, or on one of its own."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "controllers", *arguments, *([f"ray.address={cluster.address}"] if cluster else [])],
-        cwd=ROOT, env=dict(os.environ), capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
-    return ended
 
 
 @pytest.fixture(scope="module")

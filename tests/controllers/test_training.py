@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import cast
 
@@ -15,16 +13,14 @@ import yaml
 
 from controllers.recovery import Recovery
 from controllers.training import due, next_command, train_supervised
-from tests.controllers.runs import Inputs
+from tests.controllers.runs import ROOT, Inputs, command
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
 from verl_ray.tracking.jsonl import read_metrics
 
-ROOT = Path(__file__).parents[2]
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
-Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
 # What dashboards of this field know, of what a synchronous run on CPUs has.
 PUBLISHED_NAMES = """
@@ -52,19 +48,6 @@ reward_health/ok reward_health/timeout reward_health/exception reward_health/non
 """
 
 
-@pytest.fixture
-def command(cluster: Session) -> Command:
-    """Runs `python -m controllers ...` on the cluster of the tests."""
-
-    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "controllers", *arguments, f"ray.address={cluster.address}"],
-            cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-
-    return run
-
-
 def held_out(lines: list[dict[str, float]]) -> list[float | None]:
     return [next((value for name, value in line.items() if name.startswith("val-core/")), None) for line in lines]
 
@@ -80,13 +63,12 @@ def wandb_history(run_dir: Path) -> list[dict[str, float]]:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     ended = command(
-        "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
+        cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
         "run.checkpoint_every=3", "tracking.wandb.mode=offline", "tracking.tensorboard=true", "evaluation.samples=4",
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
     config = parse(tree)  # fully resolved: it is a configuration by itself
@@ -115,8 +97,7 @@ def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
 
     same = ["run.total_steps=3", "run.evaluate_every=2", "run.checkpoint_every=3"]
-    again = command("evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = command(cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
     printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
                if key.startswith("val-core/")}  # fmt: skip
     assert list(printed.values()) == pytest.approx([held_out(lines)[-1]], abs=1e-4)  # of the checkpoint of step 3
@@ -124,22 +105,20 @@ def test_a_run_writes_all_that_it_promises(command: Command, inputs: Inputs, tmp
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_evaluating_a_model_directory(command: Command, inputs: Inputs, tmp_path: Path) -> None:
+def test_evaluating_a_model_directory(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     changes = ["reward.functions.default=exact_match", "run.evaluate_every=1", "evaluation.samples=2"]
-    ended = command("evaluate", "--config-name", "grpo", *inputs.rl(tmp_path), *changes)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = command(cluster, "evaluate", "--config-name", "grpo", *inputs.rl(tmp_path), *changes)
     assert "val-core/arithmetic/acc/mean@1: " in ended.stdout
     assert "val-aux/num_prompts: 16.0000" in ended.stdout
     assert ended.stdout.count(" -> ") == 2
 
 
 @pytest.mark.cluster
-def test_a_supervised_run(command: Command, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
                "sft.max_tokens=16", "tracking.wandb.mode=offline"]  # fmt: skip
-    ended = command("train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], *changes)
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    command(cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], *changes)
     lines = read_metrics(run_dir / "metrics.jsonl")
     assert [line["training/global_step"] for line in lines] == list(range(31))
     assert lines[-1]["train/loss"] < lines[1]["train/loss"] / 2
@@ -179,15 +158,14 @@ def gsm8k_copy(folder: Path) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_real_text_with_a_chat_template(command: Command, inputs: Inputs, tmp_path: Path) -> None:
+def test_real_text_with_a_chat_template(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
     assert prepare_data(["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]) == 0
     run_dir, data = tmp_path / "run", tmp_path / "data"
-    ended = command(
-        "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
+    command(
+        cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
         f"data.train_path={data}/train.parquet", f"data.validation_path={data}/validation.parquet",
         "data.max_prompt_tokens=256", "data.overlong=skip", "rollout.max_response_tokens=24", "run.total_steps=3",
     )  # fmt: skip
-    assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = read_metrics(run_dir / "metrics.jsonl")
     assert [line["training/global_step"] for line in lines] == [1, 2, 3]
     for line in lines:

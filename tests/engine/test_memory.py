@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from controllers.preflight import tensor_shapes
+from controllers.model_directories import tensor_shapes
 from verl_ray.config.schema import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer

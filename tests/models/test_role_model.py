@@ -11,7 +11,8 @@ from transformers import AutoModelForSequenceClassification
 from verl_ray.config.schema import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
-from verl_ray.models.role_model import VALUE_HEAD, load_role_model
+from verl_ray.models.families import VALUE_HEAD
+from verl_ray.models.role_model import load_role_model
 from verl_ray.models.tiny import make_tiny
 from verl_ray.models.weights import CheckpointReader
 

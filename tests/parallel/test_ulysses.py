@@ -1,17 +1,25 @@
-"""The manager's contract, on a group of one; several ranks are in tests/engine/test_contract.py."""
+"""The manager's contract: on a group of one, and on groups of two and four against one rank that has everything."""
 
 from __future__ import annotations
 
+import functools
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.parallel import ranks
+from verl_ray.config.schema import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineError
-from verl_ray.models.role_model import TokenOutputs
+from verl_ray.models.role_model import HeadKind, TokenOutputs
+from verl_ray.models.tiny import make_tiny
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 
@@ -21,15 +29,20 @@ ROWS = PackedTokens(
     before=np.array([0, 1, 3]),
     targets=np.array([6, 7, 9]),
     ends=np.array([2, 4]),
+    offsets=np.array([0, 3, 5]),
 )
 OUTPUTS = TokenOutputs(log_probs=torch.tensor([1.0, 2.0, 3.0]), greedy=torch.tensor([True, False, True]))
 
 
-@pytest.fixture
-def manager(tmp_path: Path) -> Iterator[UlyssesManager]:
+EXACT = 1e-5
+Found = dict[int, list[list[dict[str, Any]]]]
+
+
+@pytest.fixture(params=[True, False], ids=["same rows", "own rows"])
+def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UlyssesManager]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     assert dist.group.WORLD is not None
-    yield UlyssesManager(dist.group.WORLD)
+    yield UlyssesManager(dist.group.WORLD, same_rows=request.param)
     dist.destroy_process_group()
 
 
@@ -52,12 +65,23 @@ def test_what_was_sliced_is_put_together_again(manager: UlyssesManager) -> None:
     assert found.greedy.dtype == torch.bool and found.values is None
 
 
-def test_it_may_be_entered_again_and_leaves_nothing_behind(manager: UlyssesManager) -> None:
+def test_a_block_inside_another_leaves_it_as_it_was(manager: UlyssesManager) -> None:
     with manager:
+        manager.preprocess(ROWS)
+        outer = manager.exchange
         with manager:
+            assert manager.exchange is outer
             manager.preprocess(ROWS)
-        assert manager.exchange is not None  # the outer block goes on
+            assert manager.exchange is not outer
+        assert manager.exchange is outer
+        with pytest.raises(ZeroDivisionError), manager:
+            manager.preprocess(ROWS)
+            raise ZeroDivisionError
+        assert manager.exchange is outer
     assert manager.exchange is None
+
+
+def test_an_exception_leaves_nothing_behind(manager: UlyssesManager) -> None:
     with pytest.raises(ZeroDivisionError), manager:
         manager.preprocess(ROWS)
         raise ZeroDivisionError
@@ -66,3 +90,102 @@ def test_it_may_be_entered_again_and_leaves_nothing_behind(manager: UlyssesManag
         manager.preprocess(ROWS)
     with pytest.raises(EngineError, match="no rows have been sliced"):
         manager.postprocess(OUTPUTS)
+
+
+# -------------------------------------------------------------------------------------------- several real ranks
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("ulysses")
+    character_tokenizer(root / "tokenizer", "0123456789+=")
+    sizes = TinyModelConfig(
+        hidden_size=32, num_layers=2, num_heads=4, num_kv_heads=2, head_size=8, intermediate_size=48,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen3", root / "model", root / "tokenizer", sizes, seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    """What each rank of a group found, of each group, by the size of the group."""
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "-m", ranks.__name__, str(rank), str(folder)],
+            cwd=Path(__file__).parents[2],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(ranks.WORLD)
+    ]
+    try:
+        outputs = [process.communicate(timeout=ranks.DEADLINE_S + 30)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
+        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    everyone = [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
+    return {
+        size: [[one[size] for one in everyone[first : first + size]] for first in range(0, ranks.WORLD, size)]
+        for size in ranks.ROWS
+    }
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """Relative to the largest, and to 1."""
+    largest = max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
+    torch.testing.assert_close(found, expected, rtol=0, atol=EXACT * largest)
+
+
+def check_outputs(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert found["outputs"].keys() == expected["outputs"].keys()
+    for name, value in found["outputs"].items():
+        assert value.dtype == expected["outputs"][name].dtype
+        close(value.float(), expected["outputs"][name].float())
+    close(found["loss"], expected["loss"])
+
+
+def check_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    for name, gradient in expected["gradients"].items():
+        assert gradient.any(), name
+        close(found["gradients"][name], gradient)
+
+
+@functools.cache
+def alone(folder: Path, head: HeadKind, given: ranks.Given) -> dict[str, Any]:
+    """What one rank that has these rows to itself finds."""
+    return ranks.learn(folder, head, ShardingManager(), given)
+
+
+@pytest.mark.parametrize("head", ranks.WANTED)
+@pytest.mark.parametrize("size", ranks.ROWS)
+def test_each_rank_gets_the_outputs_of_its_own_rows_and_all_of_them_the_gradient_of_one(
+    folder: Path, found: Found, size: int, head: HeadKind
+) -> None:
+    assert sorted(row for given in ranks.ROWS[size] for row in given) == list(ranks.ALL)
+    for group in found[size]:
+        for rank, given in zip(group, ranks.ROWS[size], strict=True):
+            check_outputs(rank[f"{head}, own rows"], alone(folder, head, given))
+            check_gradients(rank[f"{head}, own rows"], alone(folder, head, ranks.ALL))
+
+
+@pytest.mark.parametrize("head", ranks.WANTED)
+@pytest.mark.parametrize("size", ranks.ROWS)
+def test_of_the_same_rows_each_rank_gets_all_outputs(folder: Path, found: Found, size: int, head: HeadKind) -> None:
+    for group in found[size]:
+        for rank in group:
+            check_outputs(rank[f"{head}, same rows"], alone(folder, head, ranks.ALL))
+            check_gradients(rank[f"{head}, same rows"], alone(folder, head, ranks.ALL))
+
+
+@pytest.mark.parametrize("size", ranks.ROWS)
+def test_other_rows_inside_do_not_disturb_those_on_their_way(folder: Path, found: Found, size: int) -> None:
+    given = ranks.ROWS[size]
+    for group in found[size]:
+        for number, rank in enumerate(group):
+            close(rank["nested"]["outside"], alone(folder, "policy", given[number])["outputs"]["log_probs"])
+            close(rank["nested"]["inside"], alone(folder, "policy", given[number - 1])["outputs"]["log_probs"])
+            assert rank["nested"]["exchange left"] is None

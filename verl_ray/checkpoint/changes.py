@@ -2,7 +2,7 @@
 
 Invariant: what the saved state means does not change under it: its data cursor, its random streams, its parameters
 and the roles they belong to. Everything else may change, and is shown. Deliberately not here: rules within one
-configuration (`verl_ray/config/rules.py`).
+configuration (`verl_ray/config/rules`).
 """
 
 from __future__ import annotations

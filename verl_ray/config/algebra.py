@@ -1,7 +1,7 @@
 """The batch algebra: how the prompts of one step become rows, mini-batches and micro-batches, role by role.
 
 Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row (one rollout), runs through all
-of them. Deliberately not here: whether the numbers can run (`rules.py`).
+of them. Deliberately not here: whether the numbers can run (`rules`).
 """
 
 from __future__ import annotations

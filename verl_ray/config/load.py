@@ -1,7 +1,7 @@
 """The one conversion between a plain tree of values and the typed configuration.
 
 Invariant: past `parse` there is no dictionary of settings and no unknown key, and `parse(to_tree(c)) == c`.
-Deliberately not here: where the tree comes from (the command line), and rules over several fields (`rules.py`).
+Deliberately not here: where the tree comes from (the command line), and rules over several fields (`rules`).
 """
 
 from __future__ import annotations

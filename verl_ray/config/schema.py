@@ -1,7 +1,7 @@
 """The classes of the configuration: types, rules of single fields, and one-line meanings. No defaults.
 
 Invariant: YAML under `configs/` holds every value; a field absent there is an error, and so is a key absent here.
-Deliberately not here: rules over several fields (`rules.py`), reading YAML (the command line), and anything about
+Deliberately not here: rules over several fields (`rules`), reading YAML (the command line), and anything about
 the machine the run will use (`controllers/preflight.py`).
 """
 

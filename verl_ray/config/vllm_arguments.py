@@ -6,7 +6,7 @@ Invariant: exactly the public fields of its `EngineArgs`, in their order; a test
         names = [field.name for field in dataclasses.fields(EngineArgs) if field.name[0] != '_']; \\
         print(textwrap.fill(' '.join(names), 116))"
 
-Deliberately not here: which of them a user may set (`rules.py`), their types and their meanings.
+Deliberately not here: which of them a user may set (`rules`), their types and their meanings.
 """
 
 _NAMES = """

@@ -388,22 +388,24 @@ class ModuleEngine(Engine):
         row, whole = row_of_token[read], read + starts[row_of_token[read]]
         positions = np.arange(chosen.num_tokens) - chosen.offsets[row_of_token]
 
-        packed = PackedTokens(chosen.tokens, positions, read - 1, chosen.tokens[read], chosen.offsets[1:] - 1)
-        return MicroBatch(self._own_part(packed, chosen.offsets), whole, self._tensor(row))
+        packed = PackedTokens(
+            chosen.tokens, positions, read - 1, chosen.tokens[read], chosen.offsets[1:] - 1, chosen.offsets
+        )
+        return MicroBatch(self._own_part(packed), whole, self._tensor(row))
 
     def _empty(self) -> MicroBatch:
         """One token that nobody reads, for the ranks that meet inside."""
         nothing, token = np.empty(0, np.int64), np.zeros(1, np.int64)
-        packed = PackedTokens(token, token, nothing, nothing, nothing)
-        return MicroBatch(self._own_part(packed, offsets_of([1])), nothing, self._tensor(nothing))
+        packed = PackedTokens(token, token, nothing, nothing, nothing, offsets_of([1]))
+        return MicroBatch(self._own_part(packed), nothing, self._tensor(nothing))
 
-    def _own_part(self, whole: PackedTokens, offsets: Int64) -> PackedRows:
-        """This rank's part of packed rows with these offsets, on its device."""
-        own = self.sharding.preprocess(whole)
+    def _own_part(self, rows: PackedTokens) -> PackedRows:
+        """What this rank computes of packed rows, on its device."""
+        own = self.sharding.preprocess(rows)
         return PackedRows(
             self._tensor(own.tokens)[None],
             self._tensor(own.positions)[None],
-            plan_layout(offsets, self.device, self.dtype, self.sharding.exchange),
+            plan_layout(own.offsets, self.device, self.dtype, self.sharding.exchange),
             self._tensor(own.before),
             self._tensor(own.targets),
             self._tensor(own.ends),

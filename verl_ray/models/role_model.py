@@ -18,6 +18,7 @@ from verl_ray.config.schema import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.experts import RouterWatch, Routing, routing
+from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.weights import CheckpointReader, TensorSource, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 
@@ -25,8 +26,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HeadKind = Literal["policy", "value"]
-VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
-LANGUAGE_HEAD = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
-        self.routers = RouterWatch(hf) if has_experts(hf.config) else None
+        self.routers = RouterWatch(hf) if hf.config.model_type in WITH_EXPERTS else None
 
     @property
     def backbone(self) -> PreTrainedModel:
@@ -188,15 +187,6 @@ def _refuse_head(path: str, checkpoint: TensorSource, new_head: bool) -> None:
     labels = checkpoint.shape(VALUE_HEAD)[0] if VALUE_HEAD in checkpoint else 1
     if labels != 1:
         raise ModelError(f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per row. {wanted}")
-
-
-FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
-"""Values of model_type in config.json. Others may scale, cap or mask where this project does not."""
-
-
-def has_experts(config: PretrainedConfig) -> bool:
-    """Whether layers choose among experts."""
-    return bool(config.model_type == "qwen3_moe")
 
 
 def _refuse_unsupported(path: str, config: PretrainedConfig) -> None:

@@ -21,34 +21,33 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Rows one behind the other, as a model takes them, or one rank's slice of them. All int64."""
+    """Rows one behind the other, as a model takes them, or one rank's slice of them with the `offsets` of the whole,
+    from which attention is planned. All int64."""
 
     tokens: Int64  # [tokens]
     positions: Int64  # [tokens] within the row
     before: Int64  # [read], ascending: the token before each token that is read
     targets: Int64  # [read]: ids of the tokens that are read
     ends: Int64  # [rows], ascending: the last token of each row
+    offsets: Int64  # [rows of the whole + 1]: where each begins, and the total
 
 
 class ShardingManager:
-    """`with manager:` around forward and backward pass; `preprocess` before the one, `postprocess` after it."""
-
-    def __init__(self) -> None:
-        self._depth = 0
+    """`with manager:` around forward and backward pass; `preprocess` before the one, `postprocess` after it. A block
+    inside another leaves it as it found it."""
 
     def __enter__(self) -> Self:
-        self._depth += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._depth -= 1
+        pass
 
     def preprocess(self, rows: PackedTokens) -> PackedTokens:
-        """This rank's part of rows that all its peers were given."""
+        """The part that this rank computes, given its rows."""
         return rows
 
     def postprocess(self, outputs: TokenOutputs) -> TokenOutputs:
-        """The outputs of all peers, in the order of the rows that were given."""
+        """The outputs of the rows that this rank gave, whole and in their order, given those of its part."""
         return outputs
 
     @property

@@ -1,0 +1,290 @@
+"""What the directories of models must hold for a configuration, read from their JSON files and tensor headers.
+
+Invariant: no tensor is read, nothing is looked up on a hub, and torch is not needed; a file that is not there says
+nothing. Deliberately not here: memory for the parameters (`resources.py`), and loading them (`verl_ray.models`).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from controllers.machine import Machine
+from controllers.paths import near
+from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES
+from verl_ray.config.schema import (
+    Config,
+    FsdpBackend,
+    JudgeReward,
+    ModelReward,
+    ModelRole,
+    RLConfig,
+    RolloutEngineConfig,
+    SupervisedRole,
+)
+from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.errors import Problem
+from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
+
+
+def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """What the models of a run lack: files, positions, heads, a score, the actor's tokens; and what an engine on
+    `machine` does not take."""
+    for key, path in _model_paths(config).items():
+        yield from _model_problems(key, path, config)
+    yield from _value_head_problems(config)
+    yield from _sequence_problems(config)
+    yield from _embedding_problems(config)
+    yield from _expert_problems(config)
+    yield from _adapter_problems(config)
+    yield from _token_problems(config)
+    for section, engine in engines(config).items():
+        yield from _engine_problems(section, engine, machine)
+    if isinstance(config, RLConfig):
+        yield from _judge_problems(config)
+
+
+def _model_paths(config: Config) -> dict[str, str]:
+    """The model directories that must exist already, each under the key that says so."""
+    made = isinstance(config, RLConfig) and config.prepare is not None
+    roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles}
+    if isinstance(config, RLConfig):
+        roles |= config.judges
+    paths: dict[str, str] = {}
+    for name, role in roles.items():
+        shared = role.model.path == config.model.path
+        if not (shared and made):
+            paths["model.path" if shared else f"{name}.model.path"] = role.model.path
+    return paths
+
+
+def _model_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
+    directory = Path(path).expanduser()
+    if not directory.is_dir():
+        fix = near(directory, "Give a directory that `save_pretrained` wrote.")
+        yield Problem(key, path, "there is no such directory (nothing is looked up on a hub)", fix)
+        return
+    settings = _json(directory / "config.json")
+    if not settings:
+        fix = "Give the directory that `save_pretrained` wrote."
+        yield Problem(key, path, "this directory has no readable config.json", fix)
+        return
+    family = settings.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES and not _is_judge(key, config):
+        rule = f"this is a {family!r} model, which is not computed here"
+        yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
+    if not any(directory.glob("*.safetensors")):
+        yield Problem(key, path, "this directory has no *.safetensors", "Save the weights as safetensors.")
+    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
+        fix = f"Put the model's tokenizer beside it ({either(TOKENIZER_FILES[:3])})."
+        yield Problem(key, path, "this directory has no tokenizer", fix)
+    if key.startswith("reward") and isinstance(config, RLConfig):
+        return  # rows of its own tokenizer: those that are too long get no score, and are counted
+    longest, most = batch_algebra(config).max_row_tokens, settings.get("max_position_embeddings")
+    if isinstance(most, int) and longest > most:
+        length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else config.longest_row[1]
+        rule = f"the model has {most} positions, and a row may have {longest} tokens"
+        yield Problem(key, path, rule, f"Lower {length} by {longest - most}, or take another model.")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A rollout engine that a run starts."""
+
+    config: RolloutEngineConfig
+    path_key: str
+    path: str
+
+
+def engines(config: Config) -> dict[str, Engine]:
+    """By the key of their section."""
+    if not isinstance(config, RLConfig):
+        return {}
+    shared = config.actor.model.path == config.model.path
+    key = "model.path" if shared else "actor.model.path"
+    return {"rollout": Engine(config.rollout, key, config.actor.model.path)} | {
+        f"{name}.engine": Engine(judge.engine, f"{name}.model.path", judge.model.path)
+        for name, judge in config.judges.items()
+    }
+
+
+def _engine_problems(section: str, engine: Engine, machine: Machine | None) -> Iterator[Problem]:
+    """What a rollout engine needs of its model."""
+    settings = _json(Path(engine.path).expanduser() / "config.json")
+    heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+    parallel = engine.config.tensor_parallel
+    if heads % parallel:
+        rule = f"it must divide the {heads} attention heads of the model"
+        nearest = either(nearest_divisors(heads, parallel))
+        yield Problem(f"{section}.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
+    if section == "rollout" and machine is not None and machine.gpus == 0 and _has_experts(engine.path):
+        rule = "its layers choose among experts, whose weights vLLM loads wrongly on a CPU after the first time"
+        fix = "Take a model without experts, or a GPU; supervised runs train this one on a CPU, too."
+        yield Problem(engine.path_key, engine.path, rule, fix)
+    size = settings.get("head_dim") or hidden // heads
+    if machine is not None and machine.gpus == 0 and size not in ATTENTION_HEAD_SIZES:
+        rule = f"the model's head size is {size}, which the rollout engine's attention does not take on a CPU"
+        yield Problem(engine.path_key, engine.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
+
+
+def _judge_problems(config: RLConfig) -> Iterator[Problem]:
+    """Whether a judge's question and answer fit its model."""
+    for name, judge in config.judges.items():
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        most = _json(Path(judge.model.path).expanduser() / "config.json").get("max_position_embeddings")
+        if isinstance(most, int) and longest > most:
+            rule = f"the judge has {most} positions, and question and answer may have {longest} tokens"
+            fix = f"Lower it or {name}.max_response_tokens by {longest - most} in all, or take another judge."
+            yield Problem(f"{name}.max_prompt_tokens", judge.max_prompt_tokens, rule, fix)
+
+
+def _sequence_problems(config: Config) -> Iterator[Problem]:
+    """Ranks that compute the same rows share out the attention heads of the model."""
+    for name, role in config.model_roles.items():
+        settings = _json(Path(role.model.path).expanduser() / "config.json")
+        heads = settings.get("num_attention_heads")
+        if role.peers == 1 or not isinstance(heads, int):
+            continue
+        shared = settings.get("num_key_value_heads", heads)
+        assert isinstance(shared, int), "transformers reads it as a number"
+
+        def fits(peers: int, heads: int = heads, shared: int = shared) -> bool:
+            return heads % peers == 0 and (shared % peers == 0 or peers % shared == 0)
+
+        if not fits(role.peers):
+            sizes = [size for size in range(1, heads + 1) if fits(size) and role.num_ranks % size == 0]
+            rule = f"these ranks share out the model's {heads} attention heads and {shared} key-value heads"
+            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
+
+
+def _embedding_problems(config: Config) -> Iterator[Problem]:
+    """Tied embeddings are one parameter, used before and behind the layers: it cannot be gathered apart."""
+    for name, role in config.model_roles.items():
+        if not isinstance(role.backend, FsdpBackend) or not role.backend.embedding_units or _reads_values(name):
+            continue
+        shapes = tensor_shapes(role.model.path)
+        if shapes and LANGUAGE_HEAD not in shapes:
+            rule = f"{role.model.path} ties its embeddings, so they and its head are one parameter"
+            yield Problem(f"{name}.backend.embedding_units", True, rule, "Set it to false.")
+
+
+def _expert_problems(config: Config) -> Iterator[Problem]:
+    """Settings for experts fit the model."""
+    for name, role in config.model_roles.items():
+        if not _json(Path(role.model.path).expanduser() / "config.json"):
+            continue
+        experts, path = _has_experts(role.model.path), role.model.path
+        balance = role.expert_balance if isinstance(role, SupervisedRole) else None
+        if balance is not None and not experts:
+            rule = f"this setting would be ignored: {path} has no experts"
+            yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
+        if role.peers > 1 and experts:
+            rule = f"{path} has experts, whose balance is that of whole rows: none is cut"
+            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, "Set it to 1.")
+
+
+def _adapter_problems(config: Config) -> Iterator[Problem]:
+    """What gets an adapter is a linear layer. Those of experts are slices of one tensor, and no layers."""
+    for name, role in config.model_roles.items():
+        if not isinstance(role, SupervisedRole) or not role.lora.rank:
+            continue
+        router = {"gate"} if _has_experts(role.model.path) else set()
+        linear = {
+            tensor.split(".")[-2]
+            for tensor, shape in tensor_shapes(role.model.path).items()
+            if ".layers." in tensor and ".experts." not in tensor and len(shape) == 2
+        } - router
+        unknown = sorted(set(role.lora.targets) - linear)
+        if linear and unknown:
+            rule = f"{', '.join(unknown)}: no linear layer of {role.model.path} has this name"
+            yield Problem(f"{name}.lora.targets", list(role.lora.targets), rule, f"It has {', '.join(sorted(linear))}.")
+
+
+def _has_experts(path: str) -> bool:
+    return _json(Path(path).expanduser() / "config.json").get("model_type") in WITH_EXPERTS
+
+
+def _reads_values(role: str) -> bool:
+    """Whether a role's model has a value head in place of the language head."""
+    return role == "critic" or role.startswith("reward")
+
+
+def _is_judge(key: str, config: Config) -> bool:
+    return isinstance(config, RLConfig) and key.removesuffix(".model.path") in config.judges
+
+
+def _value_head_problems(config: Config) -> Iterator[Problem]:
+    """Whether a model gives one number per text. A critic's, or one that is to become a reward model, may give none."""
+    fix = "Give a sequence-classification model with one label; `train --config-name reward_model` makes one."
+    for name, role in config.model_roles.items():
+        if not _reads_values(name):
+            continue
+        key, path, shapes = f"{name}.model.path", role.model.path, tensor_shapes(role.model.path)
+        labels = shapes[VALUE_HEAD][0] if VALUE_HEAD in shapes else None
+        if labels is None and isinstance(role, ModelReward) and (shapes or path == config.model.path):
+            yield Problem(key, path, f"this model has no {VALUE_HEAD}: it is no reward model", fix)
+        elif labels not in (None, 1):
+            yield Problem(key, path, f"this model gives {labels} numbers per text (labels), and a score is one", fix)
+
+
+def _token_problems(config: Config) -> Iterator[Problem]:
+    """Whether the models that read rollouts as they are know the actor's tokens. A reward model has its own."""
+    actor = config.actor.model.path if isinstance(config, RLConfig) else None
+    for name, role in config.model_roles.items():
+        path = role.model.path
+        if actor is None or path == actor or isinstance(role, ModelReward):
+            continue
+        written, read = _token_ids(actor), _token_ids(path)
+        if written and read and not written.items() <= read.items():
+            rule = "it reads rollouts in the actor's tokens, and its tokenizer numbers them otherwise"
+            fix = "Give a model with the actor's tokenizer, such as one that was trained from the actor's model."
+            yield Problem(f"{name}.model.path", path, rule, fix)
+
+
+def _token_ids(path: str) -> dict[object, object]:
+    """The number of every token in a model directory's tokenizer.json; empty where that does not say."""
+    content = _json(Path(path).expanduser() / "tokenizer.json")
+    model, added = content.get("model"), content.get("added_tokens")
+    known = model.get("vocab") if isinstance(model, dict) else None
+    ids: dict[object, object] = {}
+    if isinstance(known, dict):
+        ids |= known
+    elif isinstance(known, list):  # pairs of a piece and its score
+        ids |= {piece[0]: number for number, piece in enumerate(known)}
+    return ids | {token["content"]: token["id"] for token in (added if isinstance(added, list) else ())}
+
+
+def _json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def parameter_count(path: str) -> int:
+    """Parameters in the safetensors of a model directory; 0 where there are none yet."""
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values())
+
+
+def tensor_shapes(path: str) -> dict[str, list[int]]:
+    """The shape of every tensor in the safetensors of a model directory by its name, from their headers alone."""
+    return {name: shape for file in Path(path).expanduser().glob("*.safetensors") for name, shape in _header(file)}
+
+
+def _header(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """One safetensors file begins with a length of 8 bytes, and a JSON object with every tensor's shape."""
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(int.from_bytes(stream.read(8), "little")))
+    except (OSError, ValueError):
+        return
+    yield from ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")

@@ -1,0 +1,139 @@
+"""What an algorithm's settings need of each other."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.composition import compose
+from tests.config.rules.cases import INPUTS, Case, names_of_rules
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.config.rules import algorithm
+from verl_ray.config.rules.algorithm import DISCOUNTED, GROUP_BASELINES
+from verl_ray.config.schema import RLConfig
+
+CASES = [
+    Case(
+        "group_baseline_has_a_group",
+        "algorithm=grpo rollout.group_size=1 actor.mini_batch_size=null",
+        "rollout.group_size",
+        "algorithm.advantage=grpo compares the responses",
+        "at least 2",
+    ),
+    Case("advantage_has_its_settings", "algorithm.lam=null", "algorithm.lam", "gae needs it", "0.95 is usual"),
+    Case(
+        "advantage_has_its_settings",
+        "algorithm=grpo algorithm.gamma=1.0",
+        "algorithm.gamma",
+        "algorithm.advantage=grpo does not use it",
+        "null",
+    ),
+    Case("gae_has_a_critic", "algorithm.value_loss=null", "algorithm.value_loss", "gae needs a critic", "clip: 0.2"),
+    Case(
+        "gae_has_a_critic",
+        "'algorithm=grpo' 'algorithm.value_loss={clip: null, aggregation: token_mean}'",
+        "algorithm.value_loss",
+        "grpo uses no critic",
+        "algorithm.value_loss=null",
+    ),
+    Case(
+        "kl_in_the_loss_has_a_gradient",
+        "algorithm=grpo algorithm.kl.estimator=k1",
+        "algorithm.kl.estimator",
+        "the expected gradient of k1 is zero",
+        "k2 or k3",
+    ),
+    Case("reinforce_updates_once", "algorithm=rloo actor.epochs=2", "actor.epochs", "no ratio", "ppo_clip"),
+    Case(
+        "reinforce_updates_once",
+        "algorithm=rloo actor.mini_batch_size=128",
+        "actor.mini_batch_size",
+        "no ratio",
+        "null or 256",
+    ),
+    Case("kl_is_complete", "algorithm.kl.estimator=null", "algorithm.kl.estimator", "place=reward needs it", "k3"),
+    Case(
+        "kl_is_complete",
+        "algorithm=dr_grpo algorithm.kl.coefficient=0.1",
+        "algorithm.kl.coefficient",
+        "algorithm.kl.place=none does not use it",
+        "null",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm.kl.controller=adaptive algorithm.kl.horizon=100",
+        "algorithm.kl.target",
+        "algorithm.kl.controller=adaptive needs it",
+        "6.0 is usual",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm.kl.target=6.0",
+        "algorithm.kl.target",
+        "algorithm.kl.controller=fixed does not use it",
+        "null",
+    ),
+    Case(
+        "kl_controller_is_complete",
+        "algorithm=grpo algorithm.kl.controller=adaptive algorithm.kl.horizon=100 algorithm.kl.target=1.0",
+        "algorithm.kl.controller",
+        "steers a penalty in the reward",
+        "algorithm.kl.place=reward",
+    ),
+    Case("clipping_belongs_to_ppo", "algorithm.clip_low=null", "algorithm.clip_low", "ppo_clip needs it", "0.2"),
+    Case(
+        "clipping_belongs_to_ppo",
+        "algorithm=rloo algorithm.dual_clip=3.0",
+        "algorithm.dual_clip",
+        "algorithm.policy_loss=reinforce does not use it",
+        "null",
+    ),
+    Case(
+        "horizon_belongs_to_its_aggregation",
+        "algorithm.aggregation=seq_mean_token_sum_norm",
+        "algorithm.aggregation_horizon",
+        "seq_mean_token_sum_norm needs it",
+        "8 is usual",
+    ),
+    Case(
+        "horizon_belongs_to_its_aggregation",
+        "algorithm.value_loss.aggregation=seq_mean_token_sum_norm",
+        "algorithm.value_loss.aggregation",
+        "no horizon to normalise by",
+        "token_mean",
+    ),
+    Case(
+        "bootstrapping_needs_values",
+        "algorithm=grpo algorithm.truncated=bootstrap",
+        "algorithm.truncated",
+        "algorithm.advantage=grpo has none",
+        "score or mask",
+    ),
+    Case("algorithm_name_is_its_group", "algorithm.name=grpo", "algorithm.name", "changes nothing", "algorithm=grpo"),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == names_of_rules(algorithm)
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+)
+@pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
+def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
+    config = compose(root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)])
+    assert isinstance(config, RLConfig)
+    assert config.algorithm.name == algorithm
+    assert config.has_critic == (algorithm == "ppo")
+
+
+def test_the_rules_know_the_advantages_that_exist() -> None:
+    assert {name for name, advantage in ADVANTAGES.items() if advantage.needs_group} == GROUP_BASELINES
+    assert {name for name, advantage in ADVANTAGES.items() if advantage.level == "token"} == DISCOUNTED

@@ -1,0 +1,129 @@
+"""Functions, services, judges and mixtures."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from controllers.composition import examine
+from tests.config.rules.cases import JUDGE, Case, names_of_rules
+from verl_ray.config.rules import reward
+from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.rewards.process import ScoreRequest
+
+MIXED = "reward=mixed reward.components.model.model.path=/rm"
+FUNCTION = (
+    "{kind: function, num_ranks: 1, processes_per_rank: 1, deadline_s: 1.0, functions: {default: exact_match}, "
+    "normalise: none, clip: null, max_failed_fraction: 0.1}"
+)
+
+CASES = [
+    Case(
+        "rewards_have_a_function",
+        "~reward.functions.default ~reward.functions.gsm8k",
+        "reward.functions",
+        "no data source has a reward function",
+        "default: exact_match",
+    ),
+    Case(
+        "rewards_have_a_function",
+        "evaluation.functions={}",
+        "evaluation.functions",
+        "no data source has a reward function",
+        "Set evaluation.functions={default: exact_match}",
+    ),
+    Case(
+        "normalised_scores_matter",
+        "algorithm=grpo reward.normalise=batch",
+        "reward.normalise",
+        "divides by its deviation, which undoes this",
+        "Set it to none, or give reward.clip",
+    ),
+    Case(
+        "mixed_rewards_have_weights",
+        f"{MIXED} reward.weights.modl=1.0",
+        "reward.weights.modl",
+        "there is no component modl",
+        "Did you mean model?",
+    ),
+    Case(
+        "mixed_rewards_have_weights", f"{MIXED} ~reward.weights.model", "reward.weights.model", "has no weight", "=1.0"
+    ),
+    Case(
+        "mixed_rewards_have_weights",
+        f"{MIXED} reward.weights.model=0",
+        "reward.weights.model",
+        "computed and then ignored",
+        "leave the component out",
+    ),
+    Case("judges_can_be_asked", f"{JUDGE} reward.lowest=11", "reward.highest", "above reward.lowest", "above 11.0"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"a(\"'", "reward.verdict", "no regular", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"abc\"'", "reward.verdict", "and has 0", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"(a*)\"'", "reward.verdict", "empty answer", "one group"),
+    Case("judges_can_be_asked", f"{JUDGE} reward.template=Grade", "reward.template", "not see", "{{ response }}"),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
+        "reward.template",
+        "this is no template (Expected an expression",
+        "prompt, response, answer, data_source or extra can be shown",
+    ),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ respones | upper }}}}\"'",
+        "reward.template",
+        "there is no respones to show (did you mean response?)",
+        "{{ response }}",
+    ),
+    Case(
+        "judges_can_be_asked",
+        f"{JUDGE} 'reward.template=\"{{{{ response | uper }}}}\"'",
+        "reward.template",
+        "this is no template (No filter named 'uper'",
+        "{{ response }}",
+    ),
+    Case("judges_can_be_asked", f"{JUDGE} reward.temperature=0.001", "reward.temperature", "0.01", "0 for greedy"),
+    Case(
+        "requests_end_before_their_batch",
+        "reward=http reward.url=http://h/s reward.request_timeout_s=200",
+        "reward.request_timeout_s",
+        "reward.deadline_s=120.0 bounds a batch",
+        "at most 120.0",
+    ),
+    Case(
+        "graders_keep_the_deadline_of_calls",
+        "run.call_deadline_s=60 reward.deadline_s=100",
+        "reward.deadline_s",
+        "run.call_deadline_s=60.0 ends the run before",
+        "at most 60.0",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == names_of_rules(reward)
+
+
+def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:
+    """With another character in it, a path below it would not be made absolute; with a dot, its weight not be found."""
+    (tmp_path / "reward").mkdir()
+    for name, right in (("style_2", True), ("my-style", False), ("a.b", False)):
+        mixture = f"kind: mixed\ncomponents:\n  {name}: {FUNCTION}\nweights: {{{name}: 1.0}}\n"
+        (tmp_path / "reward" / "mine.yaml").write_text(mixture)
+        problems = examine("quickstart", ["reward=mine", "prepare.min_gain=0"], str(tmp_path)).problems
+        assert [(problem.key, problem.fix) for problem in problems] == (
+            [] if right else [(f"reward.components.{name}", "Use letters, digits and _.")]
+        )
+
+
+def test_the_rules_know_what_a_judge_can_be_shown() -> None:
+    assert {field.name for field in dataclasses.fields(ScoreRequest)} == set(TEMPLATE_FIELDS)

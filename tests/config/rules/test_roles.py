@@ -1,0 +1,166 @@
+"""Ranks, shards, mini- and micro-batches, and settings of models that a run does not have or does not train."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.composition import compose
+from tests.config.rules.cases import INPUTS, Case, names_of_rules
+from verl_ray.config.rules import roles
+
+CASES = [
+    Case(
+        "adapter_settings_are_used",
+        "critic.lora.targets=[q_proj]",
+        "critic.lora.targets",
+        "this setting would be ignored: critic.lora.rank=0 makes no adapter",
+        "Set critic.lora.rank",
+    ),
+    Case(
+        "reference_settings_are_used",
+        "actor.lora.rank=8 backend@reference.backend=fsdp",
+        "reference.backend",
+        "with actor.lora.rank=8 the reference is the actor without its adapter",
+        "Leave it out",
+    ),
+    Case(
+        "schedule_settings_are_used",
+        "critic.optimizer.min_lr_fraction=0.1",
+        "critic.optimizer.min_lr_fraction",
+        "critic.optimizer.schedule=constant has no end",
+        "Leave it out",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        "actor.backend.micro_batch_tokens_per_rank=20",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "a row may have 24 tokens (data.max_prompt_tokens + rollout.max_response_tokens)",
+        "nearest value that works is 24",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        "model.path=/m data.train_path=t data.validation_path=v sft.max_tokens=9000",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "9000 tokens (sft.max_tokens)",
+        "9000",
+        "sft",
+    ),
+    Case(
+        "mini_batches_divide_the_rows",
+        "actor.mini_batch_size=100",
+        "actor.mini_batch_size",
+        "must divide the 256 rows of a step, data.prompts_per_step=32 x rollout.group_size=8",
+        "64 or 128",
+    ),
+    Case(
+        "shared_processes_have_equal_ranks",
+        "critic.num_ranks=2",
+        "critic.num_ranks",
+        "share a process per rank, and actor.num_ranks=1",
+        "critic.num_ranks=1, actor.num_ranks=2, placement=separate",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo critic.optimizer.lr=0.1",
+        "critic.optimizer.lr",
+        "algorithm=grpo makes no critic",
+        "Leave it out",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo backend@critic.backend=fsdp",
+        "critic.backend",
+        "algorithm=grpo makes no critic",
+        "Leave it out",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm=grpo algorithm.critic_warmup_steps=3",
+        "algorithm.critic_warmup_steps",
+        "makes no critic",
+        "algorithm=ppo",
+    ),
+    Case(
+        "critic_settings_are_used",
+        "algorithm.critic_warmup_steps=200",
+        "algorithm.critic_warmup_steps",
+        "the actor would never learn",
+        "at most 199",
+    ),
+    Case(
+        "reference_settings_are_used",
+        "algorithm=dr_grpo reference.num_ranks=1",
+        "reference.num_ranks",
+        "algorithm.kl.place=none makes no reference",
+        "Leave it out",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        f"{' '.join(INPUTS)} preference.max_tokens=5000",
+        "reward.backend.micro_batch_tokens_per_rank",
+        "10000 tokens (2 x preference.max_tokens: the rows of a pair stay together)",
+        "10000",
+        "reward_model",
+    ),
+    Case(
+        "peers_divide_the_ranks",
+        "backend=fsdp actor.num_ranks=6 actor.backend.sequence_parallel=4",
+        "actor.backend.sequence_parallel",
+        "actor.num_ranks=6 ranks are cut into groups of this size",
+        "Use 1, 2, 3 or 6.",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        f"{' '.join(INPUTS)} backend=fsdp backend.micro_batch_tokens_per_rank=700 backend.sequence_parallel=2 "
+        "actor.num_ranks=2",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "1536 tokens (data.max_prompt_tokens + rollout.max_response_tokens) and must fit into one micro-batch, which 2",
+        "The nearest value that works is 768",
+        "ppo",
+    ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.sharding=hybrid actor.num_ranks=8 backend.shard_size=3",
+        "actor.backend.shard_size",
+        "actor.num_ranks=8 ranks are cut into groups of this size",
+        "Use 2 or 4.",
+    ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.sharding=hybrid backend.shard_size=2 actor.num_ranks=3",
+        "actor.backend.sharding",
+        "cannot be cut into equal groups",
+        "such as 4",
+    ),
+    Case(
+        "shards_divide_the_ranks",
+        "backend=fsdp backend.shard_size=2",
+        "critic.backend.shard_size",
+        "critic.backend.sharding=full has no groups",
+        "Set it to null",
+    ),
+    Case(
+        "frozen_models_keep_no_activations",
+        "reference.backend.activation_checkpointing=true",
+        "reference.backend.activation_checkpointing",
+        "does not learn",
+        "Leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == names_of_rules(roles)
+
+
+def test_ranks_may_differ_where_no_process_is_shared() -> None:
+    compose("quickstart", ["critic.num_ranks=2", "placement=separate"])
+    compose("quickstart", ["critic.num_ranks=2", "backend@critic.backend=fsdp"])
+    compose("quickstart", ["algorithm=grpo", "actor.num_ranks=2"])

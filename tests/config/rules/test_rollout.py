@@ -1,0 +1,115 @@
+"""Sampling, and the arguments that are passed on to vLLM."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from controllers.composition import compose
+from tests.config.rules.cases import JUDGE, Case, names_of_rules
+from verl_ray.config.rules import rollout
+from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED, VLLM_ARGS_FIXED_ON_A_CPU, VLLM_ARGS_OF_OTHER_KEYS
+from verl_ray.config.schema import RLConfig
+from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
+from verl_ray.rollout.vllm_engine import fixed_arguments
+
+CASES = [
+    Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
+    Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
+    Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),
+    Case("temperature_is_not_too_low", "rollout.temperature=0.001", "rollout.temperature", "of 0.01", "at least 0.01."),
+    Case(
+        "temperature_is_not_too_low",
+        "prepare.min_gain=0 evaluation.temperature=0.001",
+        "evaluation.temperature",
+        "vLLM samples from a temperature of 0.01",
+        "or 0 for greedy",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.seed=1",
+        "rollout.vllm_args.seed",
+        "run.seed sets this argument",
+        "set run.seed",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.logprobs_mode=raw_logprobs",
+        "rollout.vllm_args.logprobs_mode",
+        "may not change: the trainer compares",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.blok_size=32",
+        "rollout.vllm_args.blok_size",
+        "no such engine argument",
+        "Did you mean block_size",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.zzz=32",
+        "rollout.vllm_args.zzz",
+        "no such engine argument",
+        "vLLM's EngineArgs",
+    ),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.dtype=float16",
+        "reward.engine.vllm_args.dtype",
+        "reward.engine.dtype sets this argument",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.max_model_len=64",
+        "reward.engine.vllm_args.max_model_len",
+        "reward.max_prompt_tokens sets this argument",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        f"{JUDGE} reward.engine.vllm_args.enable_sleep_mode=true",
+        "reward.engine.vllm_args.enable_sleep_mode",
+        "may not change: a judge shares its devices with nobody",
+        "Leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == names_of_rules(rollout)
+
+
+def test_an_engine_argument_is_listed_once_and_exists() -> None:
+    listed = [*VLLM_ARGS_OF_OTHER_KEYS, *VLLM_ARGS_FIXED, *VLLM_ARGS_FIXED_ON_A_CPU]
+    assert len(set(listed)) == len(listed)
+    assert set(listed) <= set(VLLM_ARGUMENTS)
+
+
+def test_the_rules_know_the_arguments_that_the_engine_fixes() -> None:
+    config = compose("quickstart")
+    assert isinstance(config, RLConfig)
+    cpu, gpu = (
+        fixed_arguments("/m", config.rollout, 24, 0, device, without_weights=True, sleeps=True).keys()
+        for device in ("cpu", "cuda")
+    )
+    everywhere = VLLM_ARGS_OF_OTHER_KEYS.keys() | VLLM_ARGS_FIXED.keys()
+    assert cpu - everywhere == VLLM_ARGS_FIXED_ON_A_CPU.keys()
+    assert gpu <= everywhere
+
+
+@pytest.mark.vllm
+def test_the_names_of_the_engine_arguments_are_current() -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    names = [field.name for field in dataclasses.fields(EngineArgs)]
+    assert list(VLLM_ARGUMENTS) == [name for name in names if not name.startswith("_")]

@@ -1,0 +1,90 @@
+"""The name of a run, resuming, evaluating, checkpoints and tracking."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.composition import examine
+from tests.config.rules.cases import Case, names_of_rules
+from verl_ray.config.rules import run
+
+CASES = [
+    Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
+    Case("run_has_a_name", "run.name=.. run.dir=x", "run.name", "also the name of its folder", "dots, - and _"),
+    Case("run_has_a_name", "'run.name=a b' run.dir=x", "run.name", "also the name of its folder", "letters, digits"),
+    Case("run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"),
+    Case("resume_is_a_choice_or_a_path", "run.resume=Auto", "run.resume", "no such choice", "auto, none, or the path"),
+    Case(
+        "evaluation_has_data",
+        "model.path=/m data.train_path=t data.validation_path=null",
+        "data.validation_path",
+        "run.evaluate_every=10 needs held-out problems",
+        "run.evaluate_every=0",
+        "ppo",
+    ),
+    Case(
+        "evaluation_is_used",
+        "prepare.min_gain=0 run.evaluate_every=0 evaluation.samples=3",
+        "evaluation.samples",
+        "run.evaluate_every=0 turns evaluation off",
+        "Leave it out",
+    ),
+    Case(
+        "stopping_is_measured",
+        "model.path=/m data.train_path=t data.validation_path=v sft.stop_at_accuracy=0.5 run.evaluate_every=0",
+        "sft.stop_at_accuracy",
+        "run.evaluate_every=0 turns that off",
+        "Use null",
+        "sft",
+    ),
+    Case(
+        "checkpoints_are_kept",
+        "run.checkpoint_every=0 run.keep_checkpoints=9",
+        "run.keep_checkpoints",
+        "writes no checkpoints",
+        "Leave it out",
+    ),
+    Case(
+        "wandb_settings_are_used",
+        "tracking.wandb.mode=disabled tracking.wandb.project=mine",
+        "tracking.wandb.project",
+        "mode=disabled writes nothing",
+        "Leave it out",
+    ),
+    Case(
+        "greedy_evaluation_needs_one_response",
+        "evaluation.group_size=4",
+        "evaluation.group_size",
+        "all responses to a problem are the same",
+        "Use 1",
+    ),
+    Case(
+        "held_out_deadline_is_used",
+        "evaluation.deadline_s=3.0",
+        "evaluation.deadline_s",
+        "evaluation.functions=null leaves grading to the reward",
+        "Leave it out",
+    ),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == names_of_rules(run)
+
+
+def test_an_evaluation_looks_at_its_settings_whenever_training_would() -> None:
+    settings = ["run.evaluate_every=0", "evaluation.temperature=1.0", "evaluation.group_size=2"]
+    assert {problem.key for problem in examine("quickstart", settings).problems} == {
+        "evaluation.temperature", "evaluation.group_size", "prepare.min_gain",
+    }  # fmt: skip
+    assert examine("quickstart", settings, evaluates=True).problems == []
+    without = ["model.path=/m", "data.train_path=t", "data.validation_path=null", "run.evaluate_every=0"]
+    (problem,) = examine("ppo", without, evaluates=True).problems
+    assert (problem.key, problem.rule) == ("data.validation_path", "an evaluation needs held-out problems")

@@ -1,0 +1,131 @@
+"""What certainly does not fit a machine is a problem; what is only slow is a warning."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from controllers.composition import compose
+from controllers.machine import GIB, Machine
+from controllers.model_directories import parameter_count
+from controllers.preflight import preflight
+from controllers.resources import tiny_parameter_count
+from tests.controllers.findings import BIG, NO_GAIN, found, judged, ppo
+from verl_ray.config.schema import TinyModelConfig
+
+
+def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
+    three = Machine(cores=8, gpus=3, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(judged(model, data, model, "reward.engine.num_replicas=3"), three))
+    assert "needs 4 GPUs (actor 1 + reward 3), and this machine has 3" in message["reward.engine.num_replicas"]
+    assert preflight(judged(model, data, model, "reward.engine.num_replicas=2"), three).problems == []
+
+    # Caches of 1 GiB for the rollout engine and 5 for the judge, and 1.2 GiB of processes: trainer, rollout, judge.
+    caches = ("rollout.kv_cache_gib=1.0", "reward.engine.kv_cache_gib=5.0")
+    for memory, problems in ((7 * GIB, ["model.path"]), (8 * GIB, [])):
+        small = Machine(cores=8, gpus=0, memory_bytes=memory, shm_free_bytes=8 * GIB)
+        assert list(found(preflight(judged(model, data, model, *caches), small))) == problems
+    small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    replicas = ["reward=judge", "reward.model.path=${model.path}", "reward.engine.num_replicas=64"]
+    many = compose("quickstart", [*replicas, NO_GAIN])
+    message = found(preflight(many, small))["reward.engine.num_replicas"]
+    assert "66 processes (trainer 1 + rollout 1 + judge 64)" in message
+
+
+def test_a_model_that_is_not_the_policys_takes_no_room_in_its_engine(tmp_path: Path, model: Path, data: Path) -> None:
+    large = tmp_path / "large"
+    large.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (large / name).write_bytes((model / name).read_bytes())
+    save_file({"a": np.zeros(10**7, np.uint8)}, large / "model.safetensors")  # 0.037 GiB as float32
+    caches = "rollout.kv_cache_gib=0.0625"
+    # Processes 1 GiB, cache 0.0625, reference 0.037; the rollout engine holds the policy, which is small.
+    small = Machine(cores=8, gpus=0, memory_bytes=int(1.12 * GIB), shm_free_bytes=8 * GIB)
+    assert preflight(ppo(model, data, f"reference.model.path={large}", caches), small).problems == []
+    assert preflight(ppo(large, data, caches), small).problems != []
+
+
+def test_more_threads_than_cores_is_a_warning_on_a_cpu(model: Path, data: Path) -> None:
+    two = Machine(cores=2, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    assert preflight(ppo(model, data, "actor.num_ranks=2"), two).warnings == []
+    (warning,) = preflight(ppo(model, data, "placement=separate"), two).warnings
+    assert "4 threads compute at once (actor 1 + critic 1 + reference 1 + rollout 1" in warning
+
+
+def test_ranks_without_rows_are_a_warning(model: Path, data: Path) -> None:
+    overrides = ["actor.num_ranks=4", "actor.mini_batch_size=2"]
+    warnings = preflight(ppo(model, data, *overrides), BIG).warnings
+    assert warnings[0].startswith("actor.num_ranks=4 share mini-batches of 2 rows: 2 ranks have nothing to do")
+
+
+def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
+    four = Machine(cores=8, gpus=4, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    assert preflight(ppo(model, data, "actor.num_ranks=4"), four).problems == []
+    config = ppo(model, data, "placement=separate", "rollout.num_replicas=2", "rollout.tensor_parallel=2")
+    message = found(preflight(config, four))["rollout.num_replicas"]
+    assert "needs 7 GPUs (actor 1 + critic 1 + reference 1 + rollout 4), and this machine has 4" in message
+    assert "Lower it by 3" in message
+
+
+def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> None:
+    eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight))["rollout.tensor_parallel"]
+    assert "shares exactly one GPU" in message and "placement=separate" in message
+    assert preflight(ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight).problems == []
+    assert preflight(ppo(model, data, "rollout.tensor_parallel=2"), BIG).problems == []
+
+
+def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> None:
+    config = ppo(model, data, "rollout.vllm_args.enforce_eager=false")
+    assert "may not change on a CPU" in found(preflight(config, BIG))["rollout.vllm_args.enforce_eager"]
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=GIB, shm_free_bytes=GIB)
+    assert preflight(config, on_gpu).problems == []
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "processes"),
+    [
+        ("actor.num_ranks=64", "actor.num_ranks", "66 processes (trainer 64 + rollout 1 + reward 1)"),
+        ("reward.num_ranks=64", "reward.num_ranks", "66 processes (trainer 1 + rollout 1 + reward 64)"),
+        ("rollout.num_replicas=64", "rollout.num_replicas", "66 processes (trainer 1 + rollout 64 + reward 1)"),
+    ],
+)
+def test_processes_take_memory_of_their_own(override: str, key: str, processes: str) -> None:
+    small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
+    message = found(preflight(compose("quickstart", [override]), small))[key]
+    assert processes in message and "This machine has 8.0 GiB: use fewer" in message
+    assert preflight(compose("quickstart"), small).problems == []
+
+
+def test_the_model_that_a_run_will_make_is_counted(tmp_path: Path) -> None:
+    small = Machine(cores=8, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=64 * GIB)
+    wide = [f"run.dir={tmp_path}/run", "prepare.model.hidden_size=4096", "prepare.model.intermediate_size=16384"]
+    assert "at least" in found(preflight(compose("quickstart", wide), small))["model.path"]
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_the_count_of_a_made_model_is_right(tmp_path: Path, tie: bool) -> None:
+    from verl_ray.data.arithmetic import ALPHABET
+    from verl_ray.data.tokenizers import character_tokenizer
+    from verl_ray.models.tiny import make_tiny_qwen3
+
+    shape = TinyModelConfig(
+        hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=80,
+        tie_embeddings=tie,
+    )  # fmt: skip
+    character_tokenizer(tmp_path / "tokenizer", ALPHABET)
+    made = make_tiny_qwen3(tmp_path / "model", tmp_path / "tokenizer", shape, seed=0)
+    assert tiny_parameter_count(shape) == parameter_count(str(made))
+
+
+def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> None:
+    small = Machine(cores=8, gpus=0, memory_bytes=GIB, shm_free_bytes=32 * 2**20)
+    messages = found(preflight(ppo(model, data), small))
+    # 256 rows x 1536 tokens x 32 bytes are 12 MiB: Ray's floor of 128 MiB is what counts.
+    assert "about 128 MiB" in messages["/dev/shm"] and "--shm-size" in messages["/dev/shm"]
+    assert "at least 3.0 GiB" in messages["model.path"]  # the key-value cache, and 1 GiB of three processes
+    # A cluster is asked for its own.
+    assert preflight(ppo(model, data), None).problems == []

@@ -1,0 +1,130 @@
+"""The rules over several fields, one small function each, in a module per noun; here is the list of all.
+
+Invariant: every rule runs, and every problem is reported at once with its key, its value, the rule and what would be
+right. A setting that another one makes meaningless is refused, never ignored. Deliberately not here: rules of a single
+field (`verl_ray.config.schema`), and what only the machine knows, such as files and memory
+(`controllers/preflight.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from verl_ray.config.rules.algorithm import (
+    advantage_has_its_settings,
+    algorithm_name_is_its_group,
+    bootstrapping_needs_values,
+    clipping_belongs_to_ppo,
+    gae_has_a_critic,
+    group_baseline_has_a_group,
+    horizon_belongs_to_its_aggregation,
+    kl_controller_is_complete,
+    kl_in_the_loss_has_a_gradient,
+    kl_is_complete,
+    reinforce_updates_once,
+)
+from verl_ray.config.rules.preparation import (
+    inputs_are_made_or_given,
+    prepared_data_exists,
+    prepared_model_is_possible,
+    warm_start_leaves_room,
+)
+from verl_ray.config.rules.reward import (
+    graders_keep_the_deadline_of_calls,
+    judges_can_be_asked,
+    mixed_rewards_have_weights,
+    normalised_scores_matter,
+    requests_end_before_their_batch,
+    rewards_have_a_function,
+)
+from verl_ray.config.rules.roles import (
+    adapter_settings_are_used,
+    critic_settings_are_used,
+    frozen_models_keep_no_activations,
+    micro_batch_holds_the_longest_row,
+    mini_batches_divide_the_rows,
+    peers_divide_the_ranks,
+    reference_settings_are_used,
+    schedule_settings_are_used,
+    shards_divide_the_ranks,
+    shared_processes_have_equal_ranks,
+)
+from verl_ray.config.rules.rollout import (
+    sampling_is_what_the_trainer_sees,
+    temperature_is_not_too_low,
+    vllm_args_are_free,
+)
+from verl_ray.config.rules.rule import Overridden, RLRule, Rule
+from verl_ray.config.rules.run import (
+    checkpoints_are_kept,
+    evaluation_has_data,
+    evaluation_is_used,
+    greedy_evaluation_needs_one_response,
+    held_out_deadline_is_used,
+    resume_is_a_choice_or_a_path,
+    run_has_a_name,
+    stopping_is_measured,
+    wandb_settings_are_used,
+)
+from verl_ray.config.schema import Config, RLConfig
+from verl_ray.errors import Problem
+
+
+def broken(config: Config, overridden: Collection[str] = (), *, evaluates: bool = False) -> list[Problem]:
+    """Every rule that `config` breaks; `overridden` are the dotted keys set on the command line, and `evaluates` says
+    that the command is one evaluation instead of training."""
+    keys = Overridden(overridden, evaluates)
+    problems = [problem for rule in RULES for problem in rule(config, keys)]
+    if isinstance(config, RLConfig):
+        problems += [problem for rl_rule in RL_RULES for problem in rl_rule(config, keys)]
+    return problems
+
+
+RULES: tuple[Rule, ...] = (
+    run_has_a_name,
+    resume_is_a_choice_or_a_path,
+    evaluation_has_data,
+    evaluation_is_used,
+    stopping_is_measured,
+    checkpoints_are_kept,
+    wandb_settings_are_used,
+    schedule_settings_are_used,
+    micro_batch_holds_the_longest_row,
+    peers_divide_the_ranks,
+    shards_divide_the_ranks,
+    adapter_settings_are_used,
+)
+
+RL_RULES: tuple[RLRule, ...] = (
+    mini_batches_divide_the_rows,
+    group_baseline_has_a_group,
+    shared_processes_have_equal_ranks,
+    advantage_has_its_settings,
+    gae_has_a_critic,
+    critic_settings_are_used,
+    reference_settings_are_used,
+    kl_is_complete,
+    kl_in_the_loss_has_a_gradient,
+    reinforce_updates_once,
+    kl_controller_is_complete,
+    clipping_belongs_to_ppo,
+    horizon_belongs_to_its_aggregation,
+    bootstrapping_needs_values,
+    algorithm_name_is_its_group,
+    sampling_is_what_the_trainer_sees,
+    temperature_is_not_too_low,
+    greedy_evaluation_needs_one_response,
+    vllm_args_are_free,
+    rewards_have_a_function,
+    held_out_deadline_is_used,
+    graders_keep_the_deadline_of_calls,
+    frozen_models_keep_no_activations,
+    normalised_scores_matter,
+    mixed_rewards_have_weights,
+    judges_can_be_asked,
+    requests_end_before_their_batch,
+    inputs_are_made_or_given,
+    prepared_data_exists,
+    prepared_model_is_possible,
+    warm_start_leaves_room,
+)

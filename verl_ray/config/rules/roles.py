@@ -1,0 +1,168 @@
+"""Rules of the models that a run holds: their ranks and shards, mini- and micro-batches, optimizers.
+
+Invariant: rows and ranks divide without a remainder, and settings of a model that the run does not have, or does not
+train, are refused. Deliberately not here: whether the machine has the devices (`controllers/resources.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_ray.config.rules.rule import Overridden, ignored
+from verl_ray.config.schema import (
+    Config,
+    FsdpBackend,
+    ModelReward,
+    OptimizerConfig,
+    RewardModelConfig,
+    RLConfig,
+    SupervisedRole,
+)
+from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.errors import Problem
+
+
+def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator[Problem]:
+    if isinstance(config, RLConfig):
+        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+        sizes = "data.max_prompt_tokens + rollout.max_response_tokens"
+    else:
+        longest, sizes = config.longest_row
+    if isinstance(config, RewardModelConfig):
+        longest, sizes = 2 * longest, f"2 x {sizes}: the rows of a pair stay together"
+    for name, role in config.model_roles.items():
+        if isinstance(role, ModelReward):
+            continue  # its tokenizer decides; rows that are too long get no score, and are counted
+        cap = role.backend.micro_batch_tokens_per_rank
+        if cap * role.peers < longest:
+            least = -(-longest // role.peers)
+            shared = f", which {role.peers} ranks share" if role.peers > 1 else ""
+            yield Problem(
+                f"{name}.backend.micro_batch_tokens_per_rank",
+                cap,
+                f"a row may have {longest} tokens ({sizes}) and must fit into one micro-batch{shared}",
+                f"The nearest value that works is {least}; or shorten the rows.",
+            )
+
+
+def peers_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
+    for name, role in config.model_roles.items():
+        if role.num_ranks % role.peers:
+            sizes = [size for size in range(1, role.num_ranks + 1) if role.num_ranks % size == 0]
+            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
+            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
+
+
+def shards_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
+    for name, role in config.model_roles.items():
+        backend = role.backend
+        if not isinstance(backend, FsdpBackend):
+            continue
+        key, hybrid = f"{name}.backend.shard_size", backend.sharding == "hybrid"
+        sizes = [size for size in range(2, role.num_ranks) if role.num_ranks % size == 0]
+        if hybrid and not sizes:
+            rule = f"{name}.num_ranks={role.num_ranks} cannot be cut into equal groups of more than one rank"
+            fix = "Use full, or a number of ranks that can, such as 4."
+            yield Problem(f"{name}.backend.sharding", "hybrid", rule, fix)
+        elif hybrid and backend.shard_size not in sizes:
+            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
+            yield Problem(key, backend.shard_size, rule, f"Use {either(sizes)}.")
+        elif not hybrid and backend.shard_size is not None:
+            rule = f"this setting would be ignored: {name}.backend.sharding={backend.sharding} has no groups"
+            yield Problem(key, backend.shard_size, rule, "Set it to null, or use sharding=hybrid.")
+
+
+def mini_batches_divide_the_rows(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    prompts, group_size = config.data.prompts_per_step, config.rollout.group_size
+    rows = prompts * group_size
+    roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
+    for name, role in roles.items():
+        size = role.mini_batch_size
+        if size is not None and rows % size:
+            nearest = nearest_divisors(rows, size)
+            yield Problem(
+                f"{name}.mini_batch_size",
+                size,
+                f"it must divide the {rows} rows of a step, "
+                f"data.prompts_per_step={prompts} x rollout.group_size={group_size}",
+                f"The nearest that do are {either(nearest)}; null takes all rows at once.",
+            )
+
+
+def shared_processes_have_equal_ranks(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    """Colocated roles on one kind of backend share a process per rank."""
+    if config.placement.kind != "colocated":
+        return
+    leads: dict[str, str] = {}
+    for name, role in config.model_roles.items():
+        lead = leads.setdefault(role.backend.kind, name)
+        expected = config.model_roles[lead].num_ranks
+        if role.num_ranks != expected:
+            yield Problem(
+                f"{name}.num_ranks",
+                role.num_ranks,
+                f"colocated roles on one backend share a process per rank, and {lead}.num_ranks={expected}",
+                f"Use {name}.num_ranks={expected}, {lead}.num_ranks={role.num_ranks}, placement=separate, "
+                f"or another backend for one of them (backend@{name}.backend=...).",
+            )
+
+
+def critic_settings_are_used(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    if config.has_critic:
+        if config.algorithm.critic_warmup_steps >= config.run.total_steps:
+            yield Problem(
+                "algorithm.critic_warmup_steps",
+                config.algorithm.critic_warmup_steps,
+                f"the actor would never learn in the {config.run.total_steps} steps of run.total_steps",
+                f"Use at most {config.run.total_steps - 1}.",
+            )
+        return
+    reason = f"algorithm={config.algorithm.name} makes no critic"
+    yield from ignored(overridden.under("critic"), config, reason)
+    if config.algorithm.critic_warmup_steps:
+        fix = "Set it to 0, or choose algorithm=ppo."
+        yield Problem("algorithm.critic_warmup_steps", config.algorithm.critic_warmup_steps, reason, fix)
+
+
+def reference_settings_are_used(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    if config.has_reference:
+        return
+    reason, keys = "algorithm.kl.place=none makes no reference", overridden.under("reference")
+    if config.reference_is_base:
+        reason = f"with actor.lora.rank={config.actor.lora.rank} the reference is the actor without its adapter"
+        keys = [key for key in keys if key != "reference.model.path"]  # which is the actor's, or there would be one
+    yield from ignored(keys, config, reason)
+
+
+def frozen_models_keep_no_activations(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    frozen = [name for name, role in config.model_roles.items() if not isinstance(role, SupervisedRole)]
+    for name in frozen:
+        for field in ("activation_checkpointing", "activation_offload"):
+            keys = overridden.under(f"{name}.backend.{field}")
+            yield from ignored(keys, config, "this model does not learn, so it keeps no activations")
+
+
+def adapter_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
+    for name, role in config.model_roles.items():
+        if isinstance(role, SupervisedRole) and not role.lora.rank:
+            keys = overridden.under(f"{name}.lora.alpha") + overridden.under(f"{name}.lora.targets")
+            reason = f"{name}.lora.rank=0 makes no adapter"
+            yield from ignored(keys, config, reason, f"Set {name}.lora.rank, 16 for example; or leave it out.")
+
+
+def schedule_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
+    for key, optimizer in _optimizers(config):
+        if optimizer.schedule == "constant":
+            reason = f"{key}.schedule=constant has no end to decay to"
+            yield from ignored(overridden.under(f"{key}.min_lr_fraction"), config, reason)
+
+
+def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:
+    if not isinstance(config, RLConfig):
+        name, role = config.learner
+        yield f"{name}.optimizer", role.optimizer
+    else:
+        yield "actor.optimizer", config.actor.optimizer
+        yield "critic.optimizer", config.critic.optimizer
+        if config.prepare is not None:
+            yield "prepare.warm_start.optimizer", config.prepare.warm_start.optimizer

@@ -1,0 +1,110 @@
+"""Rules of rollout engines: sampling, and the arguments that are passed on to vLLM.
+
+Invariant: nothing that the project sets or depends on can be set a second time through `vllm_args`. Deliberately not
+here: whether an engine fits its model (`controllers/model_directories.py`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from verl_ray.config.rules.rule import Overridden
+from verl_ray.config.schema import RLConfig
+from verl_ray.config.suggest import closest, either
+from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
+from verl_ray.errors import Problem
+
+ATTENTION_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Head sizes that the rollout engine's attention takes on a CPU."""
+
+VLLM_ARGS_OF_OTHER_KEYS = {
+    "model": "model.path",
+    "tokenizer": "model.path",
+    "generation_config": "rollout.temperature",
+    "override_generation_config": "rollout.temperature",
+    "dtype": "rollout.dtype",
+    "tensor_parallel_size": "rollout.tensor_parallel",
+    "data_parallel_size": "rollout.num_replicas",
+    "max_model_len": "rollout.max_response_tokens",
+    "seed": "run.seed",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "gpu_memory_utilization": "rollout.kv_cache_gib",
+    "enable_sleep_mode": "rollout.sleep",
+    "distributed_executor_backend": "rollout.tensor_parallel",
+}
+"""Arguments of the rollout engine that a key of this configuration sets, and the key."""
+
+VLLM_ARGS_FIXED = {
+    "logprobs_mode": "the trainer compares with log-probs after temperature",
+    "skip_tokenizer_init": "the engine takes and gives token ids as it stands",
+    "load_format": "weights come from model.path as safetensors, or from the trainer",
+    "disable_log_stats": "the project measures the engine itself",
+    "use_tqdm_on_load": "the engine's process has no terminal",
+    "worker_cls": "the worker class is what frees memory and receives weights",
+    "worker_extension_cls": "the worker class is what frees memory and receives weights",
+    "weight_transfer_config": "weights reach the engine through the project's own transport",
+}
+"""Arguments of the rollout engine that the project depends on, and why."""
+
+VLLM_ARGS_FIXED_ON_A_CPU = {
+    "enforce_eager": "compiled graphs are for GPUs",
+    "enable_chunked_prefill": "seeded sampling needs it off",
+}
+"""The same for a machine without GPUs, which only preflight knows."""
+
+VLLM_LEAST_TEMPERATURE = 0.01
+"""Above 0, which is greedy, the sampler takes nothing lower."""
+
+
+def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    rollout = config.rollout
+    if rollout.temperature == 0:
+        rule = "training needs sampled responses, and the trainer divides its logits by this"
+        yield Problem("rollout.temperature", 0.0, rule, "Use 1.0; evaluation.temperature=0 is greedy.")
+    for field, value, whole in (("top_p", rollout.top_p, 1.0), ("top_k", rollout.top_k, -1)):
+        if value != whole:
+            rule = "the trainer's log-probs are of the whole vocabulary, which a truncated sampler does not draw from"
+            fix = f"Use {whole}; rollout.temperature sharpens sampling without truncating it."
+            yield Problem(f"rollout.{field}", value, rule, fix)
+
+
+def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    settings = {"rollout": config.rollout.temperature, "evaluation": config.evaluation.temperature}
+    for section, value in settings.items():
+        if 0 < value < VLLM_LEAST_TEMPERATURE:
+            rule = f"vLLM samples from a temperature of {VLLM_LEAST_TEMPERATURE}"
+            greedy = ", or 0 for greedy" if section == "evaluation" else ""
+            yield Problem(f"{section}.temperature", value, rule, f"Use at least {VLLM_LEAST_TEMPERATURE}{greedy}.")
+
+
+def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS, VLLM_ARGS_FIXED)
+    fixed = VLLM_ARGS_FIXED | {"enable_sleep_mode": "a judge shares its devices with nobody and never sleeps"}
+    for section, judge in config.judges.items():
+        engine = {name: re.sub("^rollout", f"{section}.engine", key) for name, key in VLLM_ARGS_OF_OTHER_KEYS.items()}
+        setters = engine | {
+            "model": f"{section}.model.path",
+            "tokenizer": f"{section}.model.path",
+            "generation_config": f"{section}.temperature",
+            "override_generation_config": f"{section}.temperature",
+            "max_model_len": f"{section}.max_prompt_tokens",
+        }
+        del setters["enable_sleep_mode"]
+        yield from _vllm_args(f"{section}.engine", judge.engine.vllm_args, setters, fixed)
+
+
+def _vllm_args(
+    section: str, arguments: Mapping[str, object], setters: Mapping[str, str], fixed: Mapping[str, str]
+) -> Iterator[Problem]:
+    for name, value in sorted(arguments.items()):
+        key = f"{section}.vllm_args.{name}"
+        if setter := setters.get(name):
+            yield Problem(key, value, f"{setter} sets this argument", f"Leave it out and set {setter}.")
+        elif reason := fixed.get(name):
+            yield Problem(key, value, f"this argument may not change: {reason}", "Leave it out.")
+        elif name not in VLLM_ARGUMENTS:
+            own = [argument for argument in VLLM_ARGUMENTS if argument not in {*setters, *fixed}]
+            near = closest(name, own)
+            fix = f"Did you mean {either(near)}?" if near else "Use the name of a field of vLLM's EngineArgs."
+            yield Problem(key, value, "vLLM has no such engine argument", fix)

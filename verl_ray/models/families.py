@@ -1,0 +1,12 @@
+"""What is known of the supported models before anything of them is loaded, and without torch."""
+
+from __future__ import annotations
+
+FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
+"""Values of model_type in config.json. Others may scale, cap or mask where this project does not."""
+
+WITH_EXPERTS = ("qwen3_moe",)
+"""Those whose layers choose among experts."""
+
+VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
+LANGUAGE_HEAD = "lm_head.weight"  # a checkpoint with tied embeddings has none
