@@ -15,6 +15,7 @@ from typing import Any
 _ROWS = "the data cursor counts the rows that it leads to"
 _STEP = "the steps that are done were made of it, and so is the length of the schedule"
 _MODEL = "the saved parameters are those of this model"
+_ADAPTER = "the saved parameters are those of an adapter of this shape, or of a model without one"
 
 FIXED: tuple[tuple[str, str], ...] = (
     ("task", "the state is that of another kind of run"),
@@ -35,6 +36,7 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("*.epochs", _STEP),
     ("model.path", _MODEL),
     ("*.model.path", _MODEL),
+    ("*.lora.*", _ADAPTER),
     ("algorithm.advantage", "it decides what the learned roles mean"),
     ("algorithm.value_loss", "the critic would appear or vanish"),  # the whole section, set or null
     ("algorithm.kl.controller", "its state is saved"),

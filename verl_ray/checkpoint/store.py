@@ -24,7 +24,7 @@ from typing import Any
 
 from verl_ray.errors import CheckpointError
 
-SCHEMA = 2
+SCHEMA = 3
 """Version of the layout of a checkpoint; raised when an older reader would misunderstand it."""
 MANIFEST = "manifest.json"
 NEWEST = "newest.json"  # names the checkpoint written last, so that one that is gone is missed

@@ -30,6 +30,7 @@ from verl_ray.data.packing import micro_batches
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, scattered
 from verl_ray.engine.schedule import learning_rate
+from verl_ray.engine.tally import Tally
 from verl_ray.errors import DataError, EngineError
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.experts import Routing
@@ -157,9 +158,7 @@ class ModuleEngine(Engine):
 
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
         self._optimizer_or_refuse()
-        sums: dict[str, Tensor] = {}
-        maxima: dict[str, Tensor] = {}
-        load: Tensor | None = None
+        tally = Tally()
         outputs = replace(objective.outputs, routing=self.model.routers is not None)
         plan = self._micro_batches(rows, together=True, unit=objective.rows_per_unit)
         with self._rng_stream(), self.sharding:
@@ -173,27 +172,11 @@ class ModuleEngine(Engine):
                     found = objective(told, inputs)
                     if told.routing is not None:
                         found = self._balanced(found, told.routing, row)
-                        load = told.routing.load if load is None else load + told.routing.load
                     loss = aggregate(found.loss, row, weight)
                     loss.backward()
-                # rows kept out of the loss are kept out of its metrics
                 counted = (weight != 0).float().index_select(0, row)
-                for name, values in {"loss": None, "tokens": counted, **found.metrics}.items():
-                    total = loss.detach() if values is None else (values.detach().float() * counted).sum()
-                    sums[name] = sums[name] + total if name in sums else total
-                for name, values in found.maxima.items() if len(row) else ():
-                    peak = (values.detach().float() * counted).amax()
-                    maxima[name] = torch.maximum(maxima[name], peak) if name in maxima else peak
-        numbers = torch.stack([*sums.values(), *maxima.values()])
-        if load is not None:
-            numbers = torch.cat([numbers, load.flatten()])
-        told_of = numbers.tolist()  # the one transfer
-        totals = dict(zip(sums, told_of, strict=False))
-        peaks = dict(zip(maxima, told_of[len(sums) :], strict=False))
-        tokens = None
-        if load is not None:
-            tokens = np.array(told_of[len(sums) + len(maxima) :]).reshape(load.shape)
-        return LossReport(round(totals.pop("tokens")), totals.pop("loss"), totals, peaks, tokens)
+                tally.add(loss, found, counted, None if told.routing is None else told.routing.load)
+        return tally.report()
 
     def optimizer_step(self) -> StepReport:
         optimizer = self._optimizer_or_refuse()
