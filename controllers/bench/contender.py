@@ -164,7 +164,9 @@ def _padded_passes(work: Work, device: torch.device) -> dict[str, Callable[[], f
     """A Hugging Face model on padded micro-batches."""
     import torch
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(work.model, dtype=torch.float32).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=True)
     rows = rows_of(work.rows, model.config.vocab_size)

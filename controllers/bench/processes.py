@@ -26,7 +26,9 @@ def ask(module: str, works: Sequence[Mapping[str, object]], threads: int) -> lis
 
     Raises VerlRayError when a process fails (its own words are on stderr) or is not done after PATIENCE_S.
     """
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    # Idle threads sleep, as those of the project's workers do: on a busy machine one that spins has them all wait.
+    of_threads = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
+    environment = {**os.environ, **of_threads, "HF_HUB_OFFLINE": "1"}
     give_up = time.monotonic() + PATIENCE_S
     with contextlib.ExitStack() as started:
         processes = [
