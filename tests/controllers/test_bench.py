@@ -95,7 +95,7 @@ def test_figures_of_two_ranks_by_hand() -> None:
     )
     # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
     figures: dict[str, Any] = {
-        name: {"tokens_per_s": {"forward": 3 / s, "step": 3 / s}, "median_s": dict.fromkeys(PASSES, s)}
+        name: {"tokens_per_s": {"forward": 3 / s, "step": 3 / s}, "best_s": dict.fromkeys(PASSES, s)}
         for name, s in (("plain_1", 3.0), ("fsdp_2", 2.0))
     }
     fsdp._compare(figures, shape, np.array([3]), 1000.0)
