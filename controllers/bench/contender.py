@@ -14,7 +14,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -46,7 +45,6 @@ class Work:
     model: str
     meeting: str
     rows: int
-    repeats: int
     threads: int
     micro_batch_tokens: int
 
@@ -76,7 +74,7 @@ def padded_batches(lengths: Int64, max_tokens: int, by_length: bool) -> list[Int
 
 
 def contend(work: Work) -> None:
-    """Time forward, forward and backward, and whole steps; print the seconds of each repeat, the peak and the loss."""
+    """Time a forward pass, forward and backward, and a whole step; print their seconds, the peak and the first loss."""
     import torch
     import torch.distributed as dist
 
@@ -97,24 +95,21 @@ def contend(work: Work) -> None:
         )
     passes = _padded_passes(work, device) if padded else _engine_passes(work, device)
 
-    def timed(name: str) -> float:
+    def timed(name: str) -> tuple[float, object]:
         if dist.is_initialized():
             dist.barrier()
         began = time.perf_counter()
-        found.setdefault(name, passes[name]())
+        found = passes[name]()
         if gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - began, found
 
-    found: dict[str, float | None] = {}  # of the first time, before anything is learned
-    seconds: dict[str, list[float]] = {}
-    for name in passes:
-        timed(name)  # what is set up once
-        seconds[name] = [timed(name) for _ in range(work.repeats)]
-    peak = max(_peak_bytes(partial(timed, name), gpu) for name in passes)
+    _, loss = timed("step")  # sets up what is set up once, and is the only one before anything is learned
+    peak = _peak_bytes(lambda: timed("step"), gpu)
+    seconds = {name: timed(name)[0] for name in ("forward", "step", "forward_backward")}  # a step has no gradients yet
     if dist.is_initialized():
         dist.destroy_process_group()
-    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "loss": found["forward_backward"]}))
+    print(json.dumps({"seconds": seconds, "peak_bytes": peak, "loss": loss}))
 
 
 def _peak_bytes(run: Callable[[], object], gpu: bool) -> int:
@@ -130,7 +125,7 @@ def _peak_bytes(run: Callable[[], object], gpu: bool) -> int:
     return sampler.peak_bytes
 
 
-def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], float | None]]:
+def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], object]]:
     from controllers.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.data.packing import balance
@@ -147,20 +142,19 @@ def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], f
     mine = rows.select(balance(rows.lengths, work.world)[work.rank])
     objective = SupervisedObjective()
 
-    def forward() -> None:
-        engine.forward(mine, Outputs(log_probs=True))
-
-    def forward_backward() -> float:
-        return engine.forward_backward(mine, objective).loss
-
-    def step() -> None:
-        forward_backward()
+    def step() -> float:
+        report = engine.forward_backward(mine, objective)
         engine.optimizer_step()
+        return report.loss
 
-    return {"forward": forward, "forward_backward": forward_backward, "step": step}
+    return {
+        "forward": lambda: engine.forward(mine, Outputs(log_probs=True)),
+        "forward_backward": lambda: engine.forward_backward(mine, objective),
+        "step": step,
+    }
 
 
-def _padded_passes(work: Work, device: torch.device) -> dict[str, Callable[[], float | None]]:
+def _padded_passes(work: Work, device: torch.device) -> dict[str, Callable[[], object]]:
     """A Hugging Face model on padded micro-batches."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -193,11 +187,12 @@ def _padded_passes(work: Work, device: torch.device) -> dict[str, Callable[[], f
             total += loss.detach()
         return float(total)
 
-    def step() -> None:
-        passed(learn=True)
+    def step() -> float:
+        loss = passed(learn=True)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        return loss
 
     return {"forward": lambda: passed(False), "forward_backward": lambda: passed(True), "step": step}
 

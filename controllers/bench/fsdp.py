@@ -1,8 +1,9 @@
 """`verl-ray bench fsdp`: tokens per second and memory of the training backends, beside plain PyTorch on the same rows.
 
 Invariant: every contender computes the log-probs of the same rows of mixed lengths with the same model in the same run,
-in processes of its own, one contender after another; their losses are printed, by which that can be seen. Deliberately
-not here: what a contender does (`contender.py`), the head by itself (`head.py`), generation, and any Ray.
+in processes of its own; their losses are printed, by which that can be seen. They take turns in rounds, so that a slow
+minute of the machine is not one contender's alone. Deliberately not here: what a contender does (`contender.py`), the
+head by itself (`head.py`), generation, and any Ray.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
+from itertools import product
 from typing import Any
 
 from controllers.bench import contender, head
@@ -31,6 +33,7 @@ _PROGRAM = "verl-ray bench fsdp"
 CONTENDERS = ((PLAIN, 1), (SORTED, 1), ("engine", 1), ("fsdp", 1), ("fsdp", 2))
 """What, and on how many ranks. Padded rows are measured in the order they come in, and sorted by length, which is the
 least padding that they can have."""
+PASSES = ("forward", "forward_backward", "step")
 
 
 @dataclass(frozen=True)
@@ -75,19 +78,21 @@ def main(argv: list[str]) -> int:
         return 2
     cores = len(os.sched_getaffinity(0))
     lengths = row_lengths(given.rows)
-    figures: dict[str, Any] = {}
+    told: dict[str, list[list[dict[str, Any]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
             model = other.submit(_make_model, given.model, folder).result()
         shape = ModelShape.of(model)
         assert shape is not None, "it is a dense decoder"
-        for kind, world in contenders:
-            print(f"{kind} on {world} ...", file=sys.stderr, flush=True)
+        for turn, (kind, world) in product(range(given.repeats), contenders):
+            print(f"round {turn + 1}: {kind} on {world} ...", file=sys.stderr, flush=True)
+            meeting, threads = f"{folder}/{turn}-{kind}-{world}", max(1, cores // world)
             work = Work(
-                kind, 0, world, given.device, given.dtype, model, f"{folder}/{kind}-{world}", given.rows, given.repeats,
-                max(1, cores // world), given.micro_batch_tokens,
-            )  # fmt: skip
-            figures[f"{kind}_{world}"] = _measure(work, lengths)
+                kind, 0, world, given.device, given.dtype, model, meeting, given.rows, threads, given.micro_batch_tokens
+            )
+            ranks = [asdict(replace(work, rank=rank)) for rank in range(world)]
+            told.setdefault(f"{kind}_{world}", []).append(ask(contender.__name__, ranks, threads))
+    figures = {name: _figures(rounds, lengths) for name, rounds in told.items()}
     print("the head ...", file=sys.stderr, flush=True)
     alone = head.measure(given.device, given.dtype, given.repeats, cores)
     device, peak = _device(given.device, given.dtype)
@@ -108,20 +113,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _measure(work: Work, lengths: Int64) -> dict[str, Any]:
-    """The figures of one contender. A pass takes what its slowest rank takes, and counts when it was fastest, since
-    whatever else runs on the machine only slows it; memory is the sum of the ranks' peaks."""
-    ranks = [asdict(replace(work, rank=rank)) for rank in range(work.world)]
-    told = ask(contender.__name__, ranks, work.threads)
-    seconds = {
-        name: min(max(times) for times in zip(*(one["seconds"][name] for one in told), strict=True))
-        for name in told[0]["seconds"]
-    }
+def _figures(rounds: list[list[dict[str, Any]]], lengths: Int64) -> dict[str, Any]:
+    """Of one contender, from what its ranks found in each round. A pass takes what its slowest rank takes, and counts
+    when it was fastest, since whatever else runs on the machine only slows it. Memory is the sum of the ranks' peaks.
+    """
+    seconds = {name: min(max(rank["seconds"][name] for rank in ranks) for ranks in rounds) for name in PASSES}
     return {
         "tokens_per_s": {name: round(int(lengths.sum()) / value) for name, value in seconds.items()},
         "best_s": {name: round(value, 4) for name, value in seconds.items()},
-        "peak_memory_gib": round(sum(one["peak_bytes"] for one in told) / GIB, 3),
-        "loss": sum(one["loss"] for one in told),
+        "peak_memory_gib": round(max(sum(rank["peak_bytes"] for rank in ranks) for ranks in rounds) / GIB, 3),
+        "loss": sum(rank["loss"] for rank in rounds[0]),
     }
 
 
@@ -130,10 +131,10 @@ def _compare(figures: dict[str, Any], shape: ModelShape, lengths: Int64, peak: f
     second of one device) that the model's own arithmetic is."""
     passes = {"forward": forward_flops(shape, lengths)}
     passes["forward_backward"] = passes["step"] = training_flops(shape, lengths)
-    plain = figures[f"{PLAIN}_1"]["tokens_per_s"]
+    plain = figures[f"{PLAIN}_1"]["best_s"]
     for name, one in figures.items():
         ranks = int(name.rpartition("_")[2])
-        one["times_plain"] = {key: round(value / plain[key], 3) for key, value in one["tokens_per_s"].items()}
+        one["times_plain"] = {key: round(plain[key] / value, 3) for key, value in one["best_s"].items()}
         one["model_flops_utilization"] = peak and {
             key: round(flops / (one["best_s"][key] * peak * ranks), 4) for key, flops in passes.items()
         }
@@ -187,7 +188,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--model", choices=list(MODELS), default="1m", help="parameters of the policy (1m)")
     parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="times of which the best counts (5)")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; each pass's best counts (3)")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096, metavar="N", help="at most, per rank (4096)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank (cpu)")

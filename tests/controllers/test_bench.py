@@ -22,7 +22,6 @@ from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
 ROOT = Path(__file__).parents[2]
-PASSES = {"forward", "forward_backward", "step"}
 
 
 def test_an_unknown_suite_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -89,21 +88,30 @@ def test_padded_batches_hold_as_many_rows_as_fit_however_long_they_are() -> None
     assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=True)] == [[2, 0], [4, 1], [3]]
 
 
-def test_figures_of_two_ranks_by_hand() -> None:
+def test_figures_by_hand() -> None:
     shape = ModelShape(
         num_layers=1, hidden_size=2, num_heads=2, num_kv_heads=1, head_size=3, intermediate_size=5, vocab_size=7
     )
-    # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
-    figures: dict[str, Any] = {
-        name: {"tokens_per_s": {"forward": 3 / s, "step": 3 / s}, "best_s": dict.fromkeys(PASSES, s)}
-        for name, s in (("plain_1", 3.0), ("fsdp_2", 2.0))
+    lengths = np.array([3])
+
+    def rank(seconds: float, gib: float) -> dict[str, Any]:
+        return {"seconds": dict.fromkeys(fsdp.PASSES, seconds), "peak_bytes": gib * 2**30, "loss": seconds}
+
+    figures = {
+        "plain_1": fsdp._figures([[rank(3.0, 1.0)], [rank(4.0, 1.5)]], lengths),
+        "fsdp_2": fsdp._figures([[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]], lengths),
     }
-    fsdp._compare(figures, shape, np.array([3]), 1000.0)
-    assert figures["fsdp_2"]["times_plain"] == {"forward": 1.5, "step": 1.5}
-    expected = {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # of 2 s on 2 devices
-    assert figures["fsdp_2"]["model_flops_utilization"] == expected
-    fsdp._compare(figures, shape, np.array([3]), None)
-    assert figures["fsdp_2"]["model_flops_utilization"] is None
+    both = figures["fsdp_2"]
+    assert both["best_s"] == dict.fromkeys(fsdp.PASSES, 2.0)  # the slower rank of the faster round
+    assert both["tokens_per_s"]["step"] == round(3 / 2.0)
+    assert both["peak_memory_gib"] == 0.75 and both["loss"] == 3.5
+
+    # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
+    fsdp._compare(figures, shape, lengths, 1000.0)
+    assert both["times_plain"] == dict.fromkeys(fsdp.PASSES, 1.5)
+    assert both["model_flops_utilization"] == {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # 2 devices
+    fsdp._compare(figures, shape, lengths, None)
+    assert both["model_flops_utilization"] is None
 
 
 CHILD = """
@@ -143,7 +151,7 @@ def test_fsdp() -> None:
     lengths = row_lengths(4)
     for contender in ("plain_1", "plain_sorted_1", "engine_1", "fsdp_1", "fsdp_2"):
         figures = found[contender]
-        assert figures["tokens_per_s"].keys() == PASSES
+        assert figures["tokens_per_s"].keys() == set(fsdp.PASSES)
         assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
         assert figures["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-5)  # they compute the same
         assert figures["model_flops_utilization"] is None
