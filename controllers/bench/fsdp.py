@@ -19,6 +19,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from controllers.bench import contender, head
@@ -82,8 +83,7 @@ def main(argv: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
             model = other.submit(_make_model, given.model, folder).result()
-        shape = ModelShape.of(model)
-        assert shape is not None, "it is a dense decoder"
+        shape = ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
         for turn, (kind, world) in product(range(given.repeats), contenders):
             print(f"round {turn + 1}: {kind} on {world} ...", file=sys.stderr, flush=True)
             meeting, threads = f"{folder}/{turn}-{kind}-{world}", max(1, cores // world)
