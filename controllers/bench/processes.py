@@ -19,6 +19,7 @@ from verl_ray.errors import VerlRayError
 
 PATIENCE_S = 500.0
 _POLL_S = 0.05
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are processes of one machine
 
 
 def ask(module: str, works: Sequence[Mapping[str, object]], threads: int) -> list[dict[str, Any]]:
@@ -28,7 +29,7 @@ def ask(module: str, works: Sequence[Mapping[str, object]], threads: int) -> lis
     """
     # Idle threads sleep, as those of the project's workers do: on a busy machine one that spins has them all wait.
     of_threads = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment = {**os.environ, **of_threads, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **of_threads, **_LOOPBACK, "HF_HUB_OFFLINE": "1"}
     give_up = time.monotonic() + PATIENCE_S
     with contextlib.ExitStack() as started:
         processes = [

@@ -178,4 +178,4 @@ def test_fsdp_on_a_gpu() -> None:
         assert found[contender]["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-2)
         assert found[contender]["peak_memory_gib"] > 0
     assert found["device"] == torch.cuda.get_device_name()
-    assert found["head"]["chunked"]["peak_bytes"] < found["head"]["whole_logits_bytes"]
+    assert 2 * found["head"]["chunked"]["peak_bytes"] < found["head"]["naive"]["peak_bytes"]
