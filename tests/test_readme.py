@@ -53,7 +53,7 @@ AS_IT_STANDS = (
     "cat > grader.py",
     "scripts/prepare_data",
 )
-NOT_RUN = ("scripts/test", "verl-ray bench")
+NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
 CLUSTER = "On a cluster"
 
 

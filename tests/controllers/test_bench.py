@@ -5,15 +5,21 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from controllers import bench
-from controllers.bench import data
+from controllers.bench import data, fsdp
+from controllers.bench.contender import padded_batches, row_lengths
 from controllers.bench.floor import _padded
+from controllers.bench.processes import ask
+from verl_ray.errors import VerlRayError
+from verl_ray.profiling.flops import ModelShape
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,12 +82,100 @@ def test_step(tmp_path: Path) -> None:
     assert found["peak_memory_gib"] > 0 and found["start_to_first_step_s"] > 0
 
 
+def test_padded_batches_hold_as_many_rows_as_fit_however_long_they_are() -> None:
+    lengths = np.array([40, 500, 32, 512, 64])
+    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=False)] == [[0, 1], [2, 3], [4]]
+    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=True)] == [[2, 0], [4, 1], [3]]
+
+
+def test_figures_by_hand() -> None:
+    shape = ModelShape(
+        num_layers=1, hidden_size=2, num_heads=2, num_kv_heads=1, head_size=3, intermediate_size=5, vocab_size=7
+    )
+    lengths = np.array([3])
+
+    def rank(seconds: float, gib: float) -> dict[str, Any]:
+        return {"seconds": dict.fromkeys(fsdp.PASSES, seconds), "peak_bytes": gib * 2**30, "loss": seconds}
+
+    figures = {
+        "plain_1": fsdp._figures([[rank(3.0, 1.0)], [rank(4.0, 1.5)]], lengths),
+        "fsdp_2": fsdp._figures([[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]], lengths),
+    }
+    both = figures["fsdp_2"]
+    assert both["best_s"] == dict.fromkeys(fsdp.PASSES, 2.0)  # the slower rank of the faster round
+    assert both["tokens_per_s"]["step"] == round(3 / 2.0)
+    assert both["peak_memory_gib"] == 0.75 and both["loss"] == 3.5
+
+    # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
+    fsdp._compare(figures, shape, lengths, 1000.0)
+    assert both["times_plain"] == dict.fromkeys(fsdp.PASSES, 1.5)
+    assert both["model_flops_utilization"] == {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # 2 devices
+    fsdp._compare(figures, shape, lengths, None)
+    assert both["model_flops_utilization"] is None
+
+
+CHILD = """
+import json, os, sys, time
+work = json.loads(sys.argv[1])
+if work["fails"]:
+    sys.exit(3)
+time.sleep(work["sleeps"])
+print("a word of a library", json.dumps(os.environ["OMP_NUM_THREADS"]), sep="\\n")
+"""
+
+
+def test_processes_answer_or_the_first_that_fails_ends_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "child.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    good, bad = {"fails": False, "sleeps": 0}, {"fails": True}
+    assert ask("child", [good, good], threads=7) == ["7", "7"]
+    began = time.monotonic()
+    with pytest.raises(VerlRayError, match=r"ended with \[None, 3\]"):
+        ask("child", [good | {"sleeps": 60}, bad], threads=1)
+    assert time.monotonic() - began < 30  # it waited for the end of both
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
+def test_a_gpu_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench.main(["fsdp", "--device", "cuda"]) == 2
+    said = capsys.readouterr()
+    assert said.err == "verl-ray bench fsdp: --device cuda needs a GPU, and torch finds none on this machine\n"
+    assert said.out == ""
+
+
 @pytest.mark.cluster
 def test_fsdp() -> None:
     found = measured("fsdp", "--rows", "4", "--repeats", "1")
-    for contender in ("plain_1", "engine_1", "fsdp_1", "fsdp_2"):
+    lengths = row_lengths(4)
+    for contender in ("plain_1", "plain_sorted_1", "engine_1", "fsdp_1", "fsdp_2"):
         figures = found[contender]
-        assert figures["tokens_per_s"].keys() == {"forward", "forward_backward", "step"}
+        assert figures["tokens_per_s"].keys() == set(fsdp.PASSES)
         assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
+        assert figures["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-5)  # they compute the same
+        assert figures["model_flops_utilization"] is None
     assert found["plain_1"]["times_plain"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
-    assert found["rows"]["count"] == 4
+    assert found["rows"] == {"count": 4, "tokens": int(lengths.sum()), "shortest": 32, "longest": 512}
+
+    packing = found["packing"]
+    assert packing["padded_padding_fraction"] == round(1 - lengths.sum() / (4 * lengths.max()), 4)
+    assert packing["speedup_over_padded"] == pytest.approx(
+        packing["padded_step_s"] / packing["packed_step_s"], abs=1e-3
+    )
+    head = found["head"]
+    assert head["chunked"]["outputs_sum"] == pytest.approx(head["naive"]["outputs_sum"], rel=1e-5)
+    whole = head["whole_logits_bytes"]
+    assert head["chunked"]["peak_bytes"] < whole < 3 * whole < head["naive"]["peak_bytes"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
+def test_fsdp_on_a_gpu() -> None:
+    found = measured("fsdp", "--rows", "4", "--repeats", "1", "--device", "cuda", "--dtype", "bfloat16")
+    assert ("fsdp_2" in found) == (torch.cuda.device_count() > 1)
+    for contender in ("plain_1", "engine_1", "fsdp_1"):
+        assert found[contender]["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-2)
+        assert found[contender]["peak_memory_gib"] > 0
+    assert found["device"] == torch.cuda.get_device_name()
+    assert found["head"]["chunked"]["peak_bytes"] < found["head"]["whole_logits_bytes"]

@@ -6,6 +6,7 @@ import sys
 import time
 
 import numpy as np
+import psutil
 import torch
 
 from verl_ray.profiling.memory import (
@@ -13,6 +14,7 @@ from verl_ray.profiling.memory import (
     TreeMemorySampler,
     device_memory,
     host_used_gib,
+    own_peak_bytes,
     tree_pss_bytes,
 )
 
@@ -29,6 +31,16 @@ def test_an_array_shows_in_what_the_host_uses() -> None:
             break
     assert grown > 0.5
     assert 0 < host_used_gib() < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / GIB
+
+
+def test_the_peak_of_this_process_is_kept_when_the_memory_is_gone() -> None:
+    held = psutil.Process().memory_info().rss
+    missing = own_peak_bytes() - held  # up to an earlier peak nothing is seen
+    assert missing >= 0
+    array = np.ones(missing + 64 * MIB, dtype=np.uint8)
+    del array
+    grown = own_peak_bytes() - held - missing
+    assert 60 * MIB < grown < 80 * MIB
 
 
 # Each generation holds 64 MiB of its own; the child starts the grandchild, and both wait for their stdin to end.

@@ -179,7 +179,9 @@ class _LogProbs(torch.autograd.Function):
             grad = grad.to(weight.dtype)
             if grad_rows is not None:
                 grad_rows[part] = grad @ weight
-            if grad_weight is not None:
+            if grad_weight is not None and grad.dtype == grad_weight.dtype:
+                grad_weight.addmm_(grad.T, rows[part])  # without a product as large as the weight beside it
+            elif grad_weight is not None:
                 grad_weight += grad.T @ rows[part]
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
