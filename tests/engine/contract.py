@@ -397,13 +397,13 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
     }
 
 
-def check_elsewhere(ranks: Ranks, kind: str) -> dict[str, Any]:
+def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     """States that other backends and other numbers of ranks wrote."""
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     found = {}
     for writer, world in WRITERS:
-        engine = ranks.engine(kind)
+        engine = ranks.engine(kind, **settings)
         load(engine, ranks.folder / f"state_{writer}_{world}")
         weights = ranks.weights(engine)
         found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
@@ -523,6 +523,7 @@ CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check
 MODELS = ("qwen3", "llama", "qwen2", "gemma", "qwen3_moe")
 EXPORTED = ("llama", "qwen3_moe")
 KINDS = ("engine", "fsdp")
+LAYOUTS_OF_FOUR: tuple[dict[str, Any], ...] = ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2})
 WORLDS = (1, 2, 4)
 WRITERS = (("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4))
 
@@ -548,6 +549,8 @@ def main(rank: int, world: int, folder: Path) -> None:
         time.sleep(0.05)
     for kind in kinds:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
+    if world == 4:
+        found["elsewhere"] = [check_elsewhere(ranks, "fsdp", **how) for how in LAYOUTS_OF_FOUR]
     torch.save(found, folder / f"found_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -454,8 +454,9 @@ def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, nai
 def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
     """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
     for writer in (f"{kind} on {world}" for kind, world in contract.WRITERS):
-        ranks = [one[kind] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
-        read = [one["check_elsewhere"][writer] for one in ranks]
+        ranks = [one[kind]["check_elsewhere"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
+        ranks += [layout for one in found[4] for layout in one["elsewhere"]]
+        read = [one[writer] for one in ranks]
         for other in read[1:]:
             for name, value in read[0]["weights"].items():
                 assert torch.equal(other["weights"][name], value), (writer, name)
