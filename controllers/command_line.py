@@ -16,7 +16,7 @@ from typing import Protocol, cast
 
 from controllers.check import check, checked, print_problems, print_warnings
 from controllers.composition import compose
-from controllers.signals import stop_on_signals
+from controllers.signals import heed_signals, stop_on_signals
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, VerlRayError
@@ -183,13 +183,12 @@ def _export(arguments: list[str]) -> int:
 
 
 def _stoppable(work: Callable[[], int]) -> int:
-    """Two more shapes of a stop: Ray's own SIGTERM handler, installed by `ray.init`, exits with the signal's number,
-    and a signal that arrives within one of Ray's compiled calls comes out of it as the cause of a SystemError."""
+    """More shapes of a stop: whatever fails after a signal came, since Ray's compiled calls swallow exceptions or turn
+    them into others; and Ray's own SIGTERM handler, installed by `ray.init`, which exits with the signal's number."""
     try:
         return work()
-    except SystemError as error:
-        if isinstance(error.__cause__, Interrupted):
-            raise error.__cause__ from None
+    except Exception:
+        heed_signals()
         raise
     except SystemExit as stop:
         if stop.code != signal.SIGTERM:

@@ -14,6 +14,7 @@ from pathlib import Path
 from controllers.build import start
 from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
 from controllers.sft import SFTTrainer
+from controllers.signals import heed_signals
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import (
     DataFilesConfig,
@@ -86,6 +87,7 @@ def _warm_start(
         trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size, config.run.max_skipped_steps)
         accuracy, ready = 0.0, False
         for number in range(1, warm.max_steps + 1):
+            heed_signals()
             metrics = trainer.step()
             if number % warm.evaluate_every == 0:
                 accuracy = trainer.accuracy()

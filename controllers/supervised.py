@@ -84,7 +84,7 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def export(self, path: str) -> None:
         """The trained model as a Hugging Face directory."""
-        self.group.broadcast(ModelWorker.export, path, False).result()
+        self.group.broadcast(ModelWorker.export, path).result()
 
     @property
     def _train(self) -> Source:

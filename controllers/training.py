@@ -24,7 +24,7 @@ from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
 from controllers.reward_model import PreferenceTrainer
 from controllers.sft import SFTTrainer
-from controllers.signals import stop_on_signals
+from controllers.signals import heed_signals, stop_on_signals
 from controllers.supervised import SupervisedTrainer
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.session import Session
@@ -90,6 +90,7 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
             trackers.samples(0, samples)
             trackers.log(0, metrics)
         for number in range(done + 1, config.run.total_steps + 1):
+            heed_signals()
             metrics = trainer.step(number)
             if evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps):
                 held_out, samples = trainer.evaluate()
@@ -138,6 +139,7 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
         if done == 0 and evaluates:
             trackers.log(0, trainer.evaluate())
         for number in range(done + 1, config.run.total_steps + 1):
+            heed_signals()
             if trainer.finished:
                 break
             metrics = trainer.step()

@@ -92,7 +92,7 @@ class ModelWorker:
         load(state, path)
         self.engine.load_state(state)
 
-    def export(self, path: str, adapter: bool) -> None:
+    def export(self, path: str, adapter: bool = False) -> None:
         """Write a Hugging Face directory, or what was learned beside it as an adapter."""
         self.engine.export(path, adapter=adapter)
 

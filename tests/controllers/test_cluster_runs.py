@@ -82,7 +82,6 @@ def running(inputs: Inputs, home: Path) -> Iterator[subprocess.Popen[str]]:
     ("sent", "moment"),
     [
         (signal.SIGINT, "in a step"),
-        (signal.SIGTERM, "in a step"),
         (signal.SIGTERM, "at the start"),
         (signal.SIGKILL, "in a step"),
     ],

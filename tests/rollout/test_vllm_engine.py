@@ -186,7 +186,7 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
     engine.sleep("kv_cache")
     assert awake - engine.memory_bytes > 0.95 * KV_BYTES
     engine.wake("kv_cache")
-    assert abs(engine.memory_bytes - awake) < 0.1 * KV_BYTES
+    assert abs(engine.memory_bytes - awake) < 0.2 * KV_BYTES
     assert _worst(engine, model, reference_log_probs) < 1e-4  # the weights stayed
 
     engine.sleep("weights")
