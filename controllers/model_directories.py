@@ -25,6 +25,7 @@ from verl_ray.config.schema import (
     RLConfig,
     RolloutEngineConfig,
     SupervisedRole,
+    TinyModelConfig,
 )
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
@@ -149,7 +150,7 @@ def _judge_problems(config: RLConfig) -> Iterator[Problem]:
 def _sequence_problems(config: Config) -> Iterator[Problem]:
     """Ranks that compute the same rows share out the attention heads of the model."""
     for name, role in config.model_roles.items():
-        settings = _json(Path(role.model.path).expanduser() / "config.json")
+        settings = _settings(role.model.path, config)
         heads = settings.get("num_attention_heads")
         if role.peers == 1 or not isinstance(heads, int):
             continue
@@ -170,7 +171,7 @@ def _embedding_problems(config: Config) -> Iterator[Problem]:
     for name, role in config.model_roles.items():
         if not isinstance(role.backend, FsdpBackend) or not role.backend.embedding_units or _reads_values(name):
             continue
-        shapes = tensor_shapes(role.model.path)
+        shapes = _shapes(role.model.path, config)
         if shapes and LANGUAGE_HEAD not in shapes:
             rule = f"{role.model.path} ties its embeddings, so they and its head are one parameter"
             yield Problem(f"{name}.backend.embedding_units", True, rule, "Set it to false.")
@@ -179,9 +180,10 @@ def _embedding_problems(config: Config) -> Iterator[Problem]:
 def _expert_problems(config: Config) -> Iterator[Problem]:
     """Settings for experts fit the model."""
     for name, role in config.model_roles.items():
-        if not _json(Path(role.model.path).expanduser() / "config.json"):
+        settings, path = _settings(role.model.path, config), role.model.path
+        if not settings:
             continue
-        experts, path = _has_experts(role.model.path), role.model.path
+        experts = settings.get("model_type") in WITH_EXPERTS
         balance = role.expert_balance if isinstance(role, SupervisedRole) else None
         if balance is not None and not experts:
             rule = f"this setting would be ignored: {path} has no experts"
@@ -199,7 +201,7 @@ def _adapter_problems(config: Config) -> Iterator[Problem]:
         router = {"gate"} if _has_experts(role.model.path) else set()
         linear = {
             tensor.split(".")[-2]
-            for tensor, shape in tensor_shapes(role.model.path).items()
+            for tensor, shape in _shapes(role.model.path, config).items()
             if ".layers." in tensor and ".experts." not in tensor and len(shape) == 2
         } - router
         unknown = sorted(set(role.lora.targets) - linear)
@@ -260,6 +262,38 @@ def _token_ids(path: str) -> dict[object, object]:
     elif isinstance(known, list):  # pairs of a piece and its score
         ids |= {piece[0]: number for number, piece in enumerate(known)}
     return ids | {token["content"]: token["id"] for token in (added if isinstance(added, list) else ())}
+
+
+def _settings(path: str, config: Config) -> dict[str, object]:
+    """config.json of a model that is there, or what the run will write into that of the one it makes."""
+    model = _made(path, config)
+    if model is None:
+        return _json(Path(path).expanduser() / "config.json")
+    return {
+        "model_type": "qwen3", "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
+        "hidden_size": model.hidden_size, "head_dim": model.head_size,
+    }  # fmt: skip
+
+
+def _shapes(path: str, config: Config) -> dict[str, list[int]]:
+    """Tensors of a model that is there, or of a layer and the head of the one that the run makes."""
+    model = _made(path, config)
+    if model is None:
+        return tensor_shapes(path)
+    hidden, inner = model.hidden_size, model.intermediate_size
+    heads, shared = model.num_heads * model.head_size, model.num_kv_heads * model.head_size
+    layer = {
+        "self_attn.q_proj": [heads, hidden], "self_attn.k_proj": [shared, hidden], "self_attn.v_proj": [shared, hidden],
+        "self_attn.o_proj": [hidden, heads], "mlp.gate_proj": [inner, hidden], "mlp.up_proj": [inner, hidden],
+        "mlp.down_proj": [hidden, inner],
+    }  # fmt: skip
+    head = {} if model.tie_embeddings else {LANGUAGE_HEAD: [0, hidden]}
+    return {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()} | head
+
+
+def _made(path: str, config: Config) -> TinyModelConfig | None:
+    prepare = config.prepare if isinstance(config, RLConfig) else None
+    return prepare.model if prepare is not None and path == config.model.path else None
 
 
 def _json(path: Path) -> dict[str, object]:

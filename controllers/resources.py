@@ -215,8 +215,13 @@ def _host_bytes(role: ModelRole, config: Config) -> int:
     copies = role.num_ranks
     if isinstance(role.backend, FsdpBackend) and role.backend.sharding != "none":
         copies //= role.backend.shard_size or role.num_ranks
-    width = BYTES_PER_TRAINED_PARAMETER if isinstance(role, SupervisedRole) else 4
+    width = BYTES_PER_TRAINED_PARAMETER if _trains_everything(role) else 4
     return _parameters(role.model.path, config) * width * copies
+
+
+def _trains_everything(role: ModelRole) -> bool:
+    """Else it is frozen, but for an adapter that is small beside it."""
+    return isinstance(role, SupervisedRole) and not role.lora.rank
 
 
 def _engine_bytes(engine: Engine, config: Config) -> int:
@@ -254,7 +259,7 @@ def _shared_memory_bytes(config: Config) -> int:
 
 def _disk_problems(config: Config) -> Iterator[Problem]:
     free = shutil.disk_usage(nearest_existing(config.run.dir)).free
-    trained = [role for role in config.model_roles.values() if isinstance(role, SupervisedRole)]
+    trained = [role for role in config.model_roles.values() if _trains_everything(role)]
     checkpoint = sum(_parameters(role.model.path, config) for role in trained) * BYTES_PER_SAVED_PARAMETER
     # One more than are kept: the oldest goes only when the newest is whole.
     needed = LOG_ROOM_BYTES + (checkpoint * (config.run.keep_checkpoints + 1) if config.run.checkpoint_every else 0)

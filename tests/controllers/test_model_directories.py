@@ -203,3 +203,15 @@ def test_tied_embeddings_are_not_gathered_apart(tmp_path: Path, model: Path, dat
     assert set(found(preflight(ppo(tied, data, *apart), BIG))) == {
         "actor.backend.embedding_units", "reference.backend.embedding_units",
     }  # fmt: skip
+
+
+def test_the_model_that_a_run_makes_is_known_before_it_is_there(tmp_path: Path) -> None:
+    def told(*overrides: str) -> dict[str, str]:
+        return found(preflight(compose("quickstart", [f"run.dir={tmp_path}/run", NO_GAIN, *overrides]), BIG))
+
+    assert told("actor.lora.rank=4") == {}
+    assert told("actor.lora.rank=4", "actor.lora.targets=[nothing]").keys() == {"actor.lora.targets"}
+    cut = told("backend=fsdp", "actor.num_ranks=3", "backend.sequence_parallel=3")
+    assert cut.keys() == {f"{role}.backend.sequence_parallel" for role in ("actor", "critic", "reference")}
+    assert "actor.backend.embedding_units" in told("backend=fsdp", "backend.embedding_units=true")
+    assert told("critic.expert_balance=0.1").keys() == {"critic.expert_balance"}

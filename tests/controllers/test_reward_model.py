@@ -22,7 +22,7 @@ from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
 
-SHORT = ["tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
+SHORT = ["run.threads_per_rank=1", "tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
 
 
 @pytest.fixture(scope="module")

@@ -64,7 +64,8 @@ ENGINE: dict[str, Any] = {
     "kind": "engine", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "activation_checkpointing": False,
 }  # fmt: skip
 FSDP: dict[str, Any] = ENGINE | {
-    "kind": "fsdp", "sharding": "full", "shard_size": None, "prefetch_layers": 0, "host_parameters": False,
+    "kind": "fsdp", "sharding": "full", "shard_size": None, "accumulate": "whole",
+    "prefetch_layers": 0, "host_parameters": False,
     "embedding_units": False, "read_weights": "every_rank", "activation_offload": False, "sequence_parallel": 1,
 }  # fmt: skip
 ALGORITHM = AlgorithmConfig(
@@ -261,6 +262,20 @@ def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     return found
 
 
+def offloaded(engine: Any, rows: TrainingBatch) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Shapes of what a backward pass needs: of what stays on the device, and of what goes to the host."""
+    kept, moved, decide = set(), set(), engine._to_host
+
+    def watched(saved: torch.Tensor) -> Any:
+        answer = decide(saved)
+        (kept if answer[1] is None else moved).add(tuple(saved.shape))
+        return answer
+
+    engine._to_host = watched
+    engine.forward_backward(rows, POLICY)
+    return kept, moved
+
+
 def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
@@ -304,6 +319,11 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         apart = {"embedding_units": True, "read_weights": "rank_zero"}
         found["embeddings apart"] = ranks.train(ranks.engine(kind, **apart), mine, POLICY)
         found["embeddings apart, value"] = ranks.train(ranks.engine(kind, head="value", **apart), mine, VALUE)
+        found["offloaded"] = offloaded(
+            ranks.engine(kind, activation_offload=True, micro_batch_tokens_per_rank=999), mine
+        )
+        shards = {"accumulate": "sharded", "micro_batch_tokens_per_rank": 40}
+        found["gradients in shards"] = ranks.train(ranks.engine(kind, **shards), mine, POLICY)
         found["not sharded"] = ranks.train(ranks.engine(kind, sharding="none"), mine, POLICY)
         engine = ranks.engine(kind, dtype="bfloat16", **gathered)
         engine.forward(mine, Outputs(log_probs=True))
@@ -475,6 +495,7 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     ranks.train(engine, mine, POLICY, 2)
     sharded.save(engine.state(), str(folder / "state"))
     found["kept"] = sorted(engine.state()["model"])
+    found["kept of a tied model"] = sorted(ranks.engine(kind, "llama", lora=ADAPTER).state()["model"])
     resumed = ranks.engine(kind, lora=ADAPTER, micro_batch_tokens_per_rank=40, activation_checkpointing=True)
     load(resumed, folder / "state")
     found["never stopped"], found["resumed"] = (ranks.train(one, mine, POLICY, 1) for one in (engine, resumed))

@@ -25,7 +25,8 @@ from verl_ray.models.tiny import make_tiny
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
 """Name and whether the embeddings are tied."""
 ONLY_SHARDED = (
-    "gathered in forward", "not sharded", "ahead and from the host", "embeddings apart", "embeddings apart, value",
+    "gradients in shards", "gathered in forward", "not sharded", "ahead and from the host", "embeddings apart",
+    "embeddings apart, value",
 )  # fmt: skip
 EXACT = 1e-5
 BFLOAT16 = 3e-2  # 8 bits of mantissa through two layers and three steps
@@ -293,6 +294,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
         ("all on one rank", "qwen3"),
         ("activation checkpointing", "qwen3"),
         ("gathered in forward", "qwen3"),
+        ("gradients in shards", "qwen3"),
         ("not sharded", "qwen3"),
         ("ahead and from the host", "qwen3"),
         ("embeddings apart", "qwen3"),
@@ -376,6 +378,14 @@ def test_peers_have_the_same_rows_and_one_of_them_answers(found: dict[int, list[
         (1, 2, True),
         (1, 2, False),
     ]
+
+
+def test_parameters_stay_where_they_are_when_activations_go_to_the_host(found: dict[int, list[dict[str, Any]]]) -> None:
+    """They would be copied once more for every layer; they are gathered again for the backward pass."""
+    for rank in (*found[1], *found[2]):
+        kept, moved = rank["fsdp"]["check_training"]["offloaded"]
+        weights = {(64, 64), (32, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (32,)}
+        assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & weights
 
 
 def test_bfloat16_is_near(results: Any, naive: Any) -> None:
@@ -548,6 +558,7 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(result
         assert found["kept"] == [
             f"{i}.{t}.lora_{side}.default.weight" for i in layers for t in targets for side in "AB"
         ]
+        assert found["kept of a tied model"] == found["kept"]
         assert found["resumed"] == found["never stopped"]
 
 

@@ -130,6 +130,9 @@ class FsdpBackend(Section):
     hold copies of each other; none: every rank holds everything."""
     shard_size: Positive | None
     """Ranks per group with sharding=hybrid; null elsewhere."""
+    accumulate: Literal["whole", "sharded"]
+    """Gradients of several micro-batches. whole: each rank keeps all of them, and they are summed over ranks and cut
+    into shards once, in the last; sharded: in every one, which is slower and needs memory for shards alone."""
     prefetch_layers: NonNegative
     """Layers whose parameters are gathered ahead of the one that computes, forward and backward; 0 = one, as torch
     itself does. More hide a slow network, for memory."""

@@ -17,23 +17,30 @@ from verl_ray.errors import DataError
 Float64 = npt.NDArray[np.float64]
 
 
-def micro_batches(lengths: Int64, max_tokens: int, unit: int = 1) -> list[Int64]:
+def micro_batches(lengths: Int64, max_tokens: int, unit: int = 1, peers: int = 1) -> list[Int64]:
     """Row indices of each micro-batch, rows of similar length together (attention pads within such a set).
 
-    `lengths` int64 [rows]; each `unit` neighbouring rows stay together, in their order. Raises DataError for a unit
-    that exceeds `max_tokens` by itself.
+    `lengths` int64 [rows]; each `unit` neighbouring rows stay together, in their order; `peers` ranks share a
+    micro-batch, and each may hold `max_tokens` of it. Raises DataError for a unit that is too long by itself.
     """
     if not len(lengths):
         return []
-    if unit > 1:
-        return [rows_of_units(units, unit) for units in micro_batches(lengths_of_units(lengths, unit), max_tokens)]
-    worst = int(lengths.argmax())
-    if lengths[worst] > max_tokens:
+    units = lengths_of_units(lengths, unit)
+    worst = int(units.argmax())
+    if units[worst] > max_tokens * peers:
+        which = f"row {worst} has" if unit == 1 else f"rows {worst * unit} to {worst * unit + unit - 1} together have"
+        shared = f", which {peers} ranks share" if peers > 1 else ""
         raise DataError(
-            f"row {worst} has {lengths[worst]} tokens, more than backend.micro_batch_tokens_per_rank = {max_tokens}; "
-            f"raise that key to at least {lengths[worst]}, or lower data.max_prompt_tokens or "
+            f"{which} {units[worst]} tokens, more than backend.micro_batch_tokens_per_rank = {max_tokens}{shared}; "
+            f"raise that key to at least {-(-units[worst] // peers)}, or lower data.max_prompt_tokens or "
             f"rollout.max_response_tokens"
         )
+    found = _packed(units, max_tokens * peers)
+    return found if unit == 1 else [rows_of_units(chosen, unit) for chosen in found]
+
+
+def _packed(lengths: Int64, max_tokens: int) -> list[Int64]:
+    """As `micro_batches`, of lengths that fit."""
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
     cuts = [0]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -106,11 +106,26 @@ class FsdpEngine(ModuleEngine):
         if not backend.activation_offload:
             yield
             return
-        with torch.autograd.graph.save_on_cpu(pin_memory=self.device.type == "cuda"):
+        with torch.autograd.graph.saved_tensors_hooks(self._to_host, self._from_host):
             yield
+
+    def _to_host(self, saved: Tensor) -> tuple[Tensor, torch.device | None]:
+        """A copy on the host, but of parameters, which are gathered again for the backward pass."""
+        of = saved if saved._base is None else saved._base
+        if isinstance(of, nn.Parameter):
+            return saved, None
+        pinned = self.device.type == "cuda"
+        kept = torch.empty(saved.size(), dtype=saved.dtype, layout=saved.layout, pin_memory=pinned)
+        return kept.copy_(saved, non_blocking=pinned), saved.device
+
+    @staticmethod
+    def _from_host(kept: tuple[Tensor, torch.device | None]) -> Tensor:
+        saved, device = kept
+        return saved if device is None else saved.to(device, non_blocking=True)
 
     @contextlib.contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        assert isinstance(self.module, FSDPModule)
-        self.module.set_requires_gradient_sync(last)
+        backend = self.spec.backend
+        assert isinstance(self.module, FSDPModule) and isinstance(backend, FsdpBackend)
+        self.module.set_requires_gradient_sync(last or backend.accumulate == "sharded")
         yield

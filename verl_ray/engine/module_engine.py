@@ -51,7 +51,10 @@ from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
-COPIED_FILES = ("tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*", "added_tokens.json")
+COPIED_FILES = (
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*",
+    "added_tokens.json",
+)  # fmt: skip
 OWN_SETTINGS = ("betas", "eps", "weight_decay")
 
 
@@ -227,6 +230,9 @@ class ModuleEngine(Engine):
         if self.optimizer is None:
             return state
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._kept)
+        if self.spec.lora is not None:  # torch leaves frozen parameters in that are tied
+            learned = {f"hf.{name}" for name, value in self.model.hf.named_parameters() if value.requires_grad}
+            model = {name: value for name, value in model.items() if name in learned}
         return state | {"model": model, "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -248,6 +254,8 @@ class ModuleEngine(Engine):
         unknown = {params, optimizer} - {"device", "host"}
         if unknown:
             raise EngineError(f"place: {unknown} is neither 'device' nor 'host'")
+        if self.device.type == "cuda" and "host" in (params, optimizer):
+            torch.cuda.empty_cache()  # of activations; else it would be free for this process alone
         if self.home.type == "cpu":
             return  # host is device, or is where they always are
         self.module.to("cpu" if params == "host" else self.device)
@@ -258,7 +266,7 @@ class ModuleEngine(Engine):
                     if isinstance(value, Tensor) and name != "step":
                         moments[name] = value.to(target)
         if "host" in (params, optimizer):
-            torch.cuda.empty_cache()  # else it would be free for this process alone
+            torch.cuda.empty_cache()
 
     @torch.no_grad()
     def export(self, path: str, *, adapter: bool = False) -> None:
@@ -345,7 +353,7 @@ class ModuleEngine(Engine):
         has a row that is too long, all refuse, so that none waits for it. `unit`: rows that stay together."""
         refusal = None
         try:
-            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank * self.peers, unit)
+            plan = micro_batches(rows.lengths, self.spec.backend.micro_batch_tokens_per_rank, unit, self.peers)
         except DataError as error:
             plan, refusal = [], error
         count = max(len(plan), 1)
@@ -409,12 +417,22 @@ class ModuleEngine(Engine):
         }
 
     def _first_bad_gradient(self) -> str:
-        for name, parameter in self.model.hf.named_parameters():
+        """The first parameter of which some rank has a bad part. All ranks skip the step, and all say the same."""
+        names = [name for name, _ in self.model.hf.named_parameters()]
+        first = len(names)
+        for i, parameter in enumerate(self.model.hf.parameters()):
             gradient = parameter.grad
             local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
             if local is not None and not bool(torch.isfinite(local).all()):
-                return f"the gradient of {name} is not finite on rank {self.rank}"
-        return "the gradient norm is not finite, though every gradient of this rank is"
+                first = i
+                break
+        found = torch.tensor(first * self.world_size + self.rank)  # on the host: the gloo half of the process group
+        if self.world_size > 1:
+            dist.all_reduce(found, dist.ReduceOp.MIN)
+        first, rank = divmod(int(found), self.world_size)
+        if first == len(names):
+            return "the gradient norm is not finite, though every gradient is"
+        return f"the gradient of {names[first]} is not finite on rank {rank}"
 
     def _seeded(self, seed: int) -> Tensor:
         with torch.random.fork_rng(devices=self._rng_devices()):

@@ -117,8 +117,8 @@ class CheckpointReader(TensorSource):
 class RankZeroReader(TensorSource):
     """From the directory that only rank 0 looks into: it reads a tensor whole and sends it to all, one at a time.
 
-    Collective: the ranks read the same tensors in the same order, each the part that it wants. What rank 0 cannot read
-    is an error on all of them.
+    Collective: the ranks read the same tensors in the same order, each the part that it wants. A directory that rank 0
+    cannot open is an error on all of them.
     """
 
     def __init__(self, path: str, device: torch.device) -> None:
