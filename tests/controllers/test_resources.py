@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -129,3 +130,19 @@ def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> N
     assert "at least 3.0 GiB" in messages["model.path"]  # the key-value cache, and 1 GiB of three processes
     # A cluster is asked for its own.
     assert preflight(ppo(model, data), None).problems == []
+
+
+def test_frozen_weights_need_neither_moments_nor_checkpoints(tmp_path: Path, model: Path, data: Path) -> None:
+    """60 million parameters: 16 bytes each where all learn, 4 where an adapter does."""
+    large = tmp_path / "large"
+    large.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (large / name).write_bytes((model / name).read_bytes())
+    weight = {"dtype": "F32", "shape": [6000, 10_000], "data_offsets": [0, 240_000_000]}
+    header = json.dumps({"model.layers.0.self_attn.q_proj.weight": weight}).encode()
+    (large / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)  # which is all that is read
+    small = Machine(cores=64, gpus=0, memory_bytes=GIB, shm_free_bytes=64 * GIB)
+    inputs = [f"model.path={large}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
+    for more, problems in (((), ["model.path"]), (("actor.lora.rank=4", "actor.lora.targets=[q_proj]"), [])):
+        config = compose("sft", [*inputs, "run.evaluate_every=0", *more])
+        assert list(found(preflight(config, small))) == problems

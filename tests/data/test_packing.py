@@ -59,8 +59,17 @@ def test_balance_by_hand() -> None:
 def test_rows_of_a_unit_stay_together_in_order() -> None:
     lengths = np.array([1, 2, 7, 8, 1, 1])  # units of 3, 15 and 2 tokens
     assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [[2, 3], [0, 1, 4, 5]]
-    with pytest.raises(DataError, match="15 tokens"):
+    with pytest.raises(DataError, match=r"rows 2 to 3 together have 15 tokens, .*_per_rank = 14; raise .* least 15,"):
         micro_batches(lengths, 14, unit=2)
+
+
+def test_ranks_that_share_a_micro_batch_hold_a_part_of_it_each() -> None:
+    assert [rows.tolist() for rows in micro_batches(np.array([20, 19]), 20, peers=2)] == [[0, 1]]
+    message = (
+        r"row 0 has 40 tokens, more than backend.micro_batch_tokens_per_rank = 19, which 2 ranks share; .* least 20,"
+    )
+    with pytest.raises(DataError, match=message):
+        micro_batches(np.array([40]), 19, peers=2)
 
 
 def test_work_counts_the_pairs_of_tokens() -> None:
