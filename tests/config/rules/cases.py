@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
-from types import ModuleType
 
 from controllers.composition import examine
-from verl_ray.config.rules import RL_RULES, RULES
 from verl_ray.errors import Problem
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
@@ -30,8 +28,3 @@ class Case:
         """The only one under its key."""
         (problem,) = (one for one in examine(self.root, shlex.split(self.overrides)).problems if one.key == self.key)
         return problem
-
-
-def names_of_rules(module: ModuleType) -> set[str]:
-    """Of those in the list that a module defines."""
-    return {rule.__name__ for rule in (*RULES, *RL_RULES) if rule.__module__ == module.__name__}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controllers.composition import compose
-from tests.config.rules.cases import INPUTS, Case, names_of_rules
+from tests.config.rules.cases import INPUTS, Case
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.rules import algorithm
 from verl_ray.config.rules.algorithm import DISCOUNTED, GROUP_BASELINES
 from verl_ray.config.schema import RLConfig
 
@@ -110,17 +109,6 @@ CASES = [
     ),
     Case("algorithm_name_is_its_group", "algorithm.name=grpo", "algorithm.name", "changes nothing", "algorithm=grpo"),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_message(case: Case) -> None:
-    problem = case.problem()
-    assert case.says in problem.rule
-    assert case.fix in problem.fix
-
-
-def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == names_of_rules(algorithm)
 
 
 @pytest.mark.parametrize(

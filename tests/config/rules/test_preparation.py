@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import pytest
-
-from tests.config.rules.cases import JUDGE, Case, names_of_rules
-from verl_ray.config.rules import preparation
+from tests.config.rules.cases import JUDGE, Case
 
 CASES = [
     Case(
@@ -56,14 +53,3 @@ CASES = [
     Case("warm_start_leaves_room", "run.evaluate_every=0", "prepare.min_gain", "turns that off", "Use 0"),
     Case("warm_start_leaves_room", "evaluation.temperature=1.0", "evaluation.temperature", "greedy", "Use 0"),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_message(case: Case) -> None:
-    problem = case.problem()
-    assert case.says in problem.rule
-    assert case.fix in problem.fix
-
-
-def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == names_of_rules(preparation)

@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-import pytest
-
 from controllers.composition import examine
-from tests.config.rules.cases import JUDGE, Case, names_of_rules
-from verl_ray.config.rules import reward
+from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
 from verl_ray.rewards.process import ScoreRequest
 
@@ -100,17 +97,6 @@ CASES = [
         "at most 60.0",
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_message(case: Case) -> None:
-    problem = case.problem()
-    assert case.says in problem.rule
-    assert case.fix in problem.fix
-
-
-def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == names_of_rules(reward)
 
 
 def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:

@@ -7,8 +7,7 @@ import dataclasses
 import pytest
 
 from controllers.composition import compose
-from tests.config.rules.cases import JUDGE, Case, names_of_rules
-from verl_ray.config.rules import rollout
+from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED, VLLM_ARGS_FIXED_ON_A_CPU, VLLM_ARGS_OF_OTHER_KEYS
 from verl_ray.config.schema import RLConfig
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
@@ -76,17 +75,6 @@ CASES = [
         "Leave it out",
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_message(case: Case) -> None:
-    problem = case.problem()
-    assert case.says in problem.rule
-    assert case.fix in problem.fix
-
-
-def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == names_of_rules(rollout)
 
 
 def test_an_engine_argument_is_listed_once_and_exists() -> None:

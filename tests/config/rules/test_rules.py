@@ -1,16 +1,37 @@
-"""The list of all rules."""
+"""The list of all rules, and what each says; the cases stand in a module per noun."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import pytest
 
 from controllers.composition import examine
+from tests.config.rules import (
+    test_algorithm,
+    test_preparation,
+    test_reward,
+    test_roles,
+    test_rollout,
+    test_run,
+)
+from tests.config.rules.cases import Case
 from verl_ray.config.rules import RL_RULES, RULES
 
+CASES = [
+    case
+    for module in (test_algorithm, test_preparation, test_reward, test_roles, test_rollout, test_run)
+    for case in module.CASES
+]
 
-def test_every_module_of_rules_has_cases() -> None:
-    modules = {rule.__module__.rpartition(".")[2] for rule in (*RULES, *RL_RULES)}
-    assert all(Path(__file__).with_name(f"test_{module}.py").exists() for module in modules)
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_message(case: Case) -> None:
+    problem = case.problem()
+    assert case.says in problem.rule
+    assert case.fix in problem.fix
+
+
+def test_every_rule_has_a_case() -> None:
+    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *RL_RULES)}
 
 
 def test_every_rule_runs_and_all_are_reported_at_once() -> None:

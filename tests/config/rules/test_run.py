@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from controllers.composition import examine
-from tests.config.rules.cases import Case, names_of_rules
-from verl_ray.config.rules import run
+from tests.config.rules.cases import Case
 
 CASES = [
     Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
@@ -66,17 +63,6 @@ CASES = [
         "Leave it out",
     ),
 ]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_message(case: Case) -> None:
-    problem = case.problem()
-    assert case.says in problem.rule
-    assert case.fix in problem.fix
-
-
-def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == names_of_rules(run)
 
 
 def test_an_evaluation_looks_at_its_settings_whenever_training_would() -> None:
