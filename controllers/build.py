@@ -18,19 +18,10 @@ from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import (
-    Config,
-    FunctionReward,
-    HttpReward,
-    JudgeReward,
-    ModelReward,
-    ModelRole,
-    RLConfig,
-    RolloutEngineConfig,
-    SingleReward,
-    SupervisedRole,
-    TrainedRole,
-)
+from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward, ModelReward, SingleReward
+from verl_ray.config.roles import ModelRole, SupervisedRole, TrainedRole
+from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.schema import Config, RLConfig
 from verl_ray.engine.base import EngineSpec
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker

@@ -18,15 +18,8 @@ from controllers.composition import examine
 from controllers.machine import Machine, machine_of
 from controllers.preflight import Findings, preflight
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.schema import (
-    Config,
-    FunctionReward,
-    HttpReward,
-    JudgeReward,
-    RewardModelConfig,
-    RLConfig,
-    SFTConfig,
-)
+from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 
 _WIDTH = 110  # of tables where there is no terminal to ask

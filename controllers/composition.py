@@ -30,9 +30,10 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from controllers.paths import in_ray_package
+from verl_ray.config.backends import EngineBackend, FsdpBackend
 from verl_ray.config.load import parse
 from verl_ray.config.rules import broken
-from verl_ray.config.schema import Config, EngineBackend, FsdpBackend
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 

@@ -15,7 +15,8 @@ from controllers.build import HELD_OUT
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put, read
-from verl_ray.config.schema import ModelReward, RLConfig
+from verl_ray.config.reward import ModelReward
+from verl_ray.config.schema import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts, Scores

@@ -15,18 +15,13 @@ from pathlib import Path
 from controllers.machine import Machine
 from controllers.paths import near
 from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.reward import JudgeReward, ModelReward
+from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES
-from verl_ray.config.schema import (
-    Config,
-    FsdpBackend,
-    JudgeReward,
-    ModelReward,
-    ModelRole,
-    RLConfig,
-    RolloutEngineConfig,
-    SupervisedRole,
-    TinyModelConfig,
-)
+from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS

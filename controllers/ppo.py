@@ -27,7 +27,9 @@ from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
-from verl_ray.config.schema import AlgorithmConfig, RLConfig, TrainedRole, ValueLossConfig
+from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
+from verl_ray.config.roles import TrainedRole
+from verl_ray.config.schema import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource

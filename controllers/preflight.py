@@ -17,7 +17,8 @@ from controllers.machine import Machine
 from controllers.model_directories import model_problems
 from controllers.paths import in_ray_package, near, nearest_existing
 from controllers.resources import resource_problems, resource_warnings
-from verl_ray.config.schema import Config, FunctionReward, HttpReward, RLConfig
+from verl_ray.config.reward import FunctionReward, HttpReward
+from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.rewards.functions import spec_problem

@@ -16,17 +16,11 @@ from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, foreign_input
 from controllers.sft import SFTTrainer
 from controllers.signals import heed_signals
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import (
-    DataFilesConfig,
-    ModelConfig,
-    PrepareConfig,
-    RLConfig,
-    RunConfig,
-    SFTConfig,
-    SupervisedConfig,
-    SupervisedEvaluationConfig,
-    SupervisedRole,
-)
+from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.preparation import PrepareConfig
+from verl_ray.config.roles import ModelConfig, SupervisedRole
+from verl_ray.config.run import RunConfig
+from verl_ray.config.schema import RLConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer

@@ -16,7 +16,7 @@ from typing import Any
 from controllers.resources import WIRE_BUCKET_BYTES
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import RolloutConfig
+from verl_ray.config.rollout import RolloutConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint

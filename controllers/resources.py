@@ -16,17 +16,12 @@ from controllers.machine import GIB, MIB, Machine
 from controllers.model_directories import Engine, engines, parameter_count
 from controllers.paths import nearest_existing
 from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.reward import FunctionReward, HttpReward
+from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED_ON_A_CPU
-from verl_ray.config.schema import (
-    Config,
-    FsdpBackend,
-    FunctionReward,
-    HttpReward,
-    ModelRole,
-    RLConfig,
-    SupervisedRole,
-    TinyModelConfig,
-)
+from verl_ray.config.schema import Config, RLConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
 

@@ -13,7 +13,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoModelForSequenceClassification
 
 from tests.rows import rollouts_of
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import as_messages
 from verl_ray.data.stages import Finish, Rollouts

@@ -7,7 +7,7 @@ import numpy as np
 from verl_ray.algorithms.credit import assign, diverge
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import AlgorithmConfig
+from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import (
     Credit,
     Divergence,

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import JudgeReward
+from verl_ray.config.reward import JudgeReward
 from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import encode, load_tokenizer, render, unspecial
 from verl_ray.errors import DataError

@@ -16,7 +16,7 @@ from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.checkpoint.sharded import load, save
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import AggregationName
+from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine

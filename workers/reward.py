@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import FunctionReward, HttpReward
+from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Rollouts, Scores

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import RolloutConfig, RolloutEngineConfig
+from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Prompts, Rollouts
 from verl_ray.rollout.base import Chunk, Part, Request, RolloutEngine, Sampling

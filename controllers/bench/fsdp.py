@@ -25,7 +25,7 @@ from typing import Any
 from controllers.bench import contender, head
 from controllers.bench.contender import LONGEST, PLAIN, SHORTEST, SORTED, Work, padded_batches, row_lengths
 from controllers.bench.processes import ask
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import GIB

@@ -24,7 +24,7 @@ from verl_ray.algorithms.advantages import (
     rloo,
     subtract_group_mean,
 )
-from verl_ray.config.schema import AdvantageName
+from verl_ray.config.algorithm import AdvantageName
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from verl_ray.algorithms.aggregation import aggregate, row_weights
 from verl_ray.algorithms.losses import ppo_clip, reinforce
-from verl_ray.config.schema import AggregationName
+from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import offsets_of
 from verl_ray.ops.kl import k3
 from verl_ray.ops.log_probs import head_log_probs

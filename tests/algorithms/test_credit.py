@@ -7,7 +7,7 @@ import pytest
 
 from tests.rows import log_probs_of, rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import assign, diverge, judge, statistics
-from verl_ray.config.schema import AlgorithmConfig
+from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
 from verl_ray.errors import DataError
 

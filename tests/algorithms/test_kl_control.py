@@ -7,7 +7,7 @@ import math
 import pytest
 
 from verl_ray.algorithms.kl_control import AdaptiveKL, FixedKL, make
-from verl_ray.config.schema import KLConfig
+from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
 
 

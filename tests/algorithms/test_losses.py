@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, ppo_clip, reinforce, value_loss
-from verl_ray.config.schema import AlgorithmConfig, KLConfig, PolicyLossName
+from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, PolicyLossName
 
 
 def clip(ratio: list[float], advantages: list[float], dual_clip: float | None = None) -> tuple[TokenLoss, list[float]]:

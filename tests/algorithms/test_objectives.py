@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from verl_ray.algorithms.objectives import LossInputs, PolicyObjective, SupervisedObjective, ValueObjective
-from verl_ray.config.schema import AlgorithmConfig, KLConfig, ValueLossConfig
+from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
 from verl_ray.models.role_model import Outputs, TokenOutputs
 
 ROW = torch.tensor([0, 0])

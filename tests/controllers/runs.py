@@ -17,7 +17,8 @@ from controllers.ppo import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import Config, RLConfig, SFTConfig, TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.schema import Config, RLConfig, SFTConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer

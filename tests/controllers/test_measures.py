@@ -11,7 +11,7 @@ from controllers import measures
 from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import assign
 from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
-from verl_ray.config.schema import AlgorithmConfig
+from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.data.stages import Finish, Scores

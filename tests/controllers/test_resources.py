@@ -15,7 +15,7 @@ from controllers.model_directories import parameter_count
 from controllers.preflight import preflight
 from controllers.resources import tiny_parameter_count
 from tests.controllers.findings import BIG, NO_GAIN, found, judged, ppo
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 
 
 def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:

@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 from controllers.sft import SFTTrainer
 from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import SFTConfig, TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.schema import SFTConfig
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.models.tiny import make_tiny

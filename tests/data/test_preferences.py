@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_ray.config.schema import DataFilesConfig, PreferenceDataConfig
+from verl_ray.config.data import DataFilesConfig, PreferenceDataConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.supervised import SupervisedSource

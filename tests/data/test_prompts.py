@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from verl_ray.config.schema import DataConfig
+from verl_ray.config.data import DataConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import character_tokenizer, train_bpe

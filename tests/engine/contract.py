@@ -29,15 +29,9 @@ from verl_ray.algorithms.objectives import (
     ValueObjective,
 )
 from verl_ray.checkpoint import sharded
-from verl_ray.config.schema import (
-    AlgorithmConfig,
-    EngineBackend,
-    FsdpBackend,
-    KLConfig,
-    LoraConfig,
-    OptimizerConfig,
-    ValueLossConfig,
-)
+from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
+from verl_ray.config.backends import EngineBackend, FsdpBackend
+from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.engine import contract
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.tiny import make_tiny

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from controllers.model_directories import tensor_shapes
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import contract
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine

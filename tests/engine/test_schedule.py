@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_ray.config.schema import OptimizerConfig
+from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.schedule import learning_rate
 
 

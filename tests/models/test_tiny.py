@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ModelError
 from verl_ray.models.tiny import Architecture, make_tiny, make_tiny_qwen3

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_ray.config.schema import KLEstimator
+from verl_ray.config.algorithm import KLEstimator
 from verl_ray.ops.kl import KL_ESTIMATORS, absolute, k1, k2, k3
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel import ranks
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import HeadKind, TokenOutputs

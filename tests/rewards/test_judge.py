@@ -9,7 +9,8 @@ from functools import cache
 import pytest
 
 from controllers.composition import compose
-from verl_ray.config.schema import JudgeReward, RLConfig
+from verl_ray.config.reward import JudgeReward
+from verl_ray.config.schema import RLConfig
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.judge import Judgement
 from verl_ray.rewards.process import ScoreRequest

@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 
-from verl_ray.config.schema import HttpReward
+from verl_ray.config.reward import HttpReward
 from verl_ray.errors import ConfigError, DataError, RewardError
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.process import ScoreRequest

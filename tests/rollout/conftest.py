@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.vllm_process import ready_for_vllm
-from verl_ray.config.schema import RolloutConfig, TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout.base import RolloutEngine

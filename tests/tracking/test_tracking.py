@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.config.schema import RunConfig, TrackingConfig, WandbConfig
+from verl_ray.config.run import RunConfig, TrackingConfig, WandbConfig
 from verl_ray.errors import TrackingError
 from verl_ray.tracking import open_trackers
 from verl_ray.tracking.jsonl import read_metrics

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.config.schema import WandbConfig
+from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError
 from verl_ray.tracking.base import Sample, Trackers
 from verl_ray.tracking.wandb_run import WandbTracker
@@ -84,7 +84,7 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(tmp_path: 
 PROGRAM = """
 import os, signal, sys, time
 from pathlib import Path
-from verl_ray.config.schema import WandbConfig
+from verl_ray.config.run import WandbConfig
 from verl_ray.tracking.wandb_run import WandbTracker
 config = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=())
 tracker = WandbTracker(config, Path(sys.argv[1]), "killed", {}, {})
@@ -114,7 +114,7 @@ def test_online_without_credentials_is_a_configuration_error(tmp_path: Path, mon
 ONLINE_PROGRAM = """
 import sys
 from pathlib import Path
-from verl_ray.config.schema import WandbConfig
+from verl_ray.config.run import WandbConfig
 from verl_ray.errors import TrackingError
 from verl_ray.tracking import wandb_run
 wandb_run.INIT_TIMEOUT_S = 2.0

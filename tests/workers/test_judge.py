@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from tests.rows import rollouts_of
 from tests.vllm_process import ready_for_vllm
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import JudgeReward, RolloutEngineConfig, TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.reward import JudgeReward
+from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.batch import Ragged
 from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe

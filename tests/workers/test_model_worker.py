@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tests.rows import rollouts_of
-from verl_ray.config.schema import AggregationName
+from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit
 from workers.model_worker import MiniBatch, loss_weights
 

@@ -15,7 +15,7 @@ import pytest
 from controllers.composition import compose
 from tests.rows import rollouts_of
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import FunctionReward
+from verl_ray.config.reward import FunctionReward
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import character_tokenizer

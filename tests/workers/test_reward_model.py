@@ -26,7 +26,8 @@ from tests.reward_models import (
 )
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.schema import EngineBackend, OptimizerConfig
+from verl_ray.config.backends import EngineBackend
+from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Rows, Scores, TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal, Protocol, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.config.schema import AdvantageName
+from verl_ray.config.algorithm import AdvantageName
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
 

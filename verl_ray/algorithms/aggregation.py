@@ -12,7 +12,7 @@ from typing import assert_never
 import numpy as np
 from torch import Tensor
 
-from verl_ray.config.schema import AggregationName
+from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import Int64
 from verl_ray.data.stages import Float32
 

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.algorithms.advantages import ADVANTAGES, CriticBaseline, GroupBaseline
-from verl_ray.config.schema import AlgorithmConfig
+from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
     Bool,

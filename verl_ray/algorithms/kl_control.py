@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import isfinite
 from typing import Protocol
 
-from verl_ray.config.schema import KLConfig
+from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
 
 MAX_ERROR = 0.2

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from verl_ray.config.schema import AlgorithmConfig, PolicyLossName
+from verl_ray.config.algorithm import AlgorithmConfig, PolicyLossName
 
 MAX_LOG_RATIO = 20.0
 """exp overflows float32 past 88, and inf times an advantage of 0 is NaN; e^20 is far beyond any clip range."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_ray.config.schema import Config, ModelRole, RLConfig, TrainedRole
+from verl_ray.config.roles import ModelRole, TrainedRole
+from verl_ray.config.schema import Config, RLConfig
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.schema import PreferenceDataConfig
+from verl_ray.config.data import PreferenceDataConfig
 from verl_ray.data.batch import Batch, Ragged, ragged, row
 from verl_ray.data.conversations import alternate, tokenize
 from verl_ray.data.cursor import Cursor, CursorState

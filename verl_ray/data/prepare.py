@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from verl_ray.config.schema import TinyModelConfig
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data import gsm8k
 from verl_ray.data.files import Message, read_prompts
 from verl_ray.data.tokenizers import CHATML, train_bpe

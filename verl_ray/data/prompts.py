@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from verl_ray.config.schema import DataConfig
+from verl_ray.config.data import DataConfig
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import Message, PromptRecord, read_prompts

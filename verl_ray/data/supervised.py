@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.config.schema import DataFilesConfig
+from verl_ray.config.data import DataFilesConfig
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import read_supervised

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from verl_ray.config.schema import OptimizerConfig
+from verl_ray.config.roles import OptimizerConfig
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

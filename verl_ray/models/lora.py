@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_ray.config.schema import LoraConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models.names import is_adapter
 

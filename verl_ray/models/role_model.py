@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor, nn
 
-from verl_ray.config.schema import LoraConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.experts import RouterWatch, Routing, routing

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_ray.config.schema import KLEstimator
+from verl_ray.config.algorithm import KLEstimator
 
 Array = TypeVar("Array", NDArray[np.float32], NDArray[np.float64], torch.Tensor)
 

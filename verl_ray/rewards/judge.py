@@ -13,7 +13,7 @@ from dataclasses import asdict
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
-from verl_ray.config.schema import JudgeReward
+from verl_ray.config.reward import JudgeReward
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.process import ScoreRequest
 

@@ -25,7 +25,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from verl_ray.config.schema import HttpReward
+from verl_ray.config.reward import HttpReward
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.process import ScoreRequest

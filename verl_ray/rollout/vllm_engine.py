@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from verl_ray.config.schema import RolloutEngineConfig
+from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from verl_ray.config.schema import RunConfig, TrackingConfig
+from verl_ray.config.run import RunConfig, TrackingConfig
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker, Trackers
 from verl_ray.tracking.console import ConsoleTracker
 from verl_ray.tracking.jsonl import JsonlTracker

@@ -14,7 +14,7 @@ from dataclasses import astuple, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from verl_ray.config.schema import WandbConfig
+from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, SAMPLES, Sample, Tracker
 

@@ -2,7 +2,7 @@
 
 Invariant: every rule runs, and every problem is reported at once with its key, its value, the rule and what would be
 right. A setting that another one makes meaningless is refused, never ignored. Deliberately not here: rules of a single
-field (`verl_ray.config.schema`), and what only the machine knows, such as files and memory
+field (`verl_ray.config`), and what only the machine knows, such as files and memory
 (`controllers/preflight.py`).
 """
 

@@ -11,10 +11,11 @@ from collections.abc import Iterator
 
 from jinja2 import Environment, TemplateError, meta
 
+from verl_ray.config.reward import FunctionReward, HttpReward, MixedReward
 from verl_ray.config.rules.algorithm import GROUP_BASELINES
 from verl_ray.config.rules.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.config.rules.rule import Overridden
-from verl_ray.config.schema import FunctionReward, HttpReward, MixedReward, RLConfig
+from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
 

@@ -8,16 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.reward import ModelReward
+from verl_ray.config.roles import OptimizerConfig, SupervisedRole
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import (
-    Config,
-    FsdpBackend,
-    ModelReward,
-    OptimizerConfig,
-    RewardModelConfig,
-    RLConfig,
-    SupervisedRole,
-)
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
 

@@ -1,0 +1,68 @@
+"""The algorithm: advantages, losses and the divergence from the reference, by the names that YAML uses.
+
+Deliberately not here: the functions behind the names (`verl_ray/algorithms`), and which settings fit together
+(`rules/algorithm.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verl_ray.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
+PolicyLossName = Literal["ppo_clip", "reinforce"]
+AggregationName = Literal[
+    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
+]
+KLEstimator = Literal["k1", "k2", "k3", "abs"]
+
+
+class KLConfig(Section):
+    place: Literal["none", "reward", "loss"]
+    """Where the divergence from the reference policy is charged; none = no reference role is created."""
+    estimator: KLEstimator | None
+    coefficient: NonNegativeFloat | None
+    """The coefficient, or its first value under the adaptive controller."""
+    controller: Literal["fixed", "adaptive"] | None
+    target: PositiveFloat | None
+    """Adaptive controller: the divergence per response it steers to."""
+    horizon: Positive | None
+    """Adaptive controller: rollouts over which it acts."""
+
+
+class ValueLossConfig(Section):
+    clip: PositiveFloat | None
+    """Clip the new value to within this of the old one; null = no clipping."""
+    aggregation: AggregationName
+
+
+class AlgorithmConfig(Section):
+    name: str
+    advantage: AdvantageName
+    gamma: Fraction | None
+    """Discount; for gae and reinforce_plus_plus only."""
+    lam: Fraction | None
+    """GAE's lambda; for gae only."""
+    whiten_advantages: bool
+    """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over all response tokens."""
+    policy_loss: PolicyLossName
+    clip_low: PositiveFloat | None
+    clip_high: PositiveFloat | None
+    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; ppo_clip only."""
+    dual_clip: Annotated[float, Field(gt=1)] | None
+    """Lower bound of the surrogate at negative advantages, as a multiple of the advantage; null = none."""
+    aggregation: AggregationName
+    """How token losses become one number."""
+    aggregation_horizon: Positive | None
+    """Constant length of seq_mean_token_sum_norm; null elsewhere."""
+    entropy_coefficient: NonNegativeFloat
+    kl: KLConfig
+    value_loss: ValueLossConfig | None
+    """null = no critic is created."""
+    critic_warmup_steps: NonNegative
+    """Steps in which only the critic learns."""
+    truncated: Literal["score", "bootstrap", "mask"]
+    """A response cut at the length limit: scored as it stands, its value bootstrapped (gae), or not in the loss."""

@@ -1,0 +1,113 @@
+"""Where scores come from: functions, a model, a judge, a service, or several of them.
+
+Invariant: each source is a class of its own with a `kind`, which chooses it. Deliberately not here: learning a reward
+model (`schema.RewardModelConfig`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verl_ray.config.roles import ModelConfig, ModelRole
+from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.section import Fraction, Positive, PositiveFloat, Section, Temperature
+
+
+class Grader(Section):
+    """What every source of scores has."""
+
+    normalise: Literal["none", "batch", "running"]
+    """Shift and scale scores to mean 0 and standard deviation 1: over each step, over all steps so far, or not."""
+    clip: PositiveFloat | None
+    """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
+    max_failed_fraction: Fraction
+    """Stop the run when more than this fraction of a step's scores failed."""
+
+
+class FunctionReward(Grader):
+    """Scores by Python functions in killable processes."""
+
+    kind: Literal["function"]
+    num_ranks: Positive
+    """Ray actors that score; each is CPU only."""
+    processes_per_rank: Positive
+    """Killable processes per actor: responses scored at the same time."""
+    deadline_s: PositiveFloat
+    """How long one response may take to score before its process is killed and the failure counted."""
+    functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
+    """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
+
+
+class ModelReward(Grader, ModelRole):
+    """Scores by a sequence-classification model with one label, on a backend."""
+
+    kind: Literal["model"]
+
+
+class JudgeReward(Grader):
+    """Scores by a language model that is asked for a verdict."""
+
+    kind: Literal["judge"]
+    model: ModelConfig
+    engine: RolloutEngineConfig
+    template: str
+    """What the judge is asked: a Jinja template with prompt, response, answer, data_source and extra."""
+    verdict: str
+    """Regular expression whose last match in the judge's response holds the score in its one group."""
+    lowest: float
+    """The least score that the judge may give; what lies outside is no verdict."""
+    highest: float
+    """The greatest score that it may give."""
+    max_prompt_tokens: Positive
+    """The longest question to the judge; a response that makes it longer has no score."""
+    max_response_tokens: Positive
+    temperature: Temperature
+    """0 = greedy."""
+
+
+class HttpReward(Grader):
+    """Scores by a service: JSON over HTTP."""
+
+    kind: Literal["http"]
+    num_ranks: Positive
+    """Ray actors that ask; each is CPU only and has limits of its own."""
+    url: str
+    """Where items are posted."""
+    token_env: str | None
+    """Environment variable of the workers that holds a bearer token; null = none is sent."""
+    batch_size: Positive
+    """Responses per request."""
+    concurrency: Positive
+    """Requests in flight at the same time."""
+    requests_per_s: PositiveFloat | None
+    """Rate limit; null = none."""
+    request_timeout_s: PositiveFloat
+    """How long the service may take for one request before it counts as failed."""
+    deadline_s: PositiveFloat
+    """How long one batch may take, all its attempts and waits included."""
+    max_attempts: Positive
+    """Requests per batch, the first included."""
+    backoff_s: PositiveFloat
+    """Wait before the second attempt; it doubles with each further one, with jitter."""
+    circuit_failures: Positive
+    """Batches that fail in a row before the circuit opens: nothing is sent any more and every score fails at once."""
+    circuit_reset_s: PositiveFloat
+    """How long the circuit stays open before one batch may try again."""
+
+
+SingleReward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward, Field(discriminator="kind")]
+
+
+class MixedReward(Section):
+    """A weighted sum of several scores. A response that one of them cannot score has none."""
+
+    kind: Literal["mixed"]
+    components: dict[str, SingleReward]
+    """Name -> where scores come from; the name is part of the metrics."""
+    weights: Annotated[dict[str, float], Field(examples=["{function: 1.0, model: 0.5}"])]
+    """Name -> factor of its scores, once normalised and clipped."""
+
+
+Reward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward | MixedReward, Field(discriminator="kind")]

@@ -1,0 +1,83 @@
+"""The roles that run a model on a training backend, and how they learn.
+
+Deliberately not here: how a backend computes (`backends`), vLLM's engines (`rollout`), and what else may score
+(`reward`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verl_ray.config.backends import Backend
+from verl_ray.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+
+
+class ModelConfig(Section):
+    path: str
+    """Directory of a Hugging Face model: config.json, safetensors, tokenizer."""
+
+
+class OptimizerConfig(Section):
+    """AdamW (arXiv:1711.05101); weight decay spares norms and biases."""
+
+    lr: NonNegativeFloat
+    betas: Annotated[tuple[Fraction, Fraction], Field(examples=["[0.9,0.999]"])]
+    eps: PositiveFloat
+    weight_decay: NonNegativeFloat
+    max_grad_norm: PositiveFloat | None
+    """Clip the global gradient norm to this; null = no clipping."""
+    schedule: Literal["constant", "cosine"]
+    warmup_steps: NonNegative
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    min_lr_fraction: Fraction
+    """Where a cosine schedule ends, as a fraction of lr."""
+
+
+class LoraConfig(Section):
+    """A low-rank adapter (arXiv:2106.09685) that learns while the model's own weights are frozen."""
+
+    rank: NonNegative
+    """Inner size of the adapter's matrices; 0 = no adapter: all parameters learn."""
+    alpha: Positive
+    """What the adapter adds is scaled by alpha / rank."""
+    targets: Annotated[tuple[str, ...], Field(min_length=1, examples=["[q_proj,v_proj]"])]
+    """Names of the linear layers that get one."""
+
+
+class ModelRole(Section):
+    """A role that runs a model."""
+
+    model: ModelConfig
+    num_ranks: Positive
+    """Data-parallel ranks (processes; GPUs where there are any)."""
+    backend: Backend
+
+    @property
+    def peers(self) -> int:
+        """Neighbouring ranks that are given the same rows, and compute them together."""
+        return self.backend.peers
+
+
+class SupervisedRole(ModelRole):
+    """The model that a supervised run trains."""
+
+    optimizer: OptimizerConfig
+    lora: LoraConfig
+    expert_balance: NonNegativeFloat | None
+    """Weight of the loss that spreads tokens over experts evenly; null = what the model's config.json says
+    (router_aux_loss_coef). For models without experts it stays null."""
+
+
+class TrainedRole(SupervisedRole):
+    """A role that learns from rollouts: the actor or the critic."""
+
+    mini_batch_size: Positive | None
+    """Rollouts per optimizer step, over all ranks; null = all rollouts of the step."""
+    epochs: Positive
+    """Passes over the rollouts of one step."""
+
+
+class ReferenceRole(ModelRole):
+    """The frozen policy that the divergence is measured from."""

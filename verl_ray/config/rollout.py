@@ -1,0 +1,41 @@
+"""vLLM's engines, and the rollouts that the policy's ones draw.
+
+Deliberately not here: what vLLM itself accepts in `vllm_args` (`vllm_arguments`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from verl_ray.config.section import Positive, PositiveFloat, Section, Temperature
+
+
+class RolloutEngineConfig(Section):
+    """One vLLM engine, whoever asks it."""
+
+    num_replicas: Positive
+    """Independent engines."""
+    tensor_parallel: Positive
+    """Ranks per replica."""
+    dtype: Literal["float32", "bfloat16"]
+    kv_cache_gib: PositiveFloat
+    """Memory for the key-value cache of one replica rank."""
+    vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
+    """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
+
+
+class RolloutConfig(RolloutEngineConfig):
+    group_size: Positive
+    """Responses per prompt."""
+    max_response_tokens: Positive
+    temperature: Temperature
+    """Of the sampler; the trainer divides its logits by the same."""
+    top_p: Annotated[float, Field(gt=0, le=1)]
+    top_k: int
+    """-1 = all tokens."""
+    stream_rows: Positive
+    """Finished responses are handed on to the reward role once this many are ready."""
+    sleep: Literal["auto", "never", "kv_cache", "weights"]
+    """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""

@@ -1,0 +1,59 @@
+"""What a run of any task has: its folder and length, its cluster, and where its record goes.
+
+Deliberately not here: what the run computes (`schema`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Seed
+
+
+class RunConfig(Section):
+    name: str
+    """Name of the run: its folder, and its name in W&B."""
+    dir: str
+    """Where everything the run writes goes."""
+    seed: Seed
+    """Root of every random stream: data order, sampling, new parameters."""
+    total_steps: Positive
+    """Training steps in all, those before a resume included."""
+    evaluate_every: NonNegative
+    """Evaluate before the first step and every N steps; 0 = never."""
+    checkpoint_every: NonNegative
+    """Write a checkpoint every N steps and after the last one; 0 = never."""
+    keep_checkpoints: Positive
+    """How many of the newest checkpoints stay on disk."""
+    resume: str
+    """auto = from the newest checkpoint in run.dir if there is one; none = refuse a run.dir that has one; or a path."""
+    threads_per_rank: Positive | Literal["auto"]
+    """CPU threads of each worker process; auto keeps the total within the cores."""
+    max_skipped_steps: Positive
+    """Optimizer steps of a role without finite gradients, one after another, before the run stops. Each is skipped."""
+    call_deadline_s: PositiveFloat
+    """How long one call on a worker may take before the run stops and shows where it is stuck."""
+    start_deadline_s: PositiveFloat
+    """How long the worker processes may take to start."""
+
+
+class RayConfig(Section):
+    address: str | None
+    """Address of a running cluster; null = RAY_ADDRESS, else a cluster of the run's own."""
+
+
+class WandbConfig(Section):
+    mode: Literal["offline", "online", "disabled"]
+    project: str
+    entity: str | None
+    group: str | None
+    tags: Annotated[tuple[str, ...], Field(examples=["[first,second]"])]
+
+
+class TrackingConfig(Section):
+    console: bool
+    """A live line per step."""
+    tensorboard: bool
+    wandb: WandbConfig

@@ -1,0 +1,26 @@
+"""What every class of the configuration is built from: a frozen section, and numbers with their ranges.
+
+Invariant: a section has no defaults and refuses keys it does not know. Deliberately not here: any setting.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NonNegative = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's range; random streams made from it fit torch's 64 bits
+Temperature = Annotated[float, Field(ge=0, le=2)]  # vLLM's range
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses keys it does not know."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
