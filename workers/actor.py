@@ -20,8 +20,8 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.engine.base import EngineSpec
-from verl_ray.models.role_model import Outputs
 from verl_ray.ops.masked import Moments, whiten
+from verl_ray.ops.outputs import Outputs
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
-from verl_ray.models.role_model import Outputs
+from verl_ray.ops.outputs import Outputs
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 

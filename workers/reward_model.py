@@ -24,7 +24,7 @@ from verl_ray.data.stages import Bool, Finish, Float32, Rollouts, Rows, Scores, 
 from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial, wants_chat_template
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
-from verl_ray.models.role_model import Outputs
+from verl_ray.ops.outputs import Outputs
 from verl_ray.rewards.health import Health, Score
 from workers.model_worker import ModelWorker, UpdateReport
 from workers.reward import response_texts, scores_of

@@ -131,7 +131,7 @@ def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], o
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
-    from verl_ray.models.role_model import Outputs
+    from verl_ray.ops.outputs import Outputs
 
     cap = f"backend.micro_batch_tokens_per_rank={work.micro_batch_tokens}"
     config = compose("quickstart", [f"backend={work.kind}", f"backend.dtype={work.dtype}", cap])

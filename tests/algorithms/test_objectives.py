@@ -11,7 +11,7 @@ from torch import Tensor
 
 from verl_ray.algorithms.objectives import LossInputs, PolicyObjective, SupervisedObjective, ValueObjective
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
-from verl_ray.models.role_model import Outputs, TokenOutputs
+from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 ROW = torch.tensor([0, 0])
 LOG_PROBS = torch.log(torch.tensor([0.5, 0.2]))

@@ -38,7 +38,8 @@ from verl_ray.data.stages import TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
-from verl_ray.models.role_model import HeadKind, Outputs, TokenOutputs
+from verl_ray.models.role_model import HeadKind
+from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 DEADLINE_S = 240
 LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from verl_ray.data.batch import offsets_of
 from verl_ray.models.attention import plan_layout
-from verl_ray.models.role_model import HeadKind, Outputs, PackedRows, RoleModel, TokenOutputs, load_role_model
+from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel, load_role_model
+from verl_ray.ops.outputs import Outputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 

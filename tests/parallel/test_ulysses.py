@@ -18,8 +18,9 @@ from tests.parallel import ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineError
-from verl_ray.models.role_model import HeadKind, TokenOutputs
+from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
+from verl_ray.ops.outputs import TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 

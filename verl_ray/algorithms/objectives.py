@@ -13,8 +13,8 @@ from torch import Tensor
 
 from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, value_loss
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
-from verl_ray.models.role_model import Outputs, TokenOutputs
 from verl_ray.ops.kl import KL_ESTIMATORS
+from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 
 @dataclass(frozen=True)

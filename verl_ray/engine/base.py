@@ -21,7 +21,8 @@ from verl_ray.config.backends import Backend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.models.role_model import HeadKind, Outputs
+from verl_ray.models.role_model import HeadKind
+from verl_ray.ops.outputs import Outputs
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice

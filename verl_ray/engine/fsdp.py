@@ -20,8 +20,9 @@ from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import EngineError
-from verl_ray.models.role_model import Outputs, RoleModel
+from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import RankZeroReader, TensorSource
+from verl_ray.ops.outputs import Outputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 

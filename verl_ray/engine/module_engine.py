@@ -33,19 +33,12 @@ from verl_ray.engine.schedule import learning_rate
 from verl_ray.engine.tally import Tally
 from verl_ray.errors import DataError, EngineError
 from verl_ray.models.attention import plan_layout
-from verl_ray.models.experts import Routing
 from verl_ray.models.export import write_tensors
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Piece, pieces
-from verl_ray.models.role_model import (
-    Outputs,
-    PackedRows,
-    RoleModel,
-    TokenOutputs,
-    build_role_model,
-    fill_role_model,
-)
+from verl_ray.models.role_model import PackedRows, RoleModel, build_role_model, fill_role_model
 from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
+from verl_ray.ops.outputs import Outputs, Routing, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape

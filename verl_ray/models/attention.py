@@ -6,7 +6,7 @@ under `NAME`); a `Layout` tells it where rows begin. In bfloat16 on a GPU a vari
 directly (it has no float32). Elsewhere rows of similar length form a bucket, and each bucket is one rectangular call:
 measured on one CPU thread, 128 rows of 8-12 tokens take 94 ms forward and backward against 109 ms for a padded model
 input, 32 rows of 32-511 tokens 1.07 s against 1.88 s. Where other ranks hold the other tokens, heads are exchanged for
-them around the kernel. Deliberately not here: how (`parallel/ulysses.py`).
+them around the kernel. Deliberately not here: how (`parallel/exchange.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ray.data.batch import Int64
-from verl_ray.parallel.ulysses import HeadExchange
+from verl_ray.parallel.exchange import HeadExchange
 
 NAME = "verl_ray"
 

@@ -11,19 +11,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-
-@dataclass(frozen=True)
-class Routing:
-    """What the routers of one forward pass did."""
-
-    balance: Tensor  # float32 [rows], differentiable: the mean over layers of each row's balance loss
-    load: Tensor  # float32 [layers, experts]: tokens that each expert was given
+from verl_ray.ops.outputs import Routing
 
 
 class RouterWatch:

@@ -17,29 +17,16 @@ from torch import Tensor, nn
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
-from verl_ray.models.experts import RouterWatch, Routing, routing
+from verl_ray.models.experts import RouterWatch, routing
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 from verl_ray.models.weights import CheckpointReader, TensorSource, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
+from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 HeadKind = Literal["policy", "value"]
-
-
-@dataclass(frozen=True)
-class Outputs:
-    """What a caller wants of a model."""
-
-    log_probs: bool = False
-    entropy: bool = False
-    greedy: bool = False
-    values: bool = False
-    scores: bool = False
-    temperature: float = 1.0
-    base: bool = False  # without the adapter, if there is one: what the model was before it learned
-    routing: bool = False  # of a model with experts
 
 
 @dataclass(frozen=True)
@@ -52,18 +39,6 @@ class PackedRows:
     before: Tensor  # int64 [read]: the token before each token that is read
     targets: Tensor  # int64 [read]: ids of the tokens that are read
     ends: Tensor  # int64 [rows]: the last token of each row
-
-
-@dataclass(frozen=True)
-class TokenOutputs:
-    """Per token that is read, float32 [read], or per row; what was not asked for is absent."""
-
-    log_probs: Tensor | None = None  # of the target, given all before it, at the asked temperature
-    entropy: Tensor | None = None  # of the distribution the target was drawn from
-    greedy: Tensor | None = None  # bool: the target is the most probable token
-    values: Tensor | None = None  # the head's number before the target
-    scores: Tensor | None = None  # float32 [rows]: the head's number after each row's last token
-    routing: Routing | None = None
 
 
 class VocabularyHead(nn.Linear):

@@ -10,13 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
 from verl_ray.data.batch import Int64
-
-if TYPE_CHECKING:
-    from verl_ray.models.role_model import TokenOutputs
-    from verl_ray.parallel.ulysses import HeadExchange
+from verl_ray.ops.outputs import TokenOutputs
+from verl_ray.parallel.exchange import HeadExchange
 
 
 @dataclass(frozen=True)

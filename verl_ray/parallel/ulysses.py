@@ -5,14 +5,14 @@ Invariant: log-probs, losses and the sum of gradients over all ranks are those o
 that were given the same rows compute the same loss from the same gathered outputs, those with rows of their own a part
 of it; each gradient flows back only to the rank whose slice it came from, so the sum over ranks, which the engine takes
 anyway, counts everything once. Deviation from the paper: with fewer key-value heads than ranks, each is sent to several
-ranks. Deliberately not here: attention itself (`models/attention`).
+ranks. Deliberately not here: attention itself (`models/attention`), and what it calls (`exchange`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -21,37 +21,12 @@ from torch import Tensor
 
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.errors import EngineError
+from verl_ray.ops.outputs import TokenOutputs
+from verl_ray.parallel.exchange import HeadExchange
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
-
-if TYPE_CHECKING:
-    from verl_ray.models.role_model import TokenOutputs
 
 ROW_OUTPUTS = ("scores",)
 """Outputs with one number per row; all others have one per token that is read."""
-
-
-@dataclass(frozen=True)
-class HeadExchange:
-    """Slices of tokens for slices of heads, and back, over the ranks of one group."""
-
-    group: dist.ProcessGroup
-    size: int
-    tokens: int  # of all ranks, padding left out
-
-    def to_heads(self, x: Tensor) -> Tensor:
-        """[tokens / size, heads, *] of this rank's tokens -> [tokens, heads / size, *] of its heads."""
-        if x.shape[1] < self.size:
-            x = x.repeat_interleave(self.size // x.shape[1], dim=1)
-        parts = x.view(len(x), self.size, -1, *x.shape[2:]).transpose(0, 1)
-        return _swap(parts, self.group).flatten(0, 1)[: self.tokens]
-
-    def to_tokens(self, x: Tensor) -> Tensor:
-        """[tokens, heads / size, *] of this rank's heads -> [tokens / size, heads, *] of its tokens."""
-        missing = -len(x) % self.size
-        if missing:
-            x = torch.cat([x, x.new_zeros(missing, *x.shape[1:])])
-        parts = x.view(self.size, -1, *x.shape[1:])
-        return _swap(parts, self.group).transpose(0, 1).flatten(1, 2)
 
 
 @dataclass(frozen=True)
@@ -164,26 +139,6 @@ def _run(values: Int64, first: int, count: int) -> Int64:
     """`count` values from `first` on, zeros behind the last."""
     part = values[first : first + count]
     return np.pad(part, (0, count - len(part)))
-
-
-def _swap(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[ranks, ...]: part r goes to rank r, and what comes from rank r is part r."""
-    swapped: Tensor = _Swap.apply(parts, group)  # type: ignore[no-untyped-call]
-    return swapped
-
-
-class _Swap(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = parts.contiguous()
-        out = torch.empty_like(parts)
-        dist.all_to_all_single(out, parts, group=group)
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _swap(gradients[0], ctx.group), None  # its own inverse
 
 
 class _Gather(torch.autograd.Function):
