@@ -30,10 +30,15 @@ from verl_ray.parallel.ulysses import UlyssesManager
 class FsdpEngine(ModuleEngine):
     forward_is_collective = True
 
+    @property
+    def backend(self) -> FsdpBackend:
+        """The settings of this engine, which `BACKENDS` chose by their kind."""
+        assert isinstance(self.spec.backend, FsdpBackend)
+        return self.spec.backend
+
     def shard(self, model: RoleModel) -> None:
-        backend = self.spec.backend
-        assert isinstance(backend, FsdpBackend)
-        mesh = self._mesh(backend)
+        backend = self.backend
+        mesh = self._mesh()
         precision = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
         home = CPUOffloadPolicy(pin_memory=self.device.type == "cuda") if backend.host_parameters else OffloadPolicy()
         apart: list[nn.Module] = []
@@ -64,9 +69,7 @@ class FsdpEngine(ModuleEngine):
                 layer.set_modules_to_backward_prefetch(layers[max(0, i - ahead) : i][::-1])
 
     def source(self) -> TensorSource:
-        backend = self.spec.backend
-        assert isinstance(backend, FsdpBackend)
-        if backend.read_weights == "rank_zero":
+        if self.backend.read_weights == "rank_zero":
             return RankZeroReader(self.spec.model_path, self.home)
         return super().source()
 
@@ -78,8 +81,9 @@ class FsdpEngine(ModuleEngine):
         assert group is not None, "every rank is in one of them"
         return UlyssesManager(group)
 
-    def _mesh(self, backend: FsdpBackend) -> DeviceMesh:
+    def _mesh(self) -> DeviceMesh:
         """Ranks that shard, and ranks that hold copies: of two dims, the first is the copies'."""
+        backend = self.backend
         if backend.sharding in ("full", "grad_op"):
             return init_device_mesh(self.device.type, (self.world_size,), mesh_dim_names=("fsdp",))
         size = 1 if backend.shard_size is None else backend.shard_size
@@ -96,15 +100,11 @@ class FsdpEngine(ModuleEngine):
 
     @property
     def home(self) -> torch.device:
-        backend = self.spec.backend
-        assert isinstance(backend, FsdpBackend)
-        return torch.device("cpu") if backend.host_parameters else self.device
+        return torch.device("cpu") if self.backend.host_parameters else self.device
 
     @contextlib.contextmanager
     def computing(self) -> Iterator[None]:
-        backend = self.spec.backend
-        assert isinstance(backend, FsdpBackend)
-        if not backend.activation_offload:
+        if not self.backend.activation_offload:
             yield
             return
         with torch.autograd.graph.saved_tensors_hooks(self._to_host, self._from_host):
@@ -126,7 +126,6 @@ class FsdpEngine(ModuleEngine):
 
     @contextlib.contextmanager
     def summing(self, last: bool) -> Iterator[None]:
-        backend = self.spec.backend
-        assert isinstance(self.module, FSDPModule) and isinstance(backend, FsdpBackend)
-        self.module.set_requires_gradient_sync(last or backend.accumulate == "sharded")
+        assert isinstance(self.module, FSDPModule)
+        self.module.set_requires_gradient_sync(last or self.backend.accumulate == "sharded")
         yield
