@@ -1,90 +1,63 @@
-"""Held-out problems: greedy or sampled responses, their accuracy per data source, and rollouts for people to read."""
+"""The command `evaluate`: one evaluation on held-out data, without training.
+
+Invariant: no weight changes, and neither a checkpoint nor a line of metrics.jsonl is written. Deliberately not here:
+how a policy or a reward model is measured (`evaluator.py`, `reward_model.py`).
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-import numpy as np
-
-from controllers import measures
-from controllers.build import HELD_OUT
-from controllers.generation import Producer
+from controllers.build import start
+from controllers.evaluator import Evaluator
 from controllers.measures import Metrics
-from verl_ray.cluster.store import read
+from controllers.model_directories import tensor_shapes
+from controllers.ppo import Trainer
+from controllers.recovery import Recovery
+from controllers.training import open_session, preference_trainer
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig
 from verl_ray.data.prompts import PromptSource
-from verl_ray.data.stages import Finish
-from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.shaping import Shaping
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.models.families import VALUE_HEAD
 from verl_ray.tracking.base import Sample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-
-class Evaluator:
-    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        assert config.data.validation_path is not None, "the configuration requires it where there is an evaluation"
-        self._config, self._tokenizer = config, tokenizer
-        source = PromptSource(config.data.validation_path, tokenizer, config.data, config.run.seed)
-        self._prompts = source.all(config.evaluation.num_prompts)
-        self._shaping = Shaping(config)
-
-    def evaluate(self, producer: Producer, policy_version: int, timers: Timers) -> tuple[Metrics, list[Sample]]:
-        """Accuracy of the present policy on the held-out problems, and the first rollouts as text.
-
-        A response that a function failed to grade counts as wrong, any other failed score is left out; and
-        val-aux/failed_scores counts them.
-        """
-        wanted = self._config.evaluation
-        with timers("testing"):
-            experience = producer.produce(self._prompts, policy_version, timers, producer.evaluation())
-        raw = measures.graded(experience.scores)
-        graded = self._shaping.weigh(raw)
-        sources = np.repeat(self._prompts.data_source.texts(), wanted.group_size).tolist()
-        by_function = HELD_OUT in raw or self._config.reward.kind == "function"
-        metrics = (measures.accuracy if by_function else measures.held_out_reward)(sources, graded, wanted.group_size)
-        metrics |= measures.of_components(raw, "val-aux/reward")
-        metrics |= {
-            "val-aux/failed_scores": float((~graded.ok).sum()),
-            "val-aux/num_prompts": float(self._prompts.num_rows),
-            "val-aux/response_length/mean": float(experience.rollouts.row("response_length").mean()),
-        }
-        shown = np.arange(min(wanted.samples, len(experience.rollouts)))
-        rows = read(experience.rollouts.select(shown), self._config.run.call_deadline_s)
-        samples = [
-            Sample(
-                prompt=self._text(rows.tokens[start : start + prompt]),
-                response=self._text(rows.tokens[start + prompt : end]),
-                answer=answer,
-                data_source=source,
-                score=float(score),
-                truncated=bool(finish == Finish.LENGTH),
-            )
-            for start, end, prompt, answer, source, score, finish in zip(
-                rows.offsets, rows.offsets[1:], rows.prompt_length, rows.answer.texts(), rows.data_source.texts(),
-                graded.score[shown], rows.finish, strict=False,
-            )
-        ]  # fmt: skip
-        return metrics, samples
-
-    def _text(self, tokens: np.ndarray) -> str:
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def evaluate(config: Config) -> int:
     """The command `evaluate`: one evaluation of model.path, or of the checkpoint that run.resume names; of a policy on
     held-out problems, or of a reward model on held-out pairs."""
-    from controllers.training import evaluate_once, evaluate_reward_model
-
     samples: list[Sample] = []
     if isinstance(config, RewardModelConfig):
         metrics = evaluate_reward_model(config)
     else:
         assert isinstance(config, RLConfig), "the check of the command refuses a supervised run"
-        metrics, samples = evaluate_once(config)
+        metrics, samples = evaluate_policy(config)
     for name, value in metrics.items():
         print(f"{name}: {value:.4f}")
     for sample in samples:
         print(f"{sample.prompt!r} -> {sample.response!r} (answer {sample.answer!r}, score {sample.score:g})")
     return 0
+
+
+def evaluate_policy(config: RLConfig) -> tuple[Metrics, list[Sample]]:
+    """Accuracy of model.path, or of the checkpoint that run.resume names, on the held-out problems."""
+    recovery = Recovery(config)
+    with open_session(config) as session:
+        tokenizer = load_tokenizer(config.actor.model.path)
+        prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+        with start(config, session, learns=False) as system:
+            trainer = Trainer(config, system, prompts, Evaluator(config, tokenizer))
+            trainer.publish(recovery.restore(trainer))
+            return trainer.evaluate()
+
+
+def evaluate_reward_model(config: RewardModelConfig) -> Metrics:
+    """A reward model (model.path, or the checkpoint that run.resume names) on the held-out pairs."""
+    recovery, path = Recovery(config), config.reward.model.path
+    if recovery.step is None and VALUE_HEAD not in tensor_shapes(path):
+        rule = f"there is nothing to evaluate: this model has no {VALUE_HEAD}, and run.resume leads to no checkpoint"
+        fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
+        raise ConfigError([Problem("reward.model.path", path, rule, fix)])
+    make_trainer = preference_trainer(config, trains=False)
+    with open_session(config) as session, start(config, session) as system:
+        trainer = make_trainer(system)
+        recovery.restore(trainer)
+        return trainer.evaluate()

@@ -15,7 +15,7 @@ import numpy as np
 
 from controllers import measures
 from controllers.build import System
-from controllers.evaluation import Evaluator
+from controllers.evaluator import Evaluator
 from controllers.generation import Producer
 from controllers.gradients import GradientWatch
 from controllers.measures import Metrics

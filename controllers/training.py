@@ -16,9 +16,7 @@ from typing import Any
 import yaml
 
 from controllers.build import System, start
-from controllers.evaluation import Evaluator
-from controllers.measures import Metrics
-from controllers.model_directories import tensor_shapes
+from controllers.evaluator import Evaluator
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
@@ -34,8 +32,7 @@ from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import ConfigError, Problem, TrackingError
-from verl_ray.models.families import VALUE_HEAD
+from verl_ray.errors import TrackingError
 from verl_ray.tracking import Sample, Trackers, open_trackers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.curve import reward_curve
@@ -101,32 +98,6 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
                 with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
                     recovery.save(number, trainer, trackers.state())
     return conclude(config, trackers, samples)
-
-
-def evaluate_once(config: RLConfig) -> tuple[Metrics, list[Sample]]:
-    """Accuracy of model.path, or of the checkpoint that run.resume names, on the held-out problems."""
-    recovery = Recovery(config)
-    with open_session(config) as session:
-        tokenizer = load_tokenizer(config.actor.model.path)
-        prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
-        with start(config, session, learns=False) as system:
-            trainer = Trainer(config, system, prompts, Evaluator(config, tokenizer))
-            trainer.publish(recovery.restore(trainer))
-            return trainer.evaluate()
-
-
-def evaluate_reward_model(config: RewardModelConfig) -> Metrics:
-    """A reward model (model.path, or the checkpoint that run.resume names) on the held-out pairs."""
-    recovery, path = Recovery(config), config.reward.model.path
-    if recovery.step is None and VALUE_HEAD not in tensor_shapes(path):
-        rule = f"there is nothing to evaluate: this model has no {VALUE_HEAD}, and run.resume leads to no checkpoint"
-        fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
-        raise ConfigError([Problem("reward.model.path", path, rule, fix)])
-    make_trainer = preference_trainer(config, trains=False)
-    with open_session(config) as session, start(config, session) as system:
-        trainer = make_trainer(system)
-        recovery.restore(trainer)
-        return trainer.evaluate()
 
 
 def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery) -> int:

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
 from controllers.composition import compose
-from controllers.training import evaluate_reward_model
+from controllers.evaluation import evaluate_reward_model
 from tests.controllers.runs import GRADER, Inputs, command, lasting
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
