@@ -1,0 +1,247 @@
+"""The scorer against a service that fails, is slow or is gone: attempts, waits, deadlines, the rate. Servers,
+sockets and processes are real."""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rewards.services import Items, Reply, Service, config, healths, items_of, lengths, scoring
+from verl_ray.rewards.health import Health, Score
+from verl_ray.rewards.remote import RemoteScorer
+
+# -------------------------------------------------------------------------------------------------- failures, retries
+
+
+def test_500_twice_then_success(service: Service) -> None:
+    service.behave = lambda number, items: Reply(b"", status=500) if number <= 2 else lengths(items)
+    with scoring(service.url) as scorer:
+        assert scorer.score(items_of("ab", "c")) == [Score(2.0, Health.OK), Score(1.0, Health.OK)]
+    assert len(service.arrived) == 3
+
+
+def test_waits_between_attempts_double(service: Service) -> None:
+    service.behave = lambda number, items: Reply(b"over capacity", status=503)
+    with scoring(service.url, backoff_s=0.05, max_attempts=5) as scorer:
+        [score] = scorer.score(items_of("a"))
+    assert score.health is Health.UNAVAILABLE
+    assert score.detail == "the service answered with status 503: 'over capacity' (attempt 5 of 5)"
+    waits_s = [later - earlier for earlier, later in zip(service.arrived, service.arrived[1:], strict=False)]
+    for wait_s, backoff_s in zip(waits_s, [0.05, 0.1, 0.2, 0.4], strict=True):
+        assert 0.5 * backoff_s <= wait_s < 1.5 * backoff_s + 1.0  # the jitter, and room for a busy machine
+
+
+@pytest.mark.parametrize("as_date", [False, True])
+def test_429_is_asked_again_when_the_service_says(service: Service, as_date: bool) -> None:
+    when = (
+        email.utils.formatdate(time.time() + 2, usegmt=True) if as_date else "1"
+    )  # a date has whole seconds: 1 to 2 are left
+    limited = Reply(b"", status=429, headers={"Retry-After": when})
+    service.behave = lambda number, items: limited if number == 1 else lengths(items)
+    with scoring(service.url) as scorer:
+        assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
+    first, second = service.arrived
+    assert second - first >= 0.99
+
+
+@pytest.mark.parametrize("when", ["60", "9" * 500, "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_a_retry_that_would_miss_the_deadline_is_not_waited_for(service: Service, when: str) -> None:
+    service.behave = lambda number, items: Reply(b"", status=429, headers={"Retry-After": when})
+    began = time.monotonic()
+    with scoring(service.url) as scorer:
+        [score] = scorer.score(items_of("ab"))
+    assert time.monotonic() - began < 2
+    assert score.health is Health.UNAVAILABLE
+    assert "status 429" in score.detail
+
+
+@pytest.mark.parametrize("when", ["soon", "-5", "nan", "", "Fri, 31 Dec 99999 23:59:59 GMT", "\u00b2"])
+def test_a_retry_after_that_says_nothing_leaves_the_backoff(service: Service, when: str) -> None:
+    limited = Reply(b"", status=429, headers={"Retry-After": when})
+    service.behave = lambda number, items: limited if number == 1 else lengths(items)
+    with scoring(service.url) as scorer:
+        assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
+
+
+@pytest.mark.parametrize(
+    ("reply", "detail"),
+    [
+        (Reply(b'{"detail": "Not Found"}', status=404), """status 404: '{"detail": "Not Found"}'"""),
+        (Reply(b"", status=401), "status 401"),
+        (Reply(b"", status=307, headers={"Location": "/score/"}), "status 307, go to '/score/'"),
+    ],
+)
+def test_a_refusal_is_not_asked_again(service: Service, reply: Reply, detail: str) -> None:
+    service.behave = lambda number, items: reply
+    with scoring(service.url) as scorer:
+        [score] = scorer.score(items_of("a"))
+    assert score.health is Health.UNAVAILABLE
+    assert detail in score.detail
+    assert "attempt" not in score.detail
+    assert len(service.arrived) == 1
+
+
+def test_a_slow_service_costs_the_deadline_and_no_more(service: Service) -> None:
+    service.behave = service.hang
+    with scoring(service.url, request_timeout_s=0.2, deadline_s=0.5, max_attempts=100) as scorer:
+        began = time.monotonic()
+        scores = scorer.score(items_of(*"abcdefgh"))  # two batches, in flight together
+        took_s = time.monotonic() - began
+        assert healths(scores) == [Health.TIMEOUT] * 8
+        assert "no answer within" in scores[0].detail
+        assert 0.4 < took_s < 1.5
+        assert 2 * 2 <= len(service.arrived) <= 2 * 3
+        service.behave = lambda number, items: lengths(items)
+        assert scorer.score(items_of(*["ab"] * 24)) == [Score(2.0, Health.OK)] * 24  # no connection was lost for good
+
+
+def test_the_deadline_cuts_a_request_short(service: Service) -> None:
+    service.behave = service.hang
+    with scoring(service.url, request_timeout_s=30.0, deadline_s=0.3) as scorer:
+        began = time.monotonic()
+        assert healths(scorer.score(items_of("a"))) == [Health.TIMEOUT]
+        assert time.monotonic() - began < 3
+    assert len(service.arrived) == 1
+
+
+def test_an_answer_that_trickles_is_cut_off(service: Service) -> None:
+    def trickle(number: int, items: Items) -> Reply:
+        return Reply(b"", headers={"Content-Length": "1000000", "Connection": "keep-alive"})
+
+    service.behave = trickle
+    with scoring(service.url, request_timeout_s=0.2, max_attempts=1) as scorer:
+        [score] = scorer.score(items_of("a"))
+    assert (score.health, score.detail) == (Health.TIMEOUT, "no answer within 0.2 s (attempt 1 of 1)")
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [b"", b"\0" * 1000, b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 2"],
+)
+def test_what_is_no_http_is_no_service(answer: bytes) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.sendall(answer)
+                        connection.shutdown(socket.SHUT_WR)
+                        while connection.recv(1 << 16):  # what is left unread would reset the connection
+                            pass
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        with scoring(f"http://127.0.0.1:{listener.getsockname()[1]}") as scorer:
+            [score] = scorer.score(items_of("a"))
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()
+    assert score.health is Health.UNAVAILABLE
+    assert "RemoteProtocolError" in score.detail
+    assert "attempt 3 of 3" in score.detail
+
+
+def test_requests_leave_no_faster_than_the_limit(service: Service) -> None:
+    service.behave = lambda number, items: Reply(b"", status=500) if number == 3 else lengths(items)
+    with scoring(service.url, requests_per_s=20.0, batch_size=1) as scorer:
+        assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, Health.OK)] * 10
+    assert len(service.arrived) == 11  # the repeated one waits for its turn too
+    assert 10 / 20.0 - 0.05 <= service.arrived[-1] - service.arrived[0] < 10 / 20.0 + 1.0
+    distances = [later - earlier for earlier, later in zip(service.arrived, service.arrived[1:], strict=False)]
+    assert sum(distance < 0.02 for distance in distances) <= 2  # even ones, but for a machine that stalls
+
+
+def test_the_wait_for_a_first_turn_is_not_on_the_clock(service: Service) -> None:
+    with scoring(service.url, requests_per_s=10.0, batch_size=1, concurrency=10, deadline_s=0.5) as scorer:
+        assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, Health.OK)] * 10  # the last waits 0.9 s
+
+
+def test_a_repeated_request_waits_for_its_turn_within_the_deadline(service: Service) -> None:
+    service.behave = lambda number, items: Reply(b"", status=500)
+    with scoring(service.url, requests_per_s=2.0, deadline_s=0.3) as scorer:
+        began = time.monotonic()
+        [score] = scorer.score(items_of("a"))
+        assert time.monotonic() - began < 1
+    assert (score.health, len(service.arrived)) == (Health.UNAVAILABLE, 1)
+    assert "status 500" in score.detail
+    assert "attempt 1 of 3" in score.detail
+
+
+# ------------------------------------------------------------------------------------------ a service that is killed
+
+
+PROGRAM = """
+import sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if b"hang" in body:
+            print("hangs", flush=True)
+            time.sleep(60)
+        reply = b'{"scores": [1]}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(reply)))
+        self.end_headers()
+        self.wfile.write(reply)
+
+    def log_message(self, *args):
+        pass
+
+with ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler) as server:
+    print(server.server_port, flush=True)
+    server.serve_forever()
+"""
+
+
+@contextlib.contextmanager
+def service_process(port: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    arguments = [sys.executable, "-c", PROGRAM, str(port)]
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def test_a_service_killed_in_the_middle_of_a_request_and_back_again() -> None:
+    with service_process(0) as (process, port):
+
+        def kill_when_asked() -> None:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "hangs\n"
+            os.kill(process.pid, signal.SIGKILL)
+
+        scorer = RemoteScorer(config(f"http://127.0.0.1:{port}", batch_size=1))
+        assert scorer.score(items_of("a")) == [Score(1.0, Health.OK)]
+        killer = threading.Thread(target=kill_when_asked)
+        killer.start()
+        began = time.monotonic()
+        [score] = scorer.score(items_of("hang"))
+        assert time.monotonic() - began < 4  # the end of the connection is noticed, not timed out
+        killer.join()
+        assert score.health is Health.UNAVAILABLE
+        assert "attempt 3 of 3" in score.detail
+        assert process.wait() == -signal.SIGKILL
+    with scorer:
+        [score] = scorer.score(items_of("a"))
+        assert score.health is Health.UNAVAILABLE
+        assert "ConnectError" in score.detail
+        with service_process(port):
+            assert scorer.score(items_of("a")) == [Score(1.0, Health.OK)]
