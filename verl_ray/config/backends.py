@@ -6,7 +6,7 @@ role learns (`roles`).
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -22,9 +22,17 @@ class EngineBackend(Section):
     activation_checkpointing: bool
     """Recompute each layer's activations in the backward pass instead of keeping them."""
 
+    token_slices_key: ClassVar[str | None] = None
+    """The key that says `token_slices`; None where there is no such choice."""
+
     @property
     def peers(self) -> int:
-        """Neighbouring ranks that are given the same rows, and compute them together."""
+        """Ranks that are given the same rows, and compute them together."""
+        return 1
+
+    @property
+    def token_slices(self) -> int:
+        """Into how many slices, one per peer, the tokens of a micro-batch are cut."""
         return 1
 
 
@@ -63,10 +71,53 @@ class FsdpBackend(Section):
     """Ranks that compute the same rows together, each a slice of their tokens (Ulysses); 1 = every rank has rows of its
     own. It must divide the ranks of the role and the attention heads of the model."""
 
+    token_slices_key: ClassVar[str | None] = "sequence_parallel"
+
     @property
     def peers(self) -> int:
         """As of the engine backend."""
         return self.sequence_parallel
 
+    @property
+    def token_slices(self) -> int:
+        """As of the engine backend."""
+        return self.sequence_parallel
 
-Backend = Annotated[EngineBackend | FsdpBackend, Field(discriminator="kind")]
+
+class MegatronBackend(Section):
+    kind: Literal["megatron"]
+    dtype: Literal["float32", "bfloat16"]
+    """Type of the weights that compute; main weights and gradients, log-probs and losses are always float32."""
+    micro_batch_tokens_per_rank: Positive
+    """As for the engine backend."""
+    tensor_parallel: Positive
+    """Ranks that share out each layer's matrices and heads, and the vocabulary."""
+    sequence_parallel: bool
+    """Between the matrices, each of the tensor_parallel ranks holds a slice of the tokens in place of all."""
+    pipeline_parallel: Positive
+    """Ranks that share out the layers; micro-batches go through them one behind the other (1F1B)."""
+    virtual_stages: Positive
+    """Runs of layers per pipeline rank (interleaved 1F1B): smaller bubbles for more messages; 1 = one run."""
+    context_parallel: Positive
+    """Ranks that share out the tokens of each row; within attention they share out its heads."""
+    expert_parallel: Positive
+    """Ranks, of those with rows of their own, that share out the experts of each layer."""
+    expert_tensor_parallel: Positive
+    """Ranks that share out each expert's matrices."""
+    recompute: Literal["none", "selective", "full"]
+    """What the backward pass computes again instead of keeping it: attention alone (selective), or whole layers."""
+
+    token_slices_key: ClassVar[str | None] = "context_parallel"
+
+    @property
+    def peers(self) -> int:
+        """As of the engine backend."""
+        return self.tensor_parallel * self.pipeline_parallel * self.context_parallel
+
+    @property
+    def token_slices(self) -> int:
+        """As of the engine backend."""
+        return self.context_parallel
+
+
+Backend = Annotated[EngineBackend | FsdpBackend | MegatronBackend, Field(discriminator="kind")]

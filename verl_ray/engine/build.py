@@ -5,13 +5,20 @@ from __future__ import annotations
 import torch
 
 from verl_ray.engine.base import Engine, EngineSpec
-from verl_ray.engine.fsdp import FsdpEngine
-from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.engine.plain import PlainEngine
-
-BACKENDS: dict[str, type[ModuleEngine]] = {"engine": PlainEngine, "fsdp": FsdpEngine}
 
 
 def build_engine(spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> Engine:
-    """The engine of one role on one rank. With more than one rank, or for fsdp, the process group exists already."""
-    return BACKENDS[spec.backend.kind](spec, device=device, rank=rank, world_size=world_size)
+    """The engine of one role on one rank. With more than one rank, or for any backend but the plain engine, the process
+    group exists already. A backend's module is imported where it is used: megatron's changes its process."""
+    kind = spec.backend.kind
+    if kind == "engine":
+        from verl_ray.engine.plain import PlainEngine as Chosen
+    elif kind == "fsdp":
+        from verl_ray.engine.fsdp import FsdpEngine as Chosen  # type: ignore[assignment]
+    else:
+        if device.type == "cpu":
+            from verl_ray.engine.megatron import shim
+
+            shim.install()
+        from verl_ray.engine.megatron.engine import MegatronEngine as Chosen  # type: ignore[assignment]
+    return Chosen(spec, device=device, rank=rank, world_size=world_size)

@@ -35,7 +35,9 @@ class Tally:
             self._load = load if self._load is None else self._load + load
 
     def report(self) -> LossReport:
-        """All of it, on the host."""
+        """All of it, on the host. Nothing where there was no micro-batch, as on stages before the loss."""
+        if not self._sums:
+            return LossReport()
         columns = [torch.stack([*self._sums.values(), *self._maxima.values()])]
         if self._load is not None:
             columns.append(self._load.flatten())

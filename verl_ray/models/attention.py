@@ -89,11 +89,16 @@ def attend(
     """Causal attention within each row: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
     if layout is None:
         raise RuntimeError("attention was called without the layout of its rows")
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))  # [tokens, heads, size]
+    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+    return attend_packed(query, key, value, layout, scaling).unsqueeze(0), None
+
+
+def attend_packed(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None = None) -> Tensor:
+    """The same of [tokens, heads, size] -> [tokens, heads, size]."""
     if layout.exchange is None:
-        return _attend(query, key, value, layout, scaling).unsqueeze(0), None
+        return _attend(query, key, value, layout, scaling)
     query, key, value = (layout.exchange.to_heads(x) for x in (query, key, value))
-    return layout.exchange.to_tokens(_attend(query, key, value, layout, scaling)).unsqueeze(0), None
+    return layout.exchange.to_tokens(_attend(query, key, value, layout, scaling))
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:

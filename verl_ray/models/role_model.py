@@ -80,6 +80,15 @@ class RoleModel(nn.Module):
             return [embedding]
         return [] if head.weight is embedding.weight else [embedding, head]
 
+    @property
+    def heads_of_others(self) -> tuple[dict[str, float], frozenset[str]]:
+        """What the checkpoint of a model with another head lacks, with the scale that it is drawn from, and what it has
+        beyond this one."""
+        if self.kind == "policy":
+            return {}, frozenset()
+        # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
+        return {VALUE_HEAD: 1 / self.hf.config.hidden_size}, frozenset({LANGUAGE_HEAD})
+
     def forward(self, rows: PackedRows, outputs: Outputs) -> TokenOutputs:
         with contextlib.ExitStack() as around:
             if outputs.base:
@@ -138,9 +147,7 @@ def fill_role_model(model: RoleModel, source: TensorSource, *, seed: int, device
     hf = model.hf
     materialize(hf, device)
     hf.tie_weights()
-    # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
-    new = {} if model.kind == "policy" else {VALUE_HEAD: 1 / hf.config.hidden_size}
-    unused = frozenset() if model.kind == "policy" else frozenset({LANGUAGE_HEAD})
+    new, unused = model.heads_of_others
     fill(hf, source, new=new | lora.initial_scales(hf), unused=unused, seed=seed)
 
 

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -207,13 +207,17 @@ def fill(
     with a seed of their own name. `unused`: names of the checkpoint that the module may lack. Raises ModelError for
     anything else missing, unexpected or of another shape.
     """
-    persistent = module.state_dict().keys()
-    wanted = dict(module.named_parameters()) | {
-        name: buffer for name, buffer in module.named_buffers() if name in persistent
-    }
-    parts = {name: pieces(name, target.shape) for name, target in wanted.items()}
-    known = {piece.name for found in parts.values() for piece in found}
-    tied = {piece.name for name in persistent - wanted.keys() for piece in pieces(name, ())}
+    check_fit(module, checkpoint, new=new, unused=unused)
+    for name, target in _wanted(module).items():
+        local = target.to_local() if isinstance(target, DTensor) else target
+        fill_box(local, own_box(target), name, target.shape, checkpoint, new=new, seed=seed)
+
+
+def check_fit(module: nn.Module, checkpoint: TensorSource, *, new: Mapping[str, float], unused: frozenset[str]) -> None:
+    """Raise ModelError, as `fill` does, for names of which only one has a tensor."""
+    wanted = _wanted(module)
+    known = {piece.name for name, target in wanted.items() for piece in pieces(name, target.shape)}
+    tied = {piece.name for name in module.state_dict().keys() - wanted.keys() for piece in pieces(name, ())}
     missing = sorted(known - set(checkpoint) - new.keys())
     unexpected = sorted(set(checkpoint) - known - unused - tied)
     if missing or unexpected:
@@ -221,21 +225,38 @@ def fill(
             f"model.path: the checkpoint does not fit {type(module).__name__}: "
             f"missing {missing[:5] or 'none'}, unexpected {unexpected[:5] or 'none'}"
         )
-    with torch.no_grad():
-        for name, target in wanted.items():
-            box = own_box(target)
-            local = target.to_local() if isinstance(target, DTensor) else target
-            if name in new and name not in checkpoint:
-                drawn = torch.empty(target.shape).normal_(0, new[name], generator=_generator(seed, name))
-                local.copy_(drawn[box])
-                continue
-            for piece in parts[name]:
-                if checkpoint.shape(piece.name) != piece.shape:
-                    found = checkpoint.shape(piece.name)
-                    raise ModelError(f"model.path: {piece.name} has shape {found}, expected {piece.shape}")
-                here, there = piece.overlap(box)
-                part = local[here]
-                part.copy_(checkpoint.read(piece.name, there).view(part.shape))
+
+
+def _wanted(module: nn.Module) -> dict[str, Tensor]:
+    persistent = module.state_dict().keys()
+    buffers = {name: buffer for name, buffer in module.named_buffers() if name in persistent}
+    return dict(module.named_parameters()) | buffers
+
+
+@torch.no_grad()
+def fill_box(
+    local: Tensor,
+    box: Box,
+    name: str,
+    shape: Sequence[int],
+    checkpoint: TensorSource,
+    *,
+    new: Mapping[str, float],
+    seed: int,
+) -> None:
+    """Copy a box of a module's parameter `name`, which is of this shape, into `local`, which is of the box's; as
+    `fill` does it."""
+    if name in new and name not in checkpoint:
+        local.copy_(torch.empty(tuple(shape)).normal_(0, new[name], generator=_generator(seed, name))[box])
+        return
+    for piece in pieces(name, shape):
+        if checkpoint.shape(piece.name) != piece.shape:
+            found = checkpoint.shape(piece.name)
+            raise ModelError(f"model.path: {piece.name} has shape {found}, expected {piece.shape}")
+        here, there = piece.overlap(box)
+        part = local[here]
+        if part.numel() or not isinstance(checkpoint, CheckpointReader):
+            part.copy_(checkpoint.read(piece.name, there).view(part.shape))
 
 
 def _generator(seed: int, name: str) -> torch.Generator:

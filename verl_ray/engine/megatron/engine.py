@@ -1,0 +1,406 @@
+"""The `megatron` backend: megatron-core computes, reduces, clips and steps; this drives it as the contract says.
+
+Invariant: whatever the layout, results are those of the plain engine; weights and state leave and enter under the names
+of the model as transformers has it, so any layout, and any other backend, goes on from there.
+Deliberately not here: the model (`model.py`), who holds what (`weight_map.py`), and groups (`layout.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import tensor_parallel
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor, nn
+
+from verl_ray.algorithms.objectives import Objective
+from verl_ray.checkpoint.slices import Slices
+from verl_ray.config.backends import MegatronBackend
+from verl_ray.config.roles import OptimizerConfig
+from verl_ray.data.stages import Rows, TrainingBatch
+from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
+from verl_ray.engine.collect import collected
+from verl_ray.engine.megatron.layout import layout_of
+from verl_ray.engine.megatron.model import Stage, padded_vocabulary, transformer_config
+from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap
+from verl_ray.engine.module_engine import adam, manifest_of
+from verl_ray.engine.packed_engine import Loss, MicroBatches, PackedEngine
+from verl_ray.models.names import Box, Piece, pieces
+from verl_ray.models.role_model import PackedRows, build_role_model
+from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
+from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
+from verl_ray.parallel.ulysses import UlyssesManager
+from verl_ray.weight_sync.manifest import Manifest, Slice
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class MegatronEngine(PackedEngine):
+    def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> None:
+        assert isinstance(spec.backend, MegatronBackend)
+        backend = spec.backend
+        self.spec, self.device, self.rank, self.world_size = spec, device, rank, world_size
+        self.layout = layout = layout_of(backend)
+        self.peers, self.topology = backend.peers, layout.topology
+        self.dtype = getattr(torch, backend.dtype)
+        self.sharding = ShardingManager() if layout.cp.size == 1 else UlyssesManager(layout.groups.cp)
+        self.forward_is_collective = backend.expert_parallel * backend.expert_tensor_parallel > 1
+        self.micro_batch_multiple = layout.pp.size if layout.chunks > 1 else 1
+        self._token_multiple = layout.cp.size * (layout.tp.size if backend.sequence_parallel else 1)
+
+        source = CheckpointReader(spec.model_path)
+        self.described = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head)
+        self._manifest = _in_dtype(manifest_of(self.described)[0], backend.dtype)
+        self.describe(self.described)
+        self._tied = spec.head == "policy" and self._config.tie_word_embeddings
+        with layout.entered():
+            self._core = transformer_config(self.described, backend, self.dtype)
+            self._stages = [
+                Stage(self.described, self._core, layout, chunk).to(device) for chunk in range(layout.chunks)
+            ]
+            self._modules: list[nn.Module] = list(self._stages)
+            if spec.optimizer is not None:
+                config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
+                self._modules = [DistributedDataParallel(self._core, config, stage) for stage in self._stages]
+            self._mapped = dict(self._map())
+            for parameter, mapped in self._mapped.items():
+                # megatron-core marks what it draws; unmarked ones are left out of the norm but on the first rank
+                parameter.tensor_model_parallel = not mapped.replicated
+            self._fill(source)
+            self._optimizer = None if spec.optimizer is None else self._make_optimizer(spec.optimizer)
+        if self._optimizer is not None:
+            self._zero_gradients()  # their memory holds anything yet
+        self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
+        self._owned = self._pieces_owned()
+        self.steps = 0
+        self._rng = self._seeded(spec.seed)
+        self._random_states = tensor_parallel.get_cuda_rng_tracker().get_states()
+
+    # ----------------------------------------------------------------------------------------------- building
+
+    def _map(self) -> Iterator[tuple[nn.Parameter, Mapped]]:
+        """This rank's parameters, and what they are."""
+        hf, attention = self._config, self.described.layers[0].self_attn
+        sizes = Sizes(
+            hidden=hf.hidden_size,
+            heads=hf.num_attention_heads,
+            key_heads=hf.num_key_value_heads,
+            head_size=attention.head_dim,
+            vocabulary=hf.vocab_size,
+            padded_vocabulary=padded_vocabulary(hf.vocab_size, self.layout.tp.size),
+            intermediate=hf.intermediate_size,
+            experts=getattr(hf, "num_experts", 0),
+            expert_intermediate=getattr(hf, "moe_intermediate_size", 0),
+        )
+        weights = WeightMap(sizes, self.layout, tied=self._tied)
+        for stage in self._stages:
+            numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
+            for name, parameter in stage.named_parameters():
+                inside = name.split(".")
+                layer = numbers[int(inside[2])] if name.startswith("decoder.layers.") else None
+                yield parameter, weights.of(name, layer)
+
+    @torch.no_grad()
+    def _fill(self, source: CheckpointReader) -> None:
+        """Each parameter from the tensors that it is made of, of which only this rank's part is read."""
+        new, unused = self.described.heads_of_others
+        check_fit(self.described.hf, source, new=new, unused=unused)
+        shapes = {name: value.shape for name, value in self.described.hf.named_parameters()}
+        for parameter, mapped in self._mapped.items():
+            rows = 0
+            for region in mapped.regions:
+                fill_box(
+                    _rows(parameter, region),
+                    region.box,
+                    region.name,
+                    shapes[region.name],
+                    source,
+                    new=new,
+                    seed=self.spec.seed,
+                )
+                rows += region.shape[0]
+            parameter[rows:].zero_()  # words that only fill up
+
+    def _make_optimizer(self, config: OptimizerConfig) -> Any:
+        optimizer = get_megatron_optimizer(
+            MegatronOptimizerConfig(
+                optimizer="adam",
+                lr=config.lr,
+                weight_decay=config.weight_decay,
+                adam_beta1=config.betas[0],
+                adam_beta2=config.betas[1],
+                adam_eps=config.eps,
+                bf16=self.dtype == torch.bfloat16,
+                params_dtype=self.dtype,
+                use_distributed_optimizer=True,
+                clip_grad=0.0,
+            ),
+            self._modules,
+            use_gloo_process_groups=False,
+        )
+        for group in optimizer.param_groups:
+            # megatron-core only notes which parameters decay, and leaves the product to a scheduler of its own
+            group["weight_decay"] = config.weight_decay * group["wd_mult"]
+            group["fused"] = True
+        for part in optimizer.chained_optimizers:
+            for shard in part.get_parameters():
+                part.optimizer.state[shard] = {
+                    "step": torch.zeros((), dtype=torch.float32, device=shard.device),
+                    **{name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS},
+                }
+        return optimizer
+
+    # --------------------------------------------------------------------------------------------- computation
+
+    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
+        with self.layout.entered():
+            return super().forward(rows, outputs)
+
+    def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
+        with self.layout.entered():
+            return super().forward_backward(rows, objective)
+
+    def optimizer_step(self) -> StepReport:
+        with self.layout.entered():
+            return super().optimizer_step()
+
+    def _outputs_of(self, batches: MicroBatches, outputs: Outputs) -> list[TokenOutputs]:
+        def told(stage: Stage, hidden: Tensor, rows: PackedRows) -> TokenOutputs:
+            return self.sharding.postprocess(stage.head(hidden, rows, outputs))
+
+        def step(batches: Iterator[Any], stage: Stage) -> tuple[Tensor, Callable[..., TokenOutputs]]:
+            batch = next(batches)
+            hidden = stage(batch.packed)
+            return hidden, lambda hidden, non_loss_data: told(stage, hidden, batch.packed)
+
+        found: list[TokenOutputs] = self._schedule(batches, step, forward_only=True)
+        return found
+
+    def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
+        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)  # megatron-core would divide by their sum
+
+        def step(batches: Iterator[Any], module: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+            batch = next(batches)
+            stage = module.module
+
+            def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
+                told = self.sharding.postprocess(stage.head(hidden, batch.packed, outputs))
+                return loss(batch, told), no_tokens, None
+
+            return module(batch.packed), loss_of
+
+        self._schedule(batches, step, forward_only=False)
+
+    def _schedule(self, batches: MicroBatches, step: Callable[..., Any], *, forward_only: bool) -> Any:
+        """megatron-core's own: one after another, 1F1B, or interleaved."""
+        modules: list[nn.Module] = list(self._stages) if forward_only else self._modules
+        several = len(modules) > 1
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=[iter(batches) for _ in modules] if several else iter(batches),
+            model=modules,
+            num_microbatches=len(batches),
+            seq_length=self._token_multiple,  # varying lengths are told from stage to stage
+            micro_batch_size=1,
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
+
+    def _own_part(self, rows: PackedTokens) -> PackedRows:
+        return super()._own_part(_filled_up(rows, self._token_multiple))
+
+    def _norm(self) -> float:
+        finalize_model_grads(self._modules)
+        self._optimizer.prepare_grads()
+        return float(self._optimizer.get_grad_norm())
+
+    def _step(self, norm: float, rate: float) -> None:
+        assert self.spec.optimizer is not None
+        limit = self.spec.optimizer.max_grad_norm
+        for part in self._optimizer.chained_optimizers:
+            if limit is not None and part.get_parameters():
+                clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm)
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        self._optimizer.step_with_ready_grads()
+
+    def _zero_gradients(self) -> None:
+        for module in self._modules:
+            module.zero_grad_buffer()
+        self._optimizer.zero_grad()
+
+    def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+        for parameter, mapped in self._mapped.items():
+            yield mapped.regions[0].name, parameter.main_grad
+
+    @contextlib.contextmanager
+    def _rng_stream(self) -> Iterator[None]:
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        before = tracker.get_states()
+        tracker.set_states(self._random_states)
+        with super()._rng_stream():
+            try:
+                yield
+            finally:
+                self._random_states = tracker.get_states()
+                tracker.set_states(before)
+
+    # -------------------------------------------------------------------------------------------- weights, state
+
+    def _pieces_owned(self) -> dict[str, list[tuple[nn.Parameter, Region, Piece]]]:
+        """By name in a checkpoint: the parameters, regions and pieces that this rank sends."""
+        layout = self.layout
+        found: dict[str, list[tuple[nn.Parameter, Region, Piece]]] = defaultdict(list)
+        for parameter, mapped in self._mapped.items():
+            first_copy = layout.expert_dp.rank == 0 if mapped.expert else layout.dp.rank == layout.cp.rank == 0
+            for region in mapped.regions if mapped.owned and first_copy else ():
+                for piece in pieces(region.name, self._shapes[region.name]):
+                    if all(side.start < side.stop for side in piece.overlap(region.box)[1]):
+                        found[piece.name].append((parameter, region, piece))
+        return found
+
+    @torch.no_grad()
+    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+        for name in names:
+            for parameter, region, piece in self._owned.get(name, ()):
+                here, there = piece.overlap(region.box)
+                shape = tuple(side.stop - side.start for side in there)
+                yield (
+                    Slice(name, tuple(side.start for side in there), shape),
+                    _rows(parameter, region)[here].view(shape),
+                )
+
+    def _whole_parameters(self) -> Iterator[Tensor]:
+        return collected(self._manifest.sent, self.shards, self.device)
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
+        state |= {f"rng_{self.rank}_{name}": value for name, value in self._random_states.items()}
+        if self._optimizer is None:
+            return state
+        model: dict[str, list[Any]] = defaultdict(list)
+        moments: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name in MOMENTS}
+        steps: dict[str, Tensor] = {}
+        saved: dict[str, bool] = {}
+        for one in self._shards_of_optimizer():
+            for region in one.mapped.regions:
+                for box, run in region.run(one.start, one.stop):
+                    sides = _sides(box)
+                    model[region.name].append((box, one.main[run].view(sides)))
+                    for kind in MOMENTS:
+                        moments[kind][region.name].append((box, one.held[kind][run].view(sides)))
+                    steps[region.name] = one.held["step"]
+                    saved[region.name] = one.mapped.owned
+
+        def slices(name: str, parts: list[Any]) -> Slices:
+            return Slices(self._shapes[name], torch.float32, parts, saved=saved[name])
+
+        held_names = {f"hf.{name}": slices(name, parts) for name, parts in model.items()}
+        for parameter in self._manifest.parameters:
+            if parameter.tied_to in model:
+                held_names[f"hf.{parameter.name}"] = slices(parameter.tied_to, model[parameter.tied_to])
+        of_optimizer = {
+            f"hf.{name}": {"step": steps[name].clone(), **{kind: slices(name, moments[kind][name]) for kind in MOMENTS}}
+            for name in model
+        }
+        return state | {"model": held_names, "optimizer": {"state": of_optimizer, "param_groups": self._groups()}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """The tensors of `state` are this engine's own, so they are here already."""
+        self.steps = int(state["steps"])
+        self._rng = state.get(f"rng_{self.rank}", self._rng)
+        self._random_states = {name: state[f"rng_{self.rank}_{name}"] for name in self._random_states}
+        if self._optimizer is None:
+            return
+        steps = state["optimizer"]["state"]
+        for one in self._shards_of_optimizer():
+            # each shard counts for itself: one counter for all would be raised once per shard
+            one.held["step"].copy_(steps[f"hf.{one.mapped.regions[0].name}"]["step"])
+        with self.layout.entered():
+            for part in self._optimizer.chained_optimizers:
+                part._copy_main_params_to_model_params()
+            for module in self._modules:
+                module.start_param_sync(force_sync=True)
+
+    def _shards_of_optimizer(self) -> Iterator[_Shard]:
+        """What this rank's optimizer steps: runs of flattened parameters, in float32."""
+        for parameter, mapped in self._mapped.items():
+            for part in self._optimizer.chained_optimizers:
+                if part.is_stub_optimizer or parameter not in part.model_param_gbuf_map:
+                    continue
+                group, at = part.model_param_group_index_map[parameter]
+                main = part.optimizer.param_groups[group]["params"][at]
+                run = part._get_model_param_range_map(parameter)["param"]
+                yield _Shard(mapped, main.detach(), part.optimizer.state[main], run.start, run.end)
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """The settings of the optimizer as torch keeps them, for backends that read this state."""
+        assert self.spec.optimizer is not None
+        names = {id(value): f"hf.{name}" for name, value in self.described.hf.named_parameters()}
+        groups = adam(self.described.parameters(), self.spec.optimizer).param_groups
+        rate = next(iter(self._optimizer.param_groups))["lr"]
+        return [group | {"lr": rate, "params": [names[id(value)] for value in group["params"]]} for group in groups]
+
+    def _move(self, params: torch.device, optimizer: torch.device) -> None:
+        to_host = {"params": params.type == "cpu", "optimizer": optimizer.type == "cpu"}
+        if self._optimizer is None:
+            for stage in self._stages:
+                stage.to(params)
+            return
+        if to_host["optimizer"]:
+            self._optimizer.offload_to_cpu()
+        for module in self._modules:
+            for buffer in (*module.buffers, *module.expert_parallel_buffers):
+                # gradients are none between steps, and go with the parameters
+                buffer.offload_to_cpu() if to_host["params"] else buffer.reload_from_cpu()
+        if not to_host["optimizer"]:
+            self._optimizer.restore_from_cpu()
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """What one rank's optimizer holds of one parameter: elements `start` to `stop` of it, flattened."""
+
+    mapped: Mapped
+    main: Tensor
+    held: dict[str, Tensor]
+    start: int
+    stop: int
+
+
+def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
+    """With as many tokens behind the last row as make it a multiple, in a row of their own that nobody reads."""
+    missing = -len(rows.tokens) % multiple
+    if not missing:
+        return rows
+    return dataclasses.replace(
+        rows,
+        tokens=np.pad(rows.tokens, (0, missing)),
+        positions=np.concatenate([rows.positions, np.arange(missing)]),
+        offsets=np.append(rows.offsets, len(rows.tokens) + missing),
+    )
+
+
+def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:
+    return Manifest(tuple(dataclasses.replace(parameter, dtype=dtype) for parameter in manifest.parameters))
+
+
+def _sides(box: Box) -> list[int]:
+    return [side.stop - side.start for side in box]
+
+
+def _rows(parameter: Tensor, region: Region) -> Tensor:
+    """The region's rows of a parameter, in the shape of the region's box."""
+    return parameter.detach()[region.first_row : region.first_row + region.shape[0]].view(_sides(region.box))
