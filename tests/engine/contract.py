@@ -1,7 +1,8 @@
 """The body of the contract tests: everything an engine must do, run by each rank, its findings left in a file.
 
-Run as `python -m tests.engine.contract RANK WORLD FOLDER` by test_contract.py, which judges the findings. One process
-runs all checks of all backends, because starting it costs more than they do.
+Run as `python -m tests.engine.contract FAMILY RANK WORLD FOLDER` by test_contract.py, which judges the findings. One
+process runs all checks of all backends of a family, because starting it costs more than they do; megatron's backends
+change their process, and have one of their own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from verl_ray.algorithms.objectives import (
 )
 from verl_ray.checkpoint import sharded
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
-from verl_ray.config.backends import EngineBackend, FsdpBackend
+from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
@@ -62,6 +63,11 @@ FSDP: dict[str, Any] = ENGINE | {
     "kind": "fsdp", "sharding": "full", "shard_size": None, "accumulate": "whole",
     "prefetch_layers": 0, "host_parameters": False,
     "embedding_units": False, "read_weights": "every_rank", "activation_offload": False, "sequence_parallel": 1,
+}  # fmt: skip
+MEGATRON: dict[str, Any] = {
+    "kind": "megatron", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "tensor_parallel": 1,
+    "sequence_parallel": False, "pipeline_parallel": 1, "virtual_stages": 1, "context_parallel": 1,
+    "expert_parallel": 1, "expert_tensor_parallel": 1, "recompute": "none",
 }  # fmt: skip
 ALGORITHM = AlgorithmConfig(
     name="test",
@@ -160,7 +166,13 @@ class Ranks:
         expert_balance: float | None = None,
         **settings: Any,
     ) -> EngineSpec:
-        backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
+        backend: Backend
+        if kind == "megatron":
+            if settings.pop("activation_checkpointing", False):
+                settings["recompute"] = "full"
+            backend = MegatronBackend(**MEGATRON | settings)
+        else:
+            backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
         path = str(self.folder / model)
         return EngineSpec(
             "actor", path, head, backend, optimizer, STEPS, seed=3, lora=lora, expert_balance=expert_balance
@@ -240,7 +252,7 @@ def refused(call: Callable[[], object]) -> str:
 def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows, found = rows_of(), {}
     wanted = Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE)
-    for model in MODELS:
+    for model in models_of(kind):
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
         found[f"{model} scores"] = ranks.forward(
@@ -286,7 +298,6 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
         "bfloat16": ranks.train(ranks.engine(kind, dtype="bfloat16"), mine, POLICY),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
-        "gemma": ranks.train(ranks.engine(kind, "gemma"), mine, POLICY),
         "experts": ranks.train(ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE), mine, POLICY),
         "experts in many micro-batches": ranks.train(
             ranks.engine(
@@ -306,6 +317,8 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
             ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60), ranks.my_pairs(pairs_of()), PREFERENCE
         ),
     }
+    if "gemma" in models_of(kind):
+        found["gemma"] = ranks.train(ranks.engine(kind, "gemma"), mine, POLICY)
     if kind == "fsdp":
         gathered = {"sharding": "grad_op"}
         found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
@@ -345,16 +358,20 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
         loss_weight=np.ones(1, np.float32),
     )
     found = {}
+    if kind == "megatron":
+        found["gemma"] = refused(lambda: ranks.engine(kind, "gemma"))
+        found["adapted"] = refused(lambda: ranks.engine(kind, lora=ADAPTER))
     if kind == "fsdp":
         found["tied"] = refused(lambda: ranks.engine(kind, "llama", embedding_units=True))
         found["nowhere"] = refused(lambda: ranks.engine(kind, "nowhere", read_weights="rank_zero"))
-    return found | {
-        "no experts": refused(lambda: ranks.engine(kind, expert_balance=0.1)),
-        "no such layer": refused(
+    if kind in ADAPTED:
+        found["no such layer"] = refused(
             lambda: ranks.engine(
                 kind, "qwen3_moe", lora=ADAPTER.model_copy(update={"targets": ("q_proj", "gate_proj")})
             )
-        ),
+        )
+    return found | {
+        "no experts": refused(lambda: ranks.engine(kind, expert_balance=0.1)),
         "no adapter": refused(lambda: engine.export(str(ranks.folder / "none"), adapter=True)),
         "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
         "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
@@ -535,31 +552,49 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
-CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights, check_adapter)
+CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
 MODELS = ("qwen3", "llama", "qwen2", "gemma", "qwen3_moe")
 EXPORTED = ("llama", "qwen3_moe")
-KINDS = ("engine", "fsdp")
+FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron": ("megatron",)}
+"""Backends whose engines share a process."""
+KINDS = tuple(kind for kinds in FAMILIES.values() for kind in kinds)
+ADAPTED = ("engine", "fsdp")
 LAYOUTS_OF_FOUR: tuple[dict[str, Any], ...] = ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2})
-WORLDS = (1, 2, 4)
-WRITERS = (("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4))
+PLACES = tuple(
+    (family, rank, world)
+    for family, worlds in {"torch": (1, 2, 4), "megatron": (1, 2)}.items()
+    for world in worlds
+    for rank in range(world)
+)
+"""Every process: its family, rank and number of ranks."""
+WRITERS = (
+    ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
+)  # fmt: skip
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def models_of(kind: str) -> tuple[str, ...]:
+    return tuple(model for model in MODELS if kind != "megatron" or model != "gemma")
+
+
+def main(family: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     ranks = Ranks(rank, world, folder)
     # a group of one where there is one rank, as FSDP needs it and as workers have it
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,
+        "gloo", init_method=f"file://{folder}/meeting_{family}_{world}", rank=rank, world_size=world,
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
+    torch_alone = family == "torch"
     found: dict[str, Any] = {"hybrid": check_hybrid(ranks)} if world == 4 else {}
-    if world > 1:
+    if world > 1 and torch_alone:
         found["sequence"] = check_sequence(ranks)
-    kinds = () if world == 4 else KINDS
-    found |= {kind: {check.__name__: check(ranks, kind) for check in CHECKS} for kind in kinds}
-    (folder / f"wrote_{world}_{rank}").touch()
+    kinds = () if world == 4 else FAMILIES[family]
+    for kind in kinds:
+        checks = (*CHECKS, check_adapter) if kind in ADAPTED else CHECKS
+        found[kind] = {check.__name__: check(ranks, kind) for check in checks}
+    (folder / f"wrote_{family}_{world}_{rank}").touch()
     deadline = time.monotonic() + DEADLINE_S
-    while not all((folder / f"wrote_{w}_{r}").exists() for w in WORLDS for r in range(w)):
+    while not all((folder / f"wrote_{f}_{w}_{r}").exists() for f, r, w in PLACES):
         if time.monotonic() > deadline:
             raise TimeoutError("the other processes did not write their states")
         time.sleep(0.05)
@@ -567,14 +602,14 @@ def main(rank: int, world: int, folder: Path) -> None:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
     if world == 4:
         found["elsewhere"] = [check_elsewhere(ranks, "fsdp", **how) for how in LAYOUTS_OF_FOUR]
-    torch.save(found, folder / f"found_{world}_{rank}.pt")
+    torch.save(found, folder / f"found_{family}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
     try:
-        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
     except BaseException:
         traceback.print_exc()
         sys.exit(1)

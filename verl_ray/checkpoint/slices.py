@@ -29,12 +29,14 @@ class Slices(Tensor):
     ) -> Slices:
         """`parts`: disjoint boxes and what stands there, each of the box's shape. `saved`: whether this rank writes
         them; another one holds the same otherwise, and all read."""
-        made: Slices = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)  # type: ignore[attr-defined]
+        made: Slices = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
         made.parts, made.saved = tuple(parts), saved
         return made
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         raise TypeError(f"{func}: slices of a tensor are only saved and loaded")
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:

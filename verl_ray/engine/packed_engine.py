@@ -54,6 +54,11 @@ class MicroBatch:
     index: Int64  # [rows] which rows of the whole batch
     read: Int64  # [read] their places among the tokens of the whole batch
     row: Tensor  # int64 [read] which of these rows each belongs to
+    weight: Tensor | None = None  # float32 [rows] of each loss of the row, where they are learned from
+
+    def row_of_losses(self, outputs: Outputs) -> Tensor:
+        """int64 [losses]: which row each loss of such outputs is of, one per token that is read, or one per row."""
+        return torch.arange(len(self.index), device=self.row.device) if outputs.scores else self.row
 
 
 class MicroBatches(Sequence[MicroBatch]):
@@ -117,6 +122,10 @@ class PackedEngine(Engine):
     def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
         """Add the gradients of the loss of all micro-batches. `loss` is called where the outputs are."""
 
+    def _reported(self, report: LossReport) -> LossReport:
+        """With what a backend knows beside the outputs."""
+        return report
+
     @abstractmethod
     def _norm(self) -> float:
         """Of the gradients of all ranks, which are summed by then."""
@@ -168,9 +177,8 @@ class PackedEngine(Engine):
         tally = Tally()
 
         def loss_of(batch: MicroBatch, told: TokenOutputs) -> Tensor:
-            of_rows = objective.outputs.scores
-            row = torch.arange(len(batch.index), device=self.device) if of_rows else batch.row
-            weight = torch.from_numpy(rows.loss_weight[batch.index]).to(self.device, non_blocking=True)
+            row, weight = batch.row_of_losses(objective.outputs), batch.weight
+            assert weight is not None, "these rows are learned from"
             found = objective(told, LossInputs(row=row, **self._columns(rows, batch)))
             if told.routing is not None:
                 found = self._balanced(found, told.routing, row)
@@ -179,11 +187,15 @@ class PackedEngine(Engine):
             tally.add(loss, found, counted, None if told.routing is None else told.routing.load)
             return loss
 
+        def made(index: Int64) -> MicroBatch:
+            weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
+            return replace(self._to_device(rows, index), weight=weight)
+
         plan = self._micro_batches(rows, together=True, unit=objective.rows_per_unit)
-        batches = MicroBatches(plan, lambda index: self._to_device(rows, index))
+        batches = MicroBatches(plan, made)
         with self._rng_stream(), self.sharding:
             self._accumulate(batches, replace(objective.outputs, routing=self._routed), loss_of)
-        return tally.report()
+        return self._reported(tally.report())
 
     def optimizer_step(self) -> StepReport:
         config = self._learning()

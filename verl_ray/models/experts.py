@@ -53,12 +53,12 @@ def routing(said: list[tuple[Tensor, Tensor]], ends: Tensor) -> Routing:
     for logits, chosen in said:
         probabilities = torch.softmax(logits.float(), -1)
         picks = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)  # 1 where a token goes
-        picked, mass = (_by_row(values, row, rows) / length for values in (picks, probabilities))
+        picked, mass = (by_row(values, row, rows) / length for values in (picks, probabilities))
         balances.append(experts * (picked * mass).sum(-1))
         loads.append((picked.detach() * length).sum(0))
     return Routing(torch.stack(balances).mean(0), torch.stack(loads))
 
 
-def _by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
+def by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
     """Sums of [tokens, experts] over the tokens of each row, [rows, experts]."""
     return values.new_zeros(rows + 1, values.shape[1]).index_add(0, row, values)[:rows]

@@ -5,6 +5,9 @@ from __future__ import annotations
 FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
 """Values of model_type in config.json. Others may scale, cap or mask where this project does not."""
 
+IN_MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
+"""Those whose weights have a place in megatron-core's model."""
+
 WITH_EXPERTS = ("qwen3_moe",)
 """Those whose layers choose among experts."""
 

@@ -12,7 +12,7 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -31,11 +31,14 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collected
-from verl_ray.engine.megatron.layout import layout_of
-from verl_ray.engine.megatron.model import Stage, padded_vocabulary, transformer_config
-from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap
+from verl_ray.engine.megatron.experts import RoutedRows, reported
+from verl_ray.engine.megatron.layout import Axis, layout_of
+from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary, transformer_config
+from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
 from verl_ray.engine.module_engine import adam, manifest_of
-from verl_ray.engine.packed_engine import Loss, MicroBatches, PackedEngine
+from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
+from verl_ray.errors import EngineError, ModelError
+from verl_ray.models.families import IN_MEGATRON
 from verl_ray.models.names import Box, Piece, pieces
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
@@ -58,28 +61,32 @@ class MegatronEngine(PackedEngine):
         self.sharding = ShardingManager() if layout.cp.size == 1 else UlyssesManager(layout.groups.cp)
         self.forward_is_collective = backend.expert_parallel * backend.expert_tensor_parallel > 1
         self.micro_batch_multiple = layout.pp.size if layout.chunks > 1 else 1
+        self._routed_batches: list[RoutedRows] = []
         self._token_multiple = layout.cp.size * (layout.tp.size if backend.sequence_parallel else 1)
 
         source = CheckpointReader(spec.model_path)
         self.described = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head)
+        self._refuse_unmapped()
         self._manifest = _in_dtype(manifest_of(self.described)[0], backend.dtype)
         self.describe(self.described)
+        layers = range(self._config.num_hidden_layers) if self._routed else ()
+        self._expert_layers = [layer + 1 for layer in layers if has_experts(self._config, layer)]
         self._tied = spec.head == "policy" and self._config.tie_word_embeddings
         with layout.entered():
             self._core = transformer_config(self.described, backend, self.dtype)
             self._stages = [
                 Stage(self.described, self._core, layout, chunk).to(device) for chunk in range(layout.chunks)
             ]
-            self._modules: list[nn.Module] = list(self._stages)
+            self._modules: list[Any] = list(self._stages)
             if spec.optimizer is not None:
                 config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
                 self._modules = [DistributedDataParallel(self._core, config, stage) for stage in self._stages]
             self._mapped = dict(self._map())
             for parameter, mapped in self._mapped.items():
                 # megatron-core marks what it draws; unmarked ones are left out of the norm but on the first rank
-                parameter.tensor_model_parallel = not mapped.replicated
+                setattr(parameter, "tensor_model_parallel", not mapped.replicated)  # noqa: B010
             self._fill(source)
-            self._optimizer = None if spec.optimizer is None else self._make_optimizer(spec.optimizer)
+            self._optimizer: Any = None if spec.optimizer is None else self._make_optimizer(spec.optimizer)
         if self._optimizer is not None:
             self._zero_gradients()  # their memory holds anything yet
         self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
@@ -90,9 +97,23 @@ class MegatronEngine(PackedEngine):
 
     # ----------------------------------------------------------------------------------------------- building
 
+    def _refuse_unmapped(self) -> None:
+        """What `check` says of models too, before anything starts."""
+        spec, family = self.spec, self.described.hf.config.model_type
+        if spec.lora is not None:
+            raise EngineError(
+                f"{spec.role}.lora.rank = {spec.lora.rank}: megatron takes no adapter here; set it to 0, or take fsdp "
+                f"or engine as {spec.role}.backend"
+            )
+        if family not in IN_MEGATRON:
+            raise ModelError(
+                f"model.path: {spec.model_path} is a {family!r} model, which has no place in megatron's; those of "
+                f"{', '.join(IN_MEGATRON)} have"
+            )
+
     def _map(self) -> Iterator[tuple[nn.Parameter, Mapped]]:
         """This rank's parameters, and what they are."""
-        hf, attention = self._config, self.described.layers[0].self_attn
+        hf, attention = self._config, cast(Any, self.described.layers[0]).self_attn
         sizes = Sizes(
             hidden=hf.hidden_size,
             heads=hf.num_attention_heads,
@@ -180,7 +201,7 @@ class MegatronEngine(PackedEngine):
         def told(stage: Stage, hidden: Tensor, rows: PackedRows) -> TokenOutputs:
             return self.sharding.postprocess(stage.head(hidden, rows, outputs))
 
-        def step(batches: Iterator[Any], stage: Stage) -> tuple[Tensor, Callable[..., TokenOutputs]]:
+        def step(batches: Iterator[MicroBatch], stage: Stage) -> tuple[Tensor, Callable[..., TokenOutputs]]:
             batch = next(batches)
             hidden = stage(batch.packed)
             return hidden, lambda hidden, non_loss_data: told(stage, hidden, batch.packed)
@@ -191,21 +212,48 @@ class MegatronEngine(PackedEngine):
     def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)  # megatron-core would divide by their sum
 
-        def step(batches: Iterator[Any], module: nn.Module) -> tuple[Tensor, Callable[[Tensor], Any]]:
+        def step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
             batch = next(batches)
-            stage = module.module
+            stage, routed = module.module, self._routed_rows(batch, outputs) if self._expert_layers else None
 
             def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
                 told = self.sharding.postprocess(stage.head(hidden, batch.packed, outputs))
                 return loss(batch, told), no_tokens, None
 
-            return module(batch.packed), loss_of
+            return module(batch.packed, routed), loss_of
 
         self._schedule(batches, step, forward_only=False)
 
+    def _routed_rows(self, batch: MicroBatch, outputs: Outputs) -> RoutedRows:
+        """What routers must know; kept until the call is reported."""
+        assert batch.weight is not None
+        ends, tokens = batch.packed.ends, batch.packed.input_ids.shape[1]
+        own = share(tokens, self.layout.tp if self._core.sequence_parallel else Axis(1, 0))
+        row = torch.bucketize(torch.arange(tokens, device=self.device), ends)[own]
+        losses = torch.bincount(batch.row_of_losses(outputs), minlength=len(ends)).float()
+        found = RoutedRows(
+            row=row,
+            length=torch.diff(ends, prepend=ends.new_full((1,), -1)).float()[:, None],
+            weight=self._balance * batch.weight * losses,
+            counted=(batch.weight != 0) * losses,
+            group=self.layout.groups.tp,
+            layers=len(self._expert_layers),
+        )
+        self._routed_batches.append(found)
+        return found
+
+    def _reported(self, report: LossReport) -> LossReport:
+        if not self._expert_layers:
+            return report
+        found = reported(self._routed_batches, self._expert_layers, self._config.num_experts, self.layout.groups.mp)
+        self._routed_batches.clear()
+        name = f"{self.spec.role}/expert_balance_loss"
+        sums = report.sums | {name: found.counted}
+        return dataclasses.replace(report, loss=report.loss + found.loss, sums=sums, expert_load=found.load.numpy())
+
     def _schedule(self, batches: MicroBatches, step: Callable[..., Any], *, forward_only: bool) -> Any:
         """megatron-core's own: one after another, 1F1B, or interleaved."""
-        modules: list[nn.Module] = list(self._stages) if forward_only else self._modules
+        modules = list(self._stages) if forward_only else self._modules
         several = len(modules) > 1
         return get_forward_backward_func()(
             forward_step_func=step,
@@ -243,7 +291,7 @@ class MegatronEngine(PackedEngine):
 
     def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for parameter, mapped in self._mapped.items():
-            yield mapped.regions[0].name, parameter.main_grad
+            yield mapped.regions[0].name, cast(Any, parameter).main_grad
 
     @contextlib.contextmanager
     def _rng_stream(self) -> Iterator[None]:

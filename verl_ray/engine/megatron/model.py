@@ -28,6 +28,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from verl_ray.config.backends import MegatronBackend
+from verl_ray.engine.megatron.experts import ExpertLayer, RoutedRows, Router
 from verl_ray.engine.megatron.layout import Layout
 from verl_ray.models import attention
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
@@ -45,7 +46,7 @@ class RMSNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=config.layernorm_epsilon, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 @dataclass
@@ -55,6 +56,8 @@ class PackedLayout(PackedSeqParams):
 
     qkv_format: str = "sbhd"
     layout: attention.Layout | None = None
+    routed: RoutedRows | None = None
+    """For routers, of rows that are learned from."""
 
 
 class PackedAttention(MegatronModule):
@@ -135,7 +138,7 @@ class Stage(GPTModel):
         rotary = described.backbone.rotary_emb
         self.register_buffer("_inverse_frequencies", rotary.inv_freq.detach().clone(), persistent=False)
 
-    def forward(self, rows: PackedRows) -> Tensor:  # type: ignore[override]
+    def forward(self, rows: PackedRows, routed: RoutedRows | None = None) -> Tensor:
         """[tokens, 1, hidden]: what goes to the next chunk, or to the head."""
         hidden = self.embedding(rows.input_ids, rows.position_ids) if self.pre_process else None
         angles = rows.position_ids[0, :, None].float() * self._inverse_frequencies.float()
@@ -143,7 +146,7 @@ class Stage(GPTModel):
             hidden_states=hidden,
             attention_mask=None,
             rotary_pos_emb=torch.cat([angles, angles], -1)[:, None, None],
-            packed_seq_params=PackedLayout(layout=rows.layout),
+            packed_seq_params=PackedLayout(layout=rows.layout, routed=routed),
         )
 
     def head(self, hidden: Tensor, rows: PackedRows, outputs: Outputs) -> TokenOutputs:
@@ -191,12 +194,12 @@ def transformer_config(described: RoleModel, backend: MegatronBackend, dtype: to
             "moe_aux_loss_coeff": 0.0,
             "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
         }
-    recompute: dict[str, Any] = {
+    of_recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
         "full": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
-    }[backend.recompute]
-    attention_module = described.layers[0].self_attn
+    }
+    attention_module: Any = described.layers[0].self_attn
     return TransformerConfig(
         num_layers=hf.num_hidden_layers,
         hidden_size=hf.hidden_size,
@@ -238,7 +241,7 @@ def transformer_config(described: RoleModel, backend: MegatronBackend, dtype: to
         moe_permute_fusion=False,
         moe_grouped_gemm=False,
         **experts,
-        **recompute,
+        **of_recompute[backend.recompute],
     )
 
 
@@ -266,6 +269,9 @@ def _layer(config: TransformerConfig, experts: int | None) -> ModuleSpec:
     parts = spec.submodules
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     parts.self_attention.submodules.core_attention = PackedAttention
+    if experts:
+        spec.module = ExpertLayer
+        parts.mlp.submodules.router = Router
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     return spec

@@ -5,6 +5,7 @@ Invariant: no file of theirs is edited; what they call on `torch.cuda` does on t
 Deliberately not here: faults of these packages that a GPU machine has, too (they are mended where they are met).
 """
 
+# mypy: disable-error-code="assignment, override, attr-defined, misc, return-value, no-untyped-def"
 from __future__ import annotations
 
 import contextlib
@@ -42,13 +43,13 @@ def _without_compiler() -> None:
 
 def _device() -> None:
     """The current device is the CPU, and waiting for it takes no time."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.current_device = lambda: "cpu"
+    torch.cuda.synchronize = lambda *_: None
     for name in ("range_push", "range_pop"):  # marks for a profiler
         setattr(torch.cuda.nvtx, name, lambda *_, **__: None)
 
 
-class Event(torch.cpu.Event):  # type: ignore[name-defined]
+class Event(torch.cpu.Event):
     """A point in a stream: passed as soon as it is reached."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -58,7 +59,7 @@ class Event(torch.cpu.Event):  # type: ignore[name-defined]
         return 0.0
 
 
-class Stream(torch.cpu.Stream):  # type: ignore[name-defined]
+class Stream(torch.cpu.Stream):
     """Everything runs at once and in order, so there is one stream."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
@@ -74,18 +75,18 @@ class Stream(torch.cpu.Stream):  # type: ignore[name-defined]
 def _streams() -> None:
     """Streams and events, which megatron also names in annotations, so they are classes."""
     only = Stream()
-    torch.cuda.Stream, torch.cuda.Event = Stream, Event  # type: ignore[misc,assignment]
-    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: only  # type: ignore[assignment,return-value]
-    torch.cuda.stream = lambda _: contextlib.nullcontext()  # type: ignore[assignment,return-value]
+    torch.cuda.Stream, torch.cuda.Event = Stream, Event
+    torch.cuda.current_stream = torch.cuda.default_stream = lambda *_: only
+    torch.cuda.stream = lambda _: contextlib.nullcontext()
 
 
 def _random_numbers() -> None:
     """The device's generator is the CPU's. `manual_seed` seeds that one generator, not all devices: torch's own
     `manual_seed` calls the device's, and would not end."""
     get = lambda *_, **__: torch.get_rng_state()  # noqa: E731
-    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get  # type: ignore[assignment]
-    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)  # type: ignore[assignment]
-    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)  # type: ignore[assignment]
+    torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = get
+    torch.cuda.set_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+    torch.cuda.manual_seed = lambda seed: torch.default_generator.manual_seed(seed)
 
 
 def _uneven_collectives() -> None:

@@ -143,14 +143,14 @@ class WeightMap:
 
     def _words(self, name: str) -> Region:
         """Rows of words; those that only fill up the last rank's part are no part of the model."""
-        own = _share(self._sizes.padded_vocabulary, self._layout.tp)
+        own = share(self._sizes.padded_vocabulary, self._layout.tp)
         words = slice(own.start, max(own.start, min(own.stop, self._sizes.vocabulary)))
         return Region(name, (words, slice(0, self._sizes.hidden)), 0)
 
     def _expert(self, prefix: str, local: int, kind: str) -> Mapped:
         sizes, layout = self._sizes, self._layout
-        number = _share(sizes.experts, layout.ep).start + local
-        expert, own = slice(number, number + 1), _share(sizes.expert_intermediate, layout.etp)
+        number = share(sizes.experts, layout.ep).start + local
+        expert, own = slice(number, number + 1), share(sizes.expert_intermediate, layout.etp)
         columns = slice(0, sizes.hidden)
         if kind == "linear_fc2":
             return Mapped((Region(f"{prefix}down_proj", (expert, columns, own), 0),), expert=True)
@@ -171,9 +171,9 @@ class WeightMap:
             kind = inside.rpartition(".")[2]
             return Mapped(tuple(self._queries_keys_values(f"{prefix}self_attn.", kind)))
         if inside == "self_attention.linear_proj.weight":
-            own = _share(sizes.heads * sizes.head_size, tp)
+            own = share(sizes.heads * sizes.head_size, tp)
             return Mapped((Region(f"{prefix}self_attn.o_proj.weight", (columns, own), 0),))
-        own = _share(sizes.intermediate, tp)
+        own = share(sizes.intermediate, tp)
         if inside == "mlp.linear_fc2.weight":
             return Mapped((Region(f"{prefix}mlp.down_proj.weight", (columns, own), 0),))
         if inside == "mlp.linear_fc1.weight":
@@ -189,7 +189,7 @@ class WeightMap:
         sizes = self._sizes
         queries = sizes.heads // sizes.key_heads
         row = 0
-        for group in range(*_bounds(_share(sizes.key_heads, self._layout.tp))):
+        for group in range(*_bounds(share(sizes.key_heads, self._layout.tp))):
             for name, heads in (("q", queries), ("k", 1), ("v", 1)):
                 rows = slice(group * heads * sizes.head_size, (group + 1) * heads * sizes.head_size)
                 box = (rows, slice(0, sizes.hidden)) if kind == "weight" else (rows,)
@@ -201,7 +201,7 @@ def _whole(name: str, *shape: int) -> Region:
     return Region(name, tuple(slice(0, side) for side in shape), 0)
 
 
-def _share(total: int, axis: Axis) -> slice:
+def share(total: int, axis: Axis) -> slice:
     """This rank's part of so many things, which divide."""
     share = total // axis.size
     return slice(axis.rank * share, (axis.rank + 1) * share)
