@@ -135,11 +135,12 @@ def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(monkeypatch: pyte
 def test_autocast_gives_forward_and_backward_the_same_logits(path: str) -> None:
     hidden, weight, _, targets = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = head_log_probs(hidden, weight, targets).log_probs
-    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets).log_probs
-    assert torch.equal(found, expected)
-    grads = torch.autograd.grad(found.sum(), (hidden, weight))
-    expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
+        found = head_log_probs(hidden, weight, targets, with_entropy=True)
+    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets, with_entropy=True)
+    assert found.entropy is not None and expected.entropy is not None
+    assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(found.entropy, expected.entropy)
+    grads = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), (hidden, weight))
+    expected_grads = torch.autograd.grad(expected.log_probs.sum() + expected.entropy.sum(), (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 

@@ -137,7 +137,8 @@ class _LogProbs(torch.autograd.Function):
             if greedy is not None:
                 greedy[part] = log_p.argmax(dim=-1) == targets[part]
             if entropy is not None:
-                entropy[part] = -torch.linalg.vecdot(log_p.exp(), log_p)
+                # No vecdot: it is a matrix product, which autocast turns to bfloat16.
+                entropy[part] = -log_p.exp().mul_(log_p).sum(dim=-1)
         ctx.save_for_backward(rows, weight, bias, targets, divisor, entropy)
         ctx.chunk = chunk
         ctx.set_materialize_grads(False)  # an entropy that is only reported costs nothing in the backward pass
