@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from tests.ops.naive import Watch, naive
 from verl_ray.errors import EngineError
 from verl_ray.ops import log_probs as module
 from verl_ray.ops.log_probs import head_log_probs, token_log_probs
@@ -30,15 +28,6 @@ def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, 
     hidden, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((T, H), (V, H), (V,)))
     targets = torch.randint(V, (T,), generator=generator)
     return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
-
-
-def naive(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor
-) -> tuple[Tensor, Tensor]:
-    """Float64, all at once, by the definition."""
-    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    log_p = torch.log_softmax(logits / (temperature if isinstance(temperature, float) else temperature[:, None]), -1)
-    return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 def test_numbers_by_hand() -> None:
@@ -135,11 +124,12 @@ def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(monkeypatch: pyte
 def test_autocast_gives_forward_and_backward_the_same_logits(path: str) -> None:
     hidden, weight, _, targets = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = head_log_probs(hidden, weight, targets).log_probs
-    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets).log_probs
-    assert torch.equal(found, expected)
-    grads = torch.autograd.grad(found.sum(), (hidden, weight))
-    expected_grads = torch.autograd.grad(expected.sum(), (hidden, weight))
+        found = head_log_probs(hidden, weight, targets, with_entropy=True)
+    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets, with_entropy=True)
+    assert found.entropy is not None and expected.entropy is not None
+    assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(found.entropy, expected.entropy)
+    grads = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), (hidden, weight))
+    expected_grads = torch.autograd.grad(expected.log_probs.sum() + expected.entropy.sum(), (hidden, weight))
     assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 
@@ -161,23 +151,6 @@ def test_no_tokens(path: str) -> None:
     assert outputs.log_probs.shape == (0,) and weight.grad is not None and not weight.grad.any()
 
 
-class _Largest(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made, and the largest float32 one."""
-
-    numel = numel_float32 = 0
-
-    def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.numel = max(self.numel, leaf.numel())
-                if leaf.dtype == torch.float32:
-                    self.numel_float32 = max(self.numel_float32, leaf.numel())
-        return out
-
-
 def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 inputs: the largest float32 tensor is one chunk, in both ways of the head and from given logits.
 
@@ -186,19 +159,19 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -
     hidden, weight, targets = torch.randn(64, 4).bfloat16(), torch.randn(50, 4).bfloat16(), torch.zeros(64).long()
     for kept in (0, 2**40):
         monkeypatch.setattr(module, "KEPT_LOGITS", kept)
-        with _Largest() as largest:
+        with Watch() as seen:
             outputs = head_log_probs(
                 hidden.requires_grad_(), weight.requires_grad_(), targets,
                 temperature=0.5, with_entropy=True, with_greedy=True, chunk_tokens=6,
             )  # fmt: skip
             assert outputs.entropy is not None
             (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
-        assert largest.numel_float32 == 6 * 50
-        assert largest.numel == (64 * 50 if kept else 6 * 50)
+        assert seen.numel_float32 == 6 * 50
+        assert seen.numel == (64 * 50 if kept else 6 * 50)
     logits = torch.randn(64, 50).bfloat16().requires_grad_()
-    with _Largest() as largest:
+    with Watch() as seen:
         token_log_probs(logits, targets, 0.5, chunk_tokens=6).sum().backward()
-    assert largest.numel_float32 == 6 * 50
+    assert seen.numel_float32 == 6 * 50
 
 
 def test_nothing_makes_the_host_wait_for_the_device(path: str) -> None:
