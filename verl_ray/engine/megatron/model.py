@@ -134,7 +134,7 @@ class Stage(GPTModel):
         share = padded_vocabulary(hf.vocab_size, layout.tp.size) // layout.tp.size
         first_word = layout.tp.rank * share
         self._vocabulary = VocabularySlice(self._tp, first_word) if layout.tp.size > 1 else None
-        self._own_words = min(share, hf.vocab_size - first_word)
+        self._own_words = max(0, min(share, hf.vocab_size - first_word))
         rotary = described.backbone.rotary_emb
         self.register_buffer("_inverse_frequencies", rotary.inv_freq.detach().clone(), persistent=False)
 
