@@ -98,11 +98,11 @@ class ModelWorker:
 
     def distance_from(self, path: str) -> float:
         """The largest difference between this engine and transformers on the directory `path`, over some fixed rows:
-        of the log-probs of a policy, or of the scores of any other model. 0 on ranks other than 0, which only help."""
+        of the log-probs of a policy, or of the scores of any other model. 0 on ranks that only help."""
         rows = probe_rows(self.engine.vocab_size)
         policy = self.engine.head == "policy"
         found = self.engine.forward(rows, Outputs(log_probs=policy, scores=not policy))
-        if self.context.rank:
+        if not self.topology.answers or self.topology.row_index:
             return 0.0
         ours = found.log_probs if policy else found.scores
         assert ours is not None

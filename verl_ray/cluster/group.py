@@ -135,10 +135,10 @@ class WorkerGroup(Generic[W]):
         return Call(self, flights, assemble)
 
     def broadcast(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[list[T]]:
-        """Call the method with the same arguments on all ranks. Returns the values of the ranks that answer."""
+        """Call the method with the same arguments, no rows, on all ranks. Returns the value of each rank."""
         deadline = self._deadline(None)
         flights = [self._send(member, method, args, kwargs, deadline) for member in self._usable()]
-        return Call(self, flights, lambda answers: [_plain(reply) for _, reply in answers if reply is not None])
+        return Call(self, flights, lambda answers: [_plain(reply) for _, reply in answers])
 
     def rank_zero(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]:
         """Call the method on rank 0 alone; not for methods in which ranks meet."""

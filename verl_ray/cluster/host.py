@@ -96,7 +96,7 @@ class Failure:
     error: VerlRayError | None
 
 
-Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answer
+Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answer for its rows
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class WorkerHost:
         self._running = request.role, request.method, time.monotonic()
         try:
             answer = self._bound(request)(*self._arguments(request), **request.kwargs)
-            if not self._answers(request.role):
+            if not self._answers(request):
                 return None, None
             return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
         except Exception as error:
@@ -183,7 +183,7 @@ class WorkerHost:
             for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
                 if stream_id in self._ended_streams:
                     break
-                if self._answers(request.role):
+                if self._answers(request):
                     yield piece
                     yield Receipt.of(piece)
         except Exception as error:
@@ -266,8 +266,11 @@ class WorkerHost:
     def _arguments(self, request: Request) -> list[object]:
         return [read(a, request.deadline_s) if isinstance(a, Sharded) else a for a in request.args]
 
-    def _answers(self, role: str) -> bool:
-        told = getattr(self._workers[role], "topology", None)
+    def _answers(self, request: Request) -> bool:
+        """Of ranks that compute the same rows one answers for them; of anything else each speaks for itself."""
+        if not any(isinstance(argument, Sharded) for argument in request.args):
+            return True
+        told = getattr(self._workers[request.role], "topology", None)
         return told is None or bool(told.answers)
 
     def _set_threads(self) -> None:
