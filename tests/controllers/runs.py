@@ -91,7 +91,7 @@ def make_inputs(folder: Path) -> Inputs:
     files = write_arithmetic(folder, max_operand=19, num_train=64, num_validation=16, seed=0)
     character_tokenizer(folder / "tokenizer", ALPHABET)
     shape = TinyModelConfig(
-        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=96,
         tie_embeddings=True,
     )  # fmt: skip
     model = make_tiny_qwen3(folder / "model", folder / "tokenizer", shape, seed=0)

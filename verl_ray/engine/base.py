@@ -109,7 +109,8 @@ class Engine(ABC):
 
     @abstractmethod
     def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
-        """The wanted outputs for every token under the response mask (scores: for every row), without gradients."""
+        """The wanted outputs for every token under the response mask (scores: for every row), without gradients. On a
+        rank that does not answer for its rows (`topology`), they may be zeros."""
 
     @abstractmethod
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:

@@ -27,7 +27,7 @@ from verl_ray.algorithms.objectives import LossInputs, Objective
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import Int64, Kind, offsets_of
 from verl_ray.data.packing import micro_batches
-from verl_ray.data.stages import Rows, TrainingBatch
+from verl_ray.data.stages import Float32, Rows, TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, scattered
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.engine.tally import Tally
@@ -159,7 +159,7 @@ class PackedEngine(Engine):
         with self._rng_stream(), self.sharding:
             found = self._outputs_of(batches, outputs)
         if not found:
-            return ForwardResult()
+            return _nothing(rows, outputs)
         reads = [batches.read[i] for i in range(len(plan))]
 
         def column(name: str, where: Sequence[Int64], size: int) -> np.ndarray[Any, Any] | None:
@@ -392,3 +392,19 @@ class PackedEngine(Engine):
                 yield
             finally:
                 self._rng = self._rng_now()
+
+
+def _nothing(rows: Rows, outputs: Outputs) -> ForwardResult:
+    """The wanted outputs of a rank that has none."""
+
+    def column(wanted: bool, size: int) -> Float32 | None:
+        return np.zeros(size, np.float32) if wanted else None
+
+    tokens = rows.num_tokens
+    return ForwardResult(
+        log_probs=column(outputs.log_probs, tokens),
+        entropy=column(outputs.entropy, tokens),
+        greedy=np.zeros(tokens, np.bool_) if outputs.greedy else None,
+        values=column(outputs.values, tokens),
+        scores=column(outputs.scores, rows.num_rows),
+    )

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_ray.engine.megatron.layout import Axis, Layout
-from verl_ray.errors import ModelError
+from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.names import Box
 
 _LAYER = re.compile(r"decoder\.layers\.\d+\.(.*)")
@@ -202,7 +202,9 @@ def _whole(name: str, *shape: int) -> Region:
 
 
 def share(total: int, axis: Axis) -> slice:
-    """This rank's part of so many things, which divide."""
+    """This rank's part of so many things. Raises EngineError where they do not divide."""
+    if total % axis.size:
+        raise EngineError(f"{total} heads, rows or layers cannot be shared out evenly over {axis.size} ranks")
     share = total // axis.size
     return slice(axis.rank * share, (axis.rank + 1) * share)
 
