@@ -76,6 +76,8 @@ class Recovery:
     def __init__(self, config: Config) -> None:
         self._tree = to_tree(config)
         self._store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
+        self._behind = config.run.checkpoint_behind
+        self._unfinished: contextlib.ExitStack | None = None
         self._checkpoint = self._find(config.run.resume)
         if self._checkpoint is not None:
             self._compare(self._checkpoint)
@@ -115,10 +117,26 @@ class Recovery:
         return found.step
 
     def save(self, number: int, trainer: Resumable, trackers: dict[str, str]) -> None:
-        """Write the checkpoint after step `number`."""
+        """Write the checkpoint after step `number`; with run.checkpoint_behind it is there once `finish` returned."""
+        self.finish()
         state = {"trainer": trainer.state(), "trackers": trackers}
-        with self._store.writing(number, state, self._tree) as folder:
-            wait_all([group.broadcast(ModelWorker.save, str(folder / name)) for name, group in trainer.groups.items()])
+        verb = ModelWorker.begin_save if self._behind else ModelWorker.save
+        with contextlib.ExitStack() as writing:
+            folder = writing.enter_context(self._store.writing(number, state, self._tree))
+            wait_all([group.broadcast(verb, str(folder / name)) for name, group in trainer.groups.items()])
+            if self._behind:
+                writing.push(lambda *_: self._wait_for(trainer))
+                self._unfinished = writing.pop_all()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written, if there is one, and commit it."""
+        writing, self._unfinished = self._unfinished, None
+        if writing is not None:
+            writing.close()
+
+    @staticmethod
+    def _wait_for(trainer: Resumable) -> None:
+        wait_all([group.broadcast(ModelWorker.finish_save) for group in trainer.groups.values()])
 
     def _find(self, resume: str) -> Checkpoint | None:
         found = self._store.latest()

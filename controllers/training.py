@@ -89,6 +89,7 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
         for number in range(done + 1, config.run.total_steps + 1):
             heed_signals()
             metrics = trainer.step(number)
+            recovery.finish()
             if evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps):
                 held_out, samples = trainer.evaluate()
                 metrics |= held_out
@@ -97,6 +98,7 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
             if due(number, config.run.checkpoint_every, config.run.total_steps):
                 with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
                     recovery.save(number, trainer, trackers.state())
+        recovery.finish()
     return conclude(config, trackers, samples)
 
 
@@ -114,6 +116,7 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
             if trainer.finished:
                 break
             metrics = trainer.step()
+            recovery.finish()
             if evaluates and due(number, config.run.evaluate_every, config.run.total_steps):
                 metrics |= trainer.evaluate()
             trackers.log(number, metrics)
@@ -121,6 +124,7 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
             if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
                 with trainer.timers("save_checkpoint"):
                     recovery.save(number, trainer, trackers.state())
+        recovery.finish()
         trainer.export(str(Path(config.run.dir) / "model"))
     return conclude(config, trackers, [])
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
-from verl_ray.checkpoint.sharded import load, save
+from verl_ray.checkpoint.sharded import Saving, load, save
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
@@ -62,6 +63,8 @@ class ModelWorker:
         self._adapted = spec.lora is not None
         self.topology = replace(self.engine.topology, quadratic=shape.quadratic if shape is not None else 0.0)
         self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
+        self._saving: Saving | None = None
+        self._saving_group: dist.ProcessGroup | None = None
 
     def compute_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
         """Log-probabilities of the response tokens at the temperature they were sampled with."""
@@ -85,6 +88,18 @@ class ModelWorker:
     def save(self, path: str) -> None:
         """Write this rank's shards of the engine's state under `path`."""
         save(self.engine.state(), path)
+
+    def begin_save(self, path: str) -> None:
+        """The same behind what comes next: what is written is the state as it is now."""
+        if self._saving_group is None and self.context.num_ranks > 1:
+            self._saving_group = dist.new_group(backend="gloo")
+        self._saving = Saving(self.engine.state(), path, self._saving_group)
+
+    def finish_save(self) -> None:
+        """Wait for what `begin_save` began."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
 
     def load(self, path: str) -> None:
         """Take the engine's state from a checkpoint that any layout wrote."""

@@ -97,10 +97,11 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     code, output = finish(start(inputs, whole, f"run.total_steps={STEPS}"))
     assert code == 0, output
 
-    code, output = finish(start(inputs, broken, "run.total_steps=2"))
+    behind = "run.checkpoint_behind=true"
+    code, output = finish(start(inputs, broken, "run.total_steps=2", behind))
     assert code == 0, output
 
-    run = start(inputs, broken, f"run.total_steps={STEPS}")
+    run = start(inputs, broken, f"run.total_steps={STEPS}", behind)
     wait_for_step(run, broken, 3)
     process_behind(broken / "logs" / "fsdp trainer-0.log").kill()
     code, output = finish(run)
@@ -109,7 +110,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     assert "rank 0" in output and "the process died during" in output
     assert "Traceback" not in output.partition("last output")[0]
 
-    run = start(inputs, broken, f"run.total_steps={STEPS}")
+    run = start(inputs, broken, f"run.total_steps={STEPS}", behind)
     wait_for_step(run, broken, 4)
     os.kill(run.pid, signal.SIGKILL)
     run.communicate(timeout=60)

@@ -7,6 +7,7 @@ change their process, and have one of their own.
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 import traceback
@@ -186,6 +187,16 @@ class Ranks:
     def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         return balance(rows.lengths, self.world)[self.rank]
 
+    def of(self, engine: Engine, rows: TrainingBatch) -> TrainingBatch:
+        """The rows of this rank, which others have too where the engine cuts them up."""
+        place = engine.topology
+        return rows.select(balance(rows.lengths, place.row_count)[place.row_index])
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """For what goes on behind the training."""
+        return dist.new_group(backend="gloo")
+
     def my_pairs(self, rows: TrainingBatch) -> TrainingBatch:
         return rows.select(rows_of_units(balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2))
 
@@ -201,7 +212,8 @@ class Ranks:
 
     def step(self, engine: Engine, rows: TrainingBatch, objective: Objective) -> tuple[LossReport, StepReport]:
         """One optimizer step over the rows of all ranks; these are the rows of this one."""
-        return self.total(engine.forward_backward(rows, objective)), engine.optimizer_step()
+        report = engine.forward_backward(rows, objective)
+        return self.total(report if engine.topology.answers else LossReport()), engine.optimizer_step()
 
     def train(
         self, engine: Engine, rows: TrainingBatch, objective: Objective, steps: int = 3
@@ -432,10 +444,10 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     """States that other backends and other numbers of ranks wrote."""
     rows = rows_of()
-    mine = rows.select(ranks.mine(rows))
     found = {}
     for writer, world in WRITERS:
         engine = ranks.engine(kind, **settings)
+        mine = ranks.of(engine, rows)
         load(engine, ranks.folder / f"state_{writer}_{world}")
         weights = ranks.weights(engine)
         found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
@@ -450,8 +462,9 @@ def check_hybrid(ranks: Ranks) -> dict[str, Any]:
     engine = ranks.engine("fsdp", **groups)
     found: dict[str, Any] = {"before": ranks.weights(engine)}
     first = ranks.train(engine, mine, POLICY, 2)
-    sharded.save(engine.state(), str(ranks.folder / "state_hybrid_4"))
+    saving = sharded.Saving(engine.state(), str(ranks.folder / "state_hybrid_4"), ranks.group)
     never_stopped = ranks.train(engine, mine, POLICY, 1)
+    saving.wait()
     found["hybrid"] = {name: values + never_stopped[name] for name, values in first.items()}
     resumed = ranks.engine("fsdp", **groups)
     load(resumed, ranks.folder / "state_hybrid_4")
@@ -461,6 +474,30 @@ def check_hybrid(ranks: Ranks) -> dict[str, Any]:
     found["experts"] = ranks.train(experts, mine, POLICY)
     adapted = ranks.engine("fsdp", lora=ADAPTER, **groups)
     found["adapter"] = ranks.train(adapted, mine, POLICY)
+    return found
+
+
+def check_layouts(ranks: Ranks) -> dict[str, Any]:
+    """Layouts of megatron that write a state, and go on."""
+    rows, found = rows_of(), {}
+    for name, layout in LAYOUTS[ranks.world].items():
+        engine = ranks.engine("megatron", **layout)
+        mine = ranks.of(engine, rows)
+        before = ranks.weights(engine)
+        ranks.train(engine, mine, POLICY, 2)
+        folder = ranks.folder / f"state_{name}_{ranks.world}"
+        saving = sharded.Saving(engine.state(), str(folder), ranks.group)
+        never_stopped = ranks.train(engine, mine, POLICY, 2)
+        saving.wait()  # what was trained meanwhile is not in it
+        resumed = ranks.engine("megatron", **layout)
+        load(resumed, folder)
+        found[name] = {
+            "before": before,
+            "never stopped": never_stopped,
+            "resumed": ranks.train(resumed, mine, POLICY, 2),
+        }
+        engine.export(str(ranks.folder / f"export_{name}"))
+        found[name]["trained"] = ranks.weights(engine)
     return found
 
 
@@ -522,7 +559,7 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 
 def check_sequence(ranks: Ranks) -> dict[str, Any]:
-    """Two ranks compute the same rows, each half of their tokens; all models have fewer key-value heads than that."""
+    """Two ranks compute the same rows, each half of their tokens."""
     rows, pairs = rows_of(), pairs_of()
     found: dict[str, Any] = {}
 
@@ -559,16 +596,25 @@ FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron":
 """Backends whose engines share a process."""
 KINDS = tuple(kind for kinds in FAMILIES.values() for kind in kinds)
 ADAPTED = ("engine", "fsdp")
-LAYOUTS_OF_FOUR: tuple[dict[str, Any], ...] = ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2})
-PLACES = tuple(
-    (family, rank, world)
-    for family, worlds in {"torch": (1, 2, 4), "megatron": (1, 2)}.items()
-    for world in worlds
-    for rank in range(world)
-)
+LAYOUTS_OF_FOUR: dict[str, tuple[dict[str, Any], ...]] = {
+    "torch": ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}),
+    "megatron": (
+        {"tensor_parallel": 2, "sequence_parallel": True, "pipeline_parallel": 2},
+        {"context_parallel": 2},
+    ),
+}
+"""On which four ranks read what others wrote."""
+LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
+    1: {},
+    2: {"tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True}, "pp2": {"pipeline_parallel": 2}},
+    4: {"tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}},
+}
+"""Of megatron, that write."""
+PLACES = tuple((family, rank, world) for family in FAMILIES for world in (1, 2, 4) for rank in range(world))
 """Every process: its family, rank and number of ranks."""
 WRITERS = (
     ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
+    ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4),
 )  # fmt: skip
 
 
@@ -585,7 +631,9 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     torch_alone = family == "torch"
-    found: dict[str, Any] = {"hybrid": check_hybrid(ranks)} if world == 4 else {}
+    found: dict[str, Any] = {} if torch_alone else {"layouts": check_layouts(ranks)}
+    if world == 4 and torch_alone:
+        found["hybrid"] = check_hybrid(ranks)
     if world > 1 and torch_alone:
         found["sequence"] = check_sequence(ranks)
     kinds = () if world == 4 else FAMILIES[family]
@@ -601,7 +649,8 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
     for kind in kinds:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
     if world == 4:
-        found["elsewhere"] = [check_elsewhere(ranks, "fsdp", **how) for how in LAYOUTS_OF_FOUR]
+        of_four = LAYOUTS_OF_FOUR[family]
+        found[f"elsewhere {family}"] = [check_elsewhere(ranks, FAMILIES[family][-1], **how) for how in of_four]
     torch.save(found, folder / f"found_{family}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

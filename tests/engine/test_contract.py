@@ -37,9 +37,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("contract")
     character_tokenizer(root / "tokenizer", "0123456789+=")
     for name, tied in MODELS.items():
+        # all but one have fewer key heads than the ranks that share out a row
+        heads, key_heads, size = (4, 2, 16) if name == "qwen3" else (2, 1, 32)
         sizes = TinyModelConfig(
-            hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
-            tie_embeddings=tied,
+            hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=key_heads, head_size=size,
+            intermediate_size=96, tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
     return root
@@ -397,7 +399,7 @@ def test_parameters_stay_where_they_are_when_activations_go_to_the_host(found: d
     """They would be copied once more for every layer; they are gathered again for the backward pass."""
     for rank in (*found[1], *found[2]):
         kept, moved = rank["fsdp"]["check_training"]["offloaded"]
-        weights = {(64, 64), (32, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (32,)}
+        weights = {(64, 64), (32, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (16,)}
         assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & weights
 
 
@@ -481,7 +483,7 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
     """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
     for writer in (f"{kind} on {world}" for kind, world in contract.WRITERS):
         ranks = [one[kind]["check_elsewhere"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
-        ranks += [layout for one in found[4] for layout in one["elsewhere"]]
+        ranks += [layout for one in found[4] for family in contract.FAMILIES for layout in one[f"elsewhere {family}"]]
         read = [one[writer] for one in ranks]
         for other in read[1:]:
             for name, value in read[0]["weights"].items():
@@ -489,6 +491,24 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
             close(other["loss"], read[0]["loss"])
             close(other["norm"], read[0]["norm"])
             assert other["lr"] == pytest.approx([rate_of(2), rate_of(3)])
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(world, name) for world, layouts in contract.LAYOUTS.items() for name in layouts]
+)
+def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
+    folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
+) -> None:
+    """That each element has one owner is asserted where the shards are put together."""
+    expected = load_file(folder / "qwen3" / "model.safetensors")
+    exported = load_file(folder / f"export_{layout}" / "model.safetensors")
+    for rank in found[world]:
+        given = rank["layouts"][layout]
+        assert all(torch.equal(given["before"][name], value) for name, value in expected.items())
+        assert all(torch.equal(given["trained"][name], value) for name, value in exported.items())
+        assert given["resumed"] == given["never stopped"]
+        close(given["never stopped"]["norm"][:1], naive["qwen3"]["norm"][2:])
+    assert exported.keys() == expected.keys()
 
 
 def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:

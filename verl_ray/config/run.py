@@ -25,6 +25,8 @@ class RunConfig(Section):
     """Evaluate before the first step and every N steps; 0 = never."""
     checkpoint_every: NonNegative
     """Write a checkpoint every N steps and after the last one; 0 = never."""
+    checkpoint_behind: bool
+    """Go on training while a checkpoint is written, from a copy of the state in host memory; it counts a step later."""
     keep_checkpoints: Positive
     """How many of the newest checkpoints stay on disk."""
     resume: str

@@ -25,7 +25,7 @@ from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, Packed
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Piece, pieces
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
-from verl_ray.models.weights import CheckpointReader, TensorSource, own_box
+from verl_ray.models.weights import CheckpointReader, TensorSource, is_first_copy, own_box
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.topology import Topology
@@ -147,7 +147,7 @@ class ModuleEngine(PackedEngine):
                 own = module_name, self._merged(module_name, parameters)
             value = own[1]
             if isinstance(value, DTensor):
-                owner, local = _is_first_copy(value), value.to_local()
+                owner, local = is_first_copy(value), value.to_local()
             else:
                 owner, local = self.rank == 0, value
             here, there = piece.overlap(own_box(value))
@@ -263,12 +263,3 @@ def adam(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.A
             "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
         }
     return optimizer
-
-
-def _is_first_copy(value: DTensor) -> bool:
-    """Whether this rank is the first of those that hold the same slice."""
-    coordinate = value.device_mesh.get_coordinate()
-    assert coordinate is not None, "every rank is in the mesh"
-    return all(
-        not placement.is_replicate() or at == 0 for placement, at in zip(value.placements, coordinate, strict=True)
-    )

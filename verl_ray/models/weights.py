@@ -193,6 +193,15 @@ def own_box(value: Tensor) -> Box:
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 
+def is_first_copy(value: DTensor) -> bool:
+    """Whether this rank is the first of those that hold the same slice."""
+    coordinate = value.device_mesh.get_coordinate()
+    assert coordinate is not None, "every rank is in the mesh"
+    return all(
+        not placement.is_replicate() or at == 0 for placement, at in zip(value.placements, coordinate, strict=True)
+    )
+
+
 def fill(
     module: nn.Module,
     checkpoint: TensorSource,

@@ -72,7 +72,8 @@ def stopping_is_measured(config: Config, _: Overridden) -> Iterator[Problem]:
 def checkpoints_are_kept(config: Config, overridden: Overridden) -> Iterator[Problem]:
     if config.run.checkpoint_every == 0:
         reason = "run.checkpoint_every=0 writes no checkpoints"
-        yield from ignored(overridden.under("run.keep_checkpoints"), config, reason)
+        for key in ("run.keep_checkpoints", "run.checkpoint_behind"):
+            yield from ignored(overridden.under(key), config, reason)
 
 
 def wandb_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
