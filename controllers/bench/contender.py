@@ -1,9 +1,9 @@
-"""One process of a contender of `verl-ray bench fsdp`: the same passes over the same rows, by one way of training.
+"""One process of a contender (`contest.py`): the same passes over the same rows, by one way of training.
 
 Invariant: whatever the contender, a pass begins when all ranks are there and ends when its results are; what is set up
 once is not timed, and memory is watched while nothing is timed. Plain PyTorch pads the rows of a micro-batch to its
 longest and attends causally without a mask, its fastest way: padding is behind the tokens, which do not see it.
-Deliberately not here: the comparison (`fsdp.py`).
+Deliberately not here: the comparison (`contest.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controllers.bench.processes import PATIENCE_S
-from verl_ray.config.schema import RLConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.profiling.memory import TreeMemorySampler, device_memory
@@ -47,6 +46,8 @@ class Work:
     rows: int
     threads: int
     micro_batch_tokens: int
+    settings: tuple[str, ...] = ()
+    """Of the backend, key=value."""
 
 
 def row_lengths(count: int) -> Int64:
@@ -128,24 +129,27 @@ def _peak_bytes(run: Callable[[], object], gpu: bool) -> int:
 def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], object]]:
     from controllers.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
+    from verl_ray.config.roles import SupervisedRole
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
     from verl_ray.ops.outputs import Outputs
 
-    cap = f"backend.micro_batch_tokens_per_rank={work.micro_batch_tokens}"
-    config = compose("quickstart", [f"backend={work.kind}", f"backend.dtype={work.dtype}", cap])
-    assert isinstance(config, RLConfig)
-    spec = EngineSpec("actor", work.model, "policy", config.actor.backend, config.actor.optimizer, 1000, seed=0)
+    settings = ["run.dir=none", "data.train_path=none", "run.evaluate_every=0", f"model.path={work.model}"]
+    settings += [f"actor.num_ranks={work.world}", f"sft.max_tokens={LONGEST}", f"backend={work.kind}"]
+    of_backend = (f"dtype={work.dtype}", f"micro_batch_tokens_per_rank={work.micro_batch_tokens}", *work.settings)
+    role = compose("sft", [*settings, *(f"actor.backend.{setting}" for setting in of_backend)]).model_roles["actor"]
+    assert isinstance(role, SupervisedRole)
+    spec = EngineSpec("actor", work.model, "policy", role.backend, role.optimizer, 1000, seed=0)
     engine = build_engine(spec, device=device, rank=work.rank, world_size=work.world)
-    rows = rows_of(work.rows, engine.vocab_size)
-    mine = rows.select(balance(rows.lengths, work.world)[work.rank])
+    rows, place = rows_of(work.rows, engine.vocab_size), engine.topology
+    mine = rows.select(balance(rows.lengths, place.row_count)[place.row_index])
     objective = SupervisedObjective()
 
     def step() -> float:
         report = engine.forward_backward(mine, objective)
         engine.optimizer_step()
-        return report.loss
+        return report.loss if place.answers else 0.0
 
     return {
         "forward": lambda: engine.forward(mine, Outputs(log_probs=True)),

@@ -1,143 +1,44 @@
 """`verl-ray bench fsdp`: tokens per second and memory of the training backends, beside plain PyTorch on the same rows.
 
-Invariant: every contender computes the log-probs of the same rows of mixed lengths with the same model in the same run,
-in processes of its own; their losses are printed, by which that can be seen. They take turns in rounds, so that a slow
-minute of the machine is not one contender's alone. Deliberately not here: what a contender does (`contender.py`), the
-head by itself (`head.py`), generation, and any Ray.
+Deliberately not here: how contenders are measured (`contest.py`), and the head by itself (`head.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import multiprocessing
-import os
-import platform
 import sys
-import tempfile
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
-from itertools import product
-from pathlib import Path
 from typing import Any
 
-from controllers.bench import contender, head
-from controllers.bench.contender import LONGEST, PLAIN, SHORTEST, SORTED, Work, padded_batches, row_lengths
-from controllers.bench.processes import ask
-from verl_ray.config.preparation import TinyModelConfig
+from controllers.bench import head
+from controllers.bench.contender import PLAIN, SORTED, padded_batches, row_lengths
+from controllers.bench.contest import Contender, Contest
 from verl_ray.data.batch import Int64
-from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
-from verl_ray.profiling.memory import GIB
 
-_PROGRAM = "verl-ray bench fsdp"
-CONTENDERS = ((PLAIN, 1), (SORTED, 1), ("engine", 1), ("fsdp", 1), ("fsdp", 2))
-"""What, and on how many ranks. Padded rows are measured in the order they come in, and sorted by length, which is the
-least padding that they can have."""
-PASSES = ("forward", "forward_backward", "step")
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model to be made; its vocabulary is of characters without a meaning."""
-
-    vocab_size: int
-    layers: TinyModelConfig
-
-
-MODELS = {
-    "1m": Size(
-        1024,
-        TinyModelConfig(
-            hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=384,
-            tie_embeddings=True,
-        ),
+CONTEST = Contest(
+    "verl-ray bench fsdp",
+    "Tokens per second of the engine and fsdp backends, beside plain PyTorch on padded rows.",
+    (
+        Contender("plain", PLAIN, 1),
+        Contender("plain_sorted", SORTED, 1),  # by length: the least padding that rows can have
+        Contender("engine_1", "engine", 1),
+        Contender("fsdp_1", "fsdp", 1),
+        Contender("fsdp_2", "fsdp", 2),
     ),
-    "20m": Size(
-        4096,
-        TinyModelConfig(
-            hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_size=64, intermediate_size=1408,
-            tie_embeddings=True,
-        ),
-    ),
-    "500m": Size(  # the sizes of Qwen2.5-0.5B
-        151_936,
-        TinyModelConfig(
-            hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, head_size=64, intermediate_size=4864,
-            tie_embeddings=True,
-        ),
-    ),
-}  # fmt: skip
+    yardstick="plain",
+)
 
 
 def main(argv: list[str]) -> int:
     """Run the suite and print its figures; returns 0, or 2 where there is no GPU and one was asked for."""
-    given = _parser().parse_args(argv)
-    contenders = [one for one in CONTENDERS if given.device == "cpu" or one[1] <= _gpus()]
-    if not contenders:
-        print(f"{_PROGRAM}: --device cuda needs a GPU, and torch finds none on this machine", file=sys.stderr)
+    found = CONTEST.run(argv)
+    if found is None:
         return 2
-    cores = len(os.sched_getaffinity(0))
-    lengths = row_lengths(given.rows)
-    told: dict[str, list[list[dict[str, Any]]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
-            model = other.submit(_make_model, given.model, folder).result()
-        shape = ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
-        for turn, (kind, world) in product(range(given.repeats), contenders):
-            print(f"round {turn + 1}: {kind} on {world} ...", file=sys.stderr, flush=True)
-            meeting, threads = f"{folder}/{turn}-{kind}-{world}", max(1, cores // world)
-            work = Work(
-                kind, 0, world, given.device, given.dtype, model, meeting, given.rows, threads, given.micro_batch_tokens
-            )
-            ranks = [asdict(replace(work, rank=rank)) for rank in range(world)]
-            told.setdefault(f"{kind}_{world}", []).append(ask(contender.__name__, ranks, threads))
-    figures = {name: _figures(rounds, lengths) for name, rounds in told.items()}
+    given, figures = found
     print("the head ...", file=sys.stderr, flush=True)
-    alone = head.measure(given.device, given.dtype, given.repeats, cores)
-    device, peak = _device(given.device, given.dtype)
-    _compare(figures, shape, lengths, peak)
-    result = {
-        **figures,
-        "packing": _packing(figures, lengths, given.micro_batch_tokens),
-        "head": alone,
-        "rows": {"count": given.rows, "tokens": int(lengths.sum()), "shortest": SHORTEST, "longest": LONGEST},
-        "micro_batch_tokens": given.micro_batch_tokens,
-        "model": given.model,
-        "dtype": given.dtype,
-        "device": device,
-        "cores": cores,
-        "versions": {"python": platform.python_version(), "torch": version("torch")},
-    }
-    print(json.dumps(result, indent=2))
+    packing = _packing(figures, row_lengths(given.rows), given.micro_batch_tokens)
+    alone = head.measure(given.device, given.dtype, given.repeats, figures["cores"])
+    print(json.dumps({**figures, "packing": packing, "head": alone}, indent=2))
     return 0
-
-
-def _figures(rounds: list[list[dict[str, Any]]], lengths: Int64) -> dict[str, Any]:
-    """Of one contender, from what its ranks found in each round. A pass takes what its slowest rank takes, and counts
-    when it was fastest, since whatever else runs on the machine only slows it. Memory is the sum of the ranks' peaks.
-    """
-    seconds = {name: min(max(rank["seconds"][name] for rank in ranks) for ranks in rounds) for name in PASSES}
-    return {
-        "tokens_per_s": {name: round(int(lengths.sum()) / value) for name, value in seconds.items()},
-        "best_s": {name: round(value, 4) for name, value in seconds.items()},
-        "peak_memory_gib": round(max(sum(rank["peak_bytes"] for rank in ranks) for ranks in rounds) / GIB, 3),
-        "loss": sum(rank["loss"] for rank in rounds[0]),
-    }
-
-
-def _compare(figures: dict[str, Any], shape: ModelShape, lengths: Int64, peak: float | None) -> None:
-    """Add to each contender's figures its speed as a multiple of plain PyTorch's, and the share of `peak` (FLOPs per
-    second of one device) that the model's own arithmetic is."""
-    passes = {"forward": forward_flops(shape, lengths)}
-    passes["forward_backward"] = passes["step"] = training_flops(shape, lengths)
-    plain = figures[f"{PLAIN}_1"]["best_s"]
-    for name, one in figures.items():
-        ranks = int(name.rpartition("_")[2])
-        one["times_plain"] = {key: round(plain[key] / value, 3) for key, value in one["best_s"].items()}
-        one["model_flops_utilization"] = peak and {
-            key: round(flops / (one["best_s"][key] * peak * ranks), 4) for key, flops in passes.items()
-        }
 
 
 def _packing(figures: dict[str, Any], lengths: Int64, max_tokens: int) -> dict[str, float]:
@@ -146,50 +47,7 @@ def _packing(figures: dict[str, Any], lengths: Int64, max_tokens: int) -> dict[s
     for name, by_length in ((PLAIN, False), (SORTED, True)):
         of = "padded_sorted" if by_length else "padded"
         computed = sum(len(b) * int(lengths[b].max()) for b in padded_batches(lengths, max_tokens, by_length))
-        found[f"{of}_step_s"] = figures[f"{name}_1"]["best_s"]["step"]
+        found[f"{of}_step_s"] = figures[name]["best_s"]["step"]
         found[f"{of}_padding_fraction"] = round(1 - int(lengths.sum()) / computed, 4)
         found[f"speedup_over_{of}"] = round(found[f"{of}_step_s"] / found["packed_step_s"], 3)
     return found
-
-
-def _make_model(name: str, folder: str) -> str:
-    from verl_ray.data.tokenizers import character_tokenizer
-    from verl_ray.models.tiny import make_tiny_qwen3
-
-    size = MODELS[name]
-    specials, first = 2, 0x10000  # the planes of Unicode above the surrogates
-    alphabet = "".join(map(chr, range(first, first + size.vocab_size - specials)))
-    character_tokenizer(f"{folder}/tokenizer", alphabet)
-    return str(make_tiny_qwen3(f"{folder}/model", f"{folder}/tokenizer", size.layers, seed=0))
-
-
-def _gpus() -> int:
-    import torch
-
-    return torch.cuda.device_count()
-
-
-def _device(kind: str, dtype: str) -> tuple[str, float | None]:
-    """Its name, and its peak where that is known. Asked last: on a GPU the answer takes some of its memory."""
-    if kind == "cpu":
-        return kind, None
-    import torch
-
-    return torch.cuda.get_device_name(), peak_flops_per_s(torch.device(kind), dtype)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog=_PROGRAM,
-        description="Tokens per second of forward, forward and backward, and whole optimizer steps, and peak memory: "
-        "plain PyTorch on padded rows, the engine backend, and fsdp on 1 and 2 ranks, on rows of "
-        f"{SHORTEST} to {LONGEST} tokens; then the language-model head by itself.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", choices=list(MODELS), default="1m", help="parameters of the policy (1m)")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; each pass's best counts (3)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, metavar="N", help="at most, per rank (4096)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank (cpu)")
-    return parser

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from controllers import bench
-from controllers.bench import data, fsdp
+from controllers.bench import contest, data
 from controllers.bench.contender import padded_batches, row_lengths
 from controllers.bench.floor import _padded
 from controllers.bench.processes import ask
@@ -95,22 +95,22 @@ def test_figures_by_hand() -> None:
     lengths = np.array([3])
 
     def rank(seconds: float, gib: float) -> dict[str, Any]:
-        return {"seconds": dict.fromkeys(fsdp.PASSES, seconds), "peak_bytes": gib * 2**30, "loss": seconds}
+        return {"seconds": dict.fromkeys(contest.PASSES, seconds), "peak_bytes": gib * 2**30, "loss": seconds}
 
     figures = {
-        "plain_1": fsdp._figures([[rank(3.0, 1.0)], [rank(4.0, 1.5)]], lengths),
-        "fsdp_2": fsdp._figures([[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]], lengths),
+        "plain": contest.figures_of([[rank(3.0, 1.0)], [rank(4.0, 1.5)]], lengths),
+        "fsdp_2": contest.figures_of([[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]], lengths),
     }
     both = figures["fsdp_2"]
-    assert both["best_s"] == dict.fromkeys(fsdp.PASSES, 2.0)  # the slower rank of the faster round
+    assert both["best_s"] == dict.fromkeys(contest.PASSES, 2.0)  # the slower rank of the faster round
     assert both["tokens_per_s"]["step"] == round(3 / 2.0)
     assert both["peak_memory_gib"] == 0.75 and both["loss"] == 3.5
 
     # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
-    fsdp._compare(figures, shape, lengths, 1000.0)
-    assert both["times_plain"] == dict.fromkeys(fsdp.PASSES, 1.5)
+    contest.compare(figures, {"plain": 1, "fsdp_2": 2}, "plain", shape, lengths, 1000.0)
+    assert both["times_plain"] == dict.fromkeys(contest.PASSES, 1.5)
     assert both["model_flops_utilization"] == {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # 2 devices
-    fsdp._compare(figures, shape, lengths, None)
+    contest.compare(figures, {"plain": 1, "fsdp_2": 2}, "plain", shape, lengths, None)
     assert both["model_flops_utilization"] is None
 
 
@@ -149,13 +149,13 @@ def test_a_gpu_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[s
 def test_fsdp() -> None:
     found = measured("fsdp", "--rows", "4", "--repeats", "1")
     lengths = row_lengths(4)
-    for contender in ("plain_1", "plain_sorted_1", "engine_1", "fsdp_1", "fsdp_2"):
+    for contender in ("plain", "plain_sorted", "engine_1", "fsdp_1", "fsdp_2"):
         figures = found[contender]
-        assert figures["tokens_per_s"].keys() == set(fsdp.PASSES)
+        assert figures["tokens_per_s"].keys() == set(contest.PASSES)
         assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
-        assert figures["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-5)  # they compute the same
+        assert figures["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5)  # they compute the same
         assert figures["model_flops_utilization"] is None
-    assert found["plain_1"]["times_plain"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
+    assert found["plain"]["times_plain"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
     assert found["rows"] == {"count": 4, "tokens": int(lengths.sum()), "shortest": 32, "longest": 512}
 
     packing = found["packing"]
@@ -169,13 +169,32 @@ def test_fsdp() -> None:
     assert head["chunked"]["peak_bytes"] < whole < 3 * whole < head["naive"]["peak_bytes"]
 
 
+@pytest.mark.cluster
+def test_megatron() -> None:
+    found = measured("megatron", "--rows", "4", "--repeats", "1")
+    for name in ("tp1", "tp2", "pp2", "dp2"):
+        figures = found[name]
+        assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
+        assert figures["loss"] == pytest.approx(found["engine"]["loss"], rel=1e-5)  # they compute the same
+    assert found["engine"]["times_engine"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
+
+
+@pytest.mark.cluster
+def test_every_layout_computes_what_the_plain_engine_computes() -> None:
+    found = measured("layouts")
+    assert {one["ranks"] for one in found} == {1, 2, 4} and len(found) > 30
+    for one in found:
+        figures = [*one["outputs"].values(), one["loss"], one["grad_norm"]]
+        assert len(figures) == 5 and max(figures) < 1e-5, one
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_fsdp_on_a_gpu() -> None:
     found = measured("fsdp", "--rows", "4", "--repeats", "1", "--device", "cuda", "--dtype", "bfloat16")
     assert ("fsdp_2" in found) == (torch.cuda.device_count() > 1)
-    for contender in ("plain_1", "engine_1", "fsdp_1"):
-        assert found[contender]["loss"] == pytest.approx(found["plain_1"]["loss"], rel=1e-2)
+    for contender in ("plain", "engine_1", "fsdp_1"):
+        assert found[contender]["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-2)
         assert found[contender]["peak_memory_gib"] > 0
     assert found["device"] == torch.cuda.get_device_name()
     assert 2 * found["head"]["chunked"]["peak_bytes"] < found["head"]["naive"]["peak_bytes"]
