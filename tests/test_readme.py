@@ -64,6 +64,14 @@ AS_IT_STANDS = (
 )
 NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
 CLUSTER = "On a cluster"
+SAID = {
+    "Change things": {  # by `verl-ray evaluate` alone, of a model directory
+        r"^val-core/arithmetic/acc/mean@1: \d\.\d{4}$": 1,
+        r"^val-aux/num_prompts: 5\.0000$": 1,
+        r"^'.+' -> '.*' \(answer '\d+', score [01]\)$": 5,
+    }
+}
+"""Section -> lines that its commands print, and how often."""
 
 
 def sections() -> dict[str, list[str]]:
@@ -181,7 +189,9 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 @pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")])
 def test_commands_of(heading: str, first_run: Path, cluster: Session, tmp_path: Path) -> None:
     script = "export PATH=.venv/bin:$PATH\n" + "\n".join(runnable(block) for block in sections()[heading])
-    run(script, first_run, environment(tmp_path) | on_cluster(cluster))
+    said = run(script, first_run, environment(tmp_path) | on_cluster(cluster))
+    for words, times in SAID.get(heading, {}).items():
+        assert len(re.findall(words, said, re.MULTILINE)) == times, words
 
 
 @contextlib.contextmanager
