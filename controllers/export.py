@@ -29,7 +29,7 @@ EXACT = {"float32": 1e-4, "bfloat16": 0.2}
 def main(argv: list[str]) -> int:
     """Export and verify; returns 0."""
     given = _parser().parse_args(argv)
-    checkpoint = CheckpointStore.open(given.checkpoint)
+    checkpoint = CheckpointStore.open(Path(given.checkpoint).absolute())  # ranks have a current folder of their own
     config = parse(checkpoint.config)
     role = _role(given.role, config, checkpoint.path)
     target = Path(given.directory)

@@ -21,6 +21,8 @@ from pathlib import Path
 
 import pytest
 
+from verl_ray.cluster.session import Session
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
@@ -41,8 +43,8 @@ SHORTER = {
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
     "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT}",
     "verl-ray train --config-name ppo": f"{FEW} evaluation.num_prompts=5",
-    "verl-ray train --config-name reward_model": "run.total_steps=2 run.evaluate_every=2",
-    "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4",
+    "verl-ray train --config-name reward_model": "run.total_steps=2 run.evaluate_every=2 run.threads_per_rank=1",
+    "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4 run.threads_per_rank=1",
     "verl-ray train --config-name grpo": f"{FEW} {SHORT}",
     "verl-ray train --config-name sft": "run.total_steps=2 run.threads_per_rank=1",
     "verl-ray evaluate": "evaluation.num_prompts=5 run.threads_per_rank=1",
@@ -62,6 +64,14 @@ AS_IT_STANDS = (
 )
 NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
 CLUSTER = "On a cluster"
+SAID = {
+    "Change things": {  # by `verl-ray evaluate` alone, of a model directory
+        r"^val-core/arithmetic/acc/mean@1: \d\.\d{4}$": 1,
+        r"^val-aux/num_prompts: 5\.0000$": 1,
+        r"^'.+' -> '.*' \(answer '\d+', score [01]\)$": 5,
+    }
+}
+"""Section -> lines that its commands print, and how often."""
 
 
 def sections() -> dict[str, list[str]]:
@@ -140,6 +150,12 @@ def environment(home: Path) -> dict[str, str]:
     return {**inherited, "HOME": str(home), "VERL_RAY_SKIP_SETUP": "1"}
 
 
+def on_cluster(cluster: Session) -> dict[str, str]:
+    """What a shell needs so that its runs use a cluster that is there; the first section has one started for it."""
+    token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+    return token | {"RAY_ADDRESS": cluster.address}
+
+
 def run(script: str, checkout: Path, variables: dict[str, str]) -> str:
     """Run a script; its output."""
     process = subprocess.run(
@@ -171,9 +187,11 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")])
-def test_commands_of(heading: str, first_run: Path, tmp_path: Path) -> None:
+def test_commands_of(heading: str, first_run: Path, cluster: Session, tmp_path: Path) -> None:
     script = "export PATH=.venv/bin:$PATH\n" + "\n".join(runnable(block) for block in sections()[heading])
-    run(script, first_run, environment(tmp_path))
+    said = run(script, first_run, environment(tmp_path) | on_cluster(cluster))
+    for words, times in SAID.get(heading, {}).items():
+        assert len(re.findall(words, said, re.MULTILINE)) == times, words
 
 
 @contextlib.contextmanager

@@ -105,4 +105,4 @@ class JudgeWorker:
         self.engine.abort()
 
     def close(self) -> None:
-        self.engine.close()
+        self.engine.close(process_ends=True)

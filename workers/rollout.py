@@ -103,7 +103,7 @@ class RolloutWorker:
         return self.engine.memory_bytes
 
     def close(self) -> None:
-        self.engine.close()
+        self.engine.close(process_ends=True)
 
 
 def start_engine(

@@ -211,14 +211,10 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def test_a_ray_job_that_is_stopped_leaves_no_worker(tmp_path: Path) -> None:
+def test_a_ray_job_that_is_stopped_leaves_no_worker(inputs: Inputs, tmp_path: Path) -> None:
     clone, run_dir = checkout(tmp_path / "clone"), tmp_path / "run"
-    shorter = ["run.total_steps=100000", "run.evaluate_every=0", f"run.dir={run_dir}", "run.threads_per_rank=1",
-               "data.prompts_per_step=4", "rollout.group_size=2", "actor.mini_batch_size=null", "prepare.num_train=200",
-               "prepare.num_validation=20", "prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1",
-               "prepare.warm_start.min_steps=1", "prepare.warm_start.evaluate_every=1",
-               "prepare.min_gain=0"]  # fmt: skip
-    entry = ["python", "-m", "controllers", "train", "--config-name", "quickstart", *shorter]
+    settings = [*inputs.rl(run_dir), "run.total_steps=100000"]
+    entry = ["python", "-m", "controllers", "train", "--config-name", "ppo", *settings]
 
     def workers() -> list[psutil.Process]:
         return [p for p in marked(tmp_path) if p.name().startswith("ray::WorkerHost") or "controllers" in p.cmdline()]

@@ -267,13 +267,16 @@ class RolloutEngine(ABC):
             self._update = None
             self._abandon_load()
 
-    def close(self) -> None:
-        """Release everything; the engine is of no more use. Again is no error."""
+    def close(self, *, process_ends: bool = False) -> None:
+        """Release everything; the engine is of no more use. Again is no error.
+
+        process_ends: the caller's process ends next; what ends with it need not be released before.
+        """
         if not self._closed:
             self._closed = True
             self._failure = self._failure or "it was closed"
             self._open.clear()
-            self._release()
+            self._release(process_ends)
 
     # ------------------------------------------------------------------------------------ what an engine implements
 
@@ -283,7 +286,7 @@ class RolloutEngine(ABC):
         """On a CPU the resident set of all processes of the engine; on GPUs what is in use on its devices."""
 
     @abstractmethod
-    def _release(self) -> None: ...
+    def _release(self, process_ends: bool) -> None: ...
 
     @abstractmethod
     def _add(self, requests: Sequence[Request]) -> None: ...

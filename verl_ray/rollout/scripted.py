@@ -33,7 +33,7 @@ class ScriptedEngine(RolloutEngine):
     def memory_bytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.weights.values())
 
-    def _release(self) -> None:
+    def _release(self, process_ends: bool) -> None:
         self._left.clear()
         self.weights.clear()
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -98,6 +99,7 @@ class VllmEngine(RolloutEngine):
             )
             self._end_tokens = _end_tokens(model_path, vllm_config)
             self._core: InprocClient = _start(vllm_config)
+            self._has_processes = config.tensor_parallel > 1
         except VerlRayError:
             raise
         except Exception as error:
@@ -221,8 +223,10 @@ class VllmEngine(RolloutEngine):
     def _abandon_load(self) -> None:
         self._core.collective_rpc("weights_abandon")
 
-    def _release(self) -> None:
+    def _release(self, process_ends: bool) -> None:
         self._core.collective_rpc("weights_close")
+        if process_ends and not self._has_processes:
+            return  # vLLM's shutdown goes three times through everything that was imported: 1.5 s
         self._core.shutdown()
         del self._core
         gc.collect()  # before another engine starts in this process, or its groups are torn down with these
@@ -232,10 +236,23 @@ _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED
 
 
 def _start(vllm_config: VllmConfig) -> InprocClient:
+    from vllm.utils.import_utils import resolve_obj_by_qualname
     from vllm.v1.engine.core_client import InprocClient
     from vllm.v1.executor import Executor
 
+    resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
+    gc.freeze()  # all imports are done and stay: vLLM goes through what is not frozen six times as it starts, in 2 s
     return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+
+
+def _register_model(model_path: str) -> None:
+    """Tell vLLM the class of the model. It would look at it in a process that imports all of vLLM again, which takes
+    10 s the first time in every home directory, lest this one touch a GPU."""
+    from vllm.model_executor.models import ModelRegistry
+
+    for name in json.loads(Path(model_path, "config.json").read_text()).get("architectures") or []:
+        if name in ModelRegistry.models:
+            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
 
 
 def _vllm_config(
@@ -253,6 +270,7 @@ def _vllm_config(
     preferred: dict[str, Any] = {"enable_prefix_caching": True}
     if device == "cpu":
         preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
+        _register_model(model_path)
     if clash := sorted(fixed.keys() & config.vllm_args.keys()):
         raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
     return EngineArgs(**{**preferred, **config.vllm_args, **fixed}).create_engine_config()
