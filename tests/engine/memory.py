@@ -1,6 +1,6 @@
 """One rank that loads and exports a model while its memory is watched, for test_memory.py, which judges what it finds.
 
-Run as `python -m tests.engine.memory RANK WORLD FOLDER`.
+Run as `python -m tests.engine.memory KIND RANK WORLD FOLDER`, where KIND is fsdp or megatron.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,33 +54,41 @@ def anonymous_bytes() -> int:
     raise AssertionError("the kernel does not count anonymous memory")
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def main(kind: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
+    meeting = f"file://{folder}/meeting_{kind}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
 
-    def build(model: str, read_weights: str = "every_rank") -> Engine:
-        return contract.Ranks(rank, world, folder).engine("fsdp", model, optimizer=None, read_weights=read_weights)
+    def build(model: str, **settings: Any) -> Engine:
+        layout = {"tensor_parallel": world} if kind == "megatron" else {}
+        return contract.Ranks(rank, world, folder).engine(kind, model, optimizer=None, **layout, **settings)
 
-    build("small", "rank_zero").export(str(folder / "small_export"))  # what is set up once is not the model's
+    relayed = {"read_weights": "rank_zero"} if kind == "fsdp" else {}
+    build("small", **relayed).export(str(folder / f"small_export_{kind}"))  # what is set up once is not the model's
     with Watch() as loading:
         engine = build("large")
     with Watch() as exporting:
-        engine.export(str(folder / "export"))
+        engine.export(str(folder / f"export_{kind}"))
+    with Watch() as sending:
+        for parameter in engine.manifest().sent:
+            for _, part in engine.shards([parameter.name]):
+                part.clone()
     del engine
-    with Watch() as relaying:
-        engine = build("large", "rank_zero")
-    del engine
+    watched = {"loading": loading, "exporting": exporting, "sending": sending}
+    if relayed:
+        with Watch() as watched["relaying"]:
+            engine = build("large", **relayed)
+        del engine
     with Watch() as naive:  # the usual way: a whole model on every rank, of which it then keeps its shard
         model = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.float32)
         state = {name: value.clone() for name, value in model.state_dict().items()}
     del state
-    watched = {"loading": loading, "relaying": relaying, "exporting": exporting, "naive": naive}
+    watched["naive"] = naive
     found = {name: watch.growth_bytes for name, watch in watched.items()}
-    (folder / f"found_{rank}.json").write_text(json.dumps(found))
+    (folder / f"found_{kind}_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
