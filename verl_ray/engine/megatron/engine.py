@@ -343,14 +343,13 @@ class MegatronEngine(PackedEngine):
         steps: dict[str, Tensor] = {}
         saved: dict[str, bool] = {}
         for one in self._shards_of_optimizer():
-            for region in one.mapped.regions:
-                for box, run in region.run(one.start, one.stop):
-                    sides = _sides(box)
-                    model[region.name].append((box, one.main[run].view(sides)))
-                    for kind in MOMENTS:
-                        moments[kind][region.name].append((box, one.held[kind][run].view(sides)))
-                    steps[region.name] = one.held["step"]
-                    saved[region.name] = one.mapped.owned
+            for name, box, run in one.parts():
+                sides = _sides(box)
+                model[name].append((box, one.main[run].view(sides)))
+                for kind in MOMENTS:
+                    moments[kind][name].append((box, one.held[kind][run].view(sides)))
+                steps[name] = one.held["step"]
+                saved[name] = one.mapped.owned
 
         def slices(name: str, parts: list[Any]) -> Slices:
             return Slices(self._shapes[name], torch.float32, parts, saved=saved[name])
@@ -375,7 +374,8 @@ class MegatronEngine(PackedEngine):
         steps = state["optimizer"]["state"]
         for one in self._shards_of_optimizer():
             # each shard counts for itself: one counter for all would be raised once per shard
-            one.held["step"].copy_(steps[f"hf.{one.mapped.regions[0].name}"]["step"])
+            for name, _, _ in one.parts():
+                one.held["step"].copy_(steps[f"hf.{name}"]["step"])
         with self.layout.entered():
             for part in self._optimizer.chained_optimizers:
                 part._copy_main_params_to_model_params()
@@ -426,6 +426,13 @@ class _Shard:
     held: dict[str, Tensor]
     start: int
     stop: int
+
+    def parts(self) -> Iterator[tuple[str, Box, slice]]:
+        """Boxes of the model's parameters, by name, and where each stands among these elements. None where all of them
+        are of words that only fill up."""
+        for region in self.mapped.regions:
+            for box, run in region.run(self.start, self.stop):
+                yield region.name, box, run
 
 
 def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
