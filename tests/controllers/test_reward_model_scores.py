@@ -76,8 +76,14 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Graded:
 
 
 @pytest.fixture(
-    # every two of backend, number of ranks and placement once
-    params=[("engine", 1, "colocated"), ("engine", 2, "separate"), ("fsdp", 1, "separate"), ("fsdp", 2, "colocated")],
+    # of the first two backends, every two of backend, number of ranks and placement once; megatron in two stages
+    params=[
+        ("engine", 1, "colocated"),
+        ("engine", 2, "separate"),
+        ("fsdp", 1, "separate"),
+        ("fsdp", 2, "colocated"),
+        ("megatron", 2, "separate"),
+    ],  # fmt: skip
     ids=lambda place: "-".join(map(str, place)),
 )
 def reward(
@@ -85,12 +91,14 @@ def reward(
 ) -> Iterator[WorkerGroup[RewardModelGrader]]:
     """The reward role of a run, in the process that it shares with the actor or in its own."""
     backend, ranks, placement = request.param
+    stages = [f"reward.backend.pipeline_parallel={ranks}"] if backend == "megatron" else []
     config = compose(
         "ppo",
         [
             f"model.path={graded.policy}", "data.train_path=none", "data.validation_path=none", f"run.dir={tmp_path}",
             f"backend={backend}", f"actor.num_ranks={ranks}", f"placement={placement}", "run.threads_per_rank=1",
             "reward=model", f"reward.model.path={graded.model}", f"reward.backend.micro_batch_tokens_per_rank={CAP}",
+            f"reward.num_ranks={ranks}", *stages,
         ],
     )  # fmt: skip
     plan = plan_processes(config, SHAPE)
@@ -101,7 +109,8 @@ def reward(
     with start_groups(sets, roles, start_deadline_s=240, call_deadline_s=60, log_dir=tmp_path / "logs") as groups:
         group = groups[plan.roles["reward"]]
         homes = [{member.facts.pid for member in groups[role].members() if member.facts} for role in roles]
-        assert all(home == homes[0] for home in homes) and len(homes[0]) == ranks == group.row_count
+        assert all(home == homes[0] for home in homes) and len(homes[0]) == ranks
+        assert group.row_count == (1 if stages else ranks)
         yield group
 
 

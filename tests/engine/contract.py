@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
@@ -371,6 +372,10 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     )
     found = {}
     if kind == "megatron":
+        biased, name = AutoConfig.from_pretrained(ranks.folder / "llama"), f"biased_{ranks.world}_{ranks.rank}"
+        biased.attention_bias = True
+        AutoModelForCausalLM.from_config(biased).save_pretrained(ranks.folder / name)
+        found["biased"] = refused(lambda: ranks.engine(kind, name))
         found["gemma"] = refused(lambda: ranks.engine(kind, "gemma"))
         found["adapted"] = refused(lambda: ranks.engine(kind, lora=ADAPTER))
     if kind == "fsdp":

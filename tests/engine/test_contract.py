@@ -438,6 +438,7 @@ def test_misuse_is_refused(place: tuple[str, int], results: Any) -> None:
                 "ModelError: lora.targets: gate_proj is no linear layer"
             )
         else:
+            assert "self_attn.o_proj.bias'" in rank["check_refusals"]["biased"]  # it would be lost
             assert rank["check_refusals"]["adapted"].startswith("EngineError: actor.lora.rank = 4: ")
         assert rank["check_outputs"]["refused"].startswith("EngineError: the actor does not learn")
         assert rank["check_outputs"]["refused step"].startswith("EngineError: the actor does not learn")

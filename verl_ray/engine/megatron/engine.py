@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -90,6 +91,7 @@ class MegatronEngine(PackedEngine):
         if self._optimizer is not None:
             self._zero_gradients()  # their memory holds anything yet
         self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
+        self._refuse_incomplete()
         self._owned = self._pieces_owned()
         self.steps = 0
         self._rng = self._seeded(spec.seed)
@@ -109,6 +111,25 @@ class MegatronEngine(PackedEngine):
             raise ModelError(
                 f"model.path: {spec.model_path} is a {family!r} model, which has no place in megatron's; those of "
                 f"{', '.join(IN_MEGATRON)} have"
+            )
+
+        factor = cast(Any, self.described.backbone.rotary_emb).attention_scaling
+        if factor != 1:
+            raise ModelError(
+                f"model.path: {spec.model_path} scales attention by {factor} with its rotary positions, which megatron "
+                f"does not here; take fsdp or engine as {spec.role}.backend"
+            )
+
+    def _refuse_incomplete(self) -> None:
+        """Every parameter of the model must be on some rank: one without a place would be lost in silence."""
+        mapped = {region.name for one in self._mapped.values() for region in one.regions}
+        everyone: list[set[str]] = [mapped] * self.world_size
+        if self.world_size > 1:
+            dist.all_gather_object(everyone, mapped)
+        if missing := sorted(self._shapes.keys() - set().union(*everyone)):
+            raise ModelError(
+                f"model.path: {self.spec.model_path} has {missing[:5]}, which have no place in megatron's model; take "
+                f"fsdp or engine as {self.spec.role}.backend"
             )
 
     def _map(self) -> Iterator[tuple[nn.Parameter, Mapped]]:
