@@ -52,7 +52,7 @@ FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+"
 NO_CHECKPOINT = ("auto", "none", "true", "false")
 """What run.resume may say besides a path, in any spelling: the rules refuse the wrong ones."""
 
-LATER_CHOICES = {("backend", "megatron"), ("backend", "megatron_fsdp")}
+LATER_CHOICES: set[tuple[str, str]] = {("backend", "megatron_fsdp")}
 """Choices that are announced and not built."""
 
 Tree = dict[str, Any]

@@ -83,7 +83,7 @@ def graded(tmp_path_factory: pytest.TempPathFactory) -> Graded:
         ("fsdp", 1, "separate"),
         ("fsdp", 2, "colocated"),
         ("megatron", 2, "separate"),
-    ],  # fmt: skip
+    ],
     ids=lambda place: "-".join(map(str, place)),
 )
 def reward(
