@@ -399,7 +399,7 @@ def test_parameters_stay_where_they_are_when_activations_go_to_the_host(found: d
     """They would be copied once more for every layer; they are gathered again for the backward pass."""
     for rank in (*found[1], *found[2]):
         kept, moved = rank["fsdp"]["check_training"]["offloaded"]
-        weights = {(64, 64), (32, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (16,)}
+        weights = {(64, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (16,)}
         assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & weights
 
 
