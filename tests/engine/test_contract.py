@@ -400,7 +400,8 @@ def test_parameters_stay_where_they_are_when_activations_go_to_the_host(found: d
     for rank in (*found[1], *found[2]):
         kept, moved = rank["fsdp"]["check_training"]["offloaded"]
         weights = {(64, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (16,)}
-        assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & weights
+        matrices = {shape for shape in weights if len(shape) > 1}  # a column of so many tokens is as long as a norm
+        assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & matrices
 
 
 def test_bfloat16_is_near(results: Any, naive: Any) -> None:
