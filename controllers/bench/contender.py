@@ -135,7 +135,13 @@ def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], o
     from verl_ray.engine.build import build_engine
     from verl_ray.ops.outputs import Outputs
 
-    settings = ["run.dir=none", "data.train_path=none", "run.evaluate_every=0", f"model.path={work.model}"]
+    settings = [
+        "run.dir=none",
+        "data.train_path=none",
+        "data.validation_path=null",
+        "run.evaluate_every=0",
+        f"model.path={work.model}",
+    ]
     settings += [f"actor.num_ranks={work.world}", f"sft.max_tokens={LONGEST}", f"backend={work.kind}"]
     of_backend = (f"dtype={work.dtype}", f"micro_batch_tokens_per_rank={work.micro_batch_tokens}", *work.settings)
     role = compose("sft", [*settings, *(f"actor.backend.{setting}" for setting in of_backend)]).model_roles["actor"]

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -19,22 +18,19 @@ import torch
 import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
-from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.checkpoint.slices import Slices
 from verl_ray.config.backends import MegatronBackend
-from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collected
 from verl_ray.engine.megatron.experts import RoutedRows, reported
 from verl_ray.engine.megatron.layout import Axis, layout_of
 from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary, transformer_config
+from verl_ray.engine.megatron.optimizer import MOMENTS, clip_and_step, make_optimizer, shards_of
 from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
 from verl_ray.engine.module_engine import adam, manifest_of
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
@@ -47,8 +43,6 @@ from verl_ray.ops.outputs import Outputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 from verl_ray.weight_sync.manifest import Manifest, Slice
-
-MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class MegatronEngine(PackedEngine):
@@ -87,7 +81,9 @@ class MegatronEngine(PackedEngine):
                 # megatron-core marks what it draws; unmarked ones are left out of the norm but on the first rank
                 setattr(parameter, "tensor_model_parallel", not mapped.replicated)  # noqa: B010
             self._fill(source)
-            self._optimizer: Any = None if spec.optimizer is None else self._make_optimizer(spec.optimizer)
+            self._optimizer: Any = (
+                None if spec.optimizer is None else make_optimizer(spec.optimizer, self._modules, self.dtype)
+            )
         if self._optimizer is not None:
             self._zero_gradients()  # their memory holds anything yet
         self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
@@ -174,35 +170,6 @@ class MegatronEngine(PackedEngine):
                 )
                 rows += region.shape[0]
             parameter[rows:].zero_()  # words that only fill up
-
-    def _make_optimizer(self, config: OptimizerConfig) -> Any:
-        optimizer = get_megatron_optimizer(
-            MegatronOptimizerConfig(
-                optimizer="adam",
-                lr=config.lr,
-                weight_decay=config.weight_decay,
-                adam_beta1=config.betas[0],
-                adam_beta2=config.betas[1],
-                adam_eps=config.eps,
-                bf16=self.dtype == torch.bfloat16,
-                params_dtype=self.dtype,
-                use_distributed_optimizer=True,
-                clip_grad=0.0,
-            ),
-            self._modules,
-            use_gloo_process_groups=False,
-        )
-        for group in optimizer.param_groups:
-            # megatron-core only notes which parameters decay, and leaves the product to a scheduler of its own
-            group["weight_decay"] = config.weight_decay * group["wd_mult"]
-            group["fused"] = True
-        for part in optimizer.chained_optimizers:
-            for shard in part.get_parameters():
-                part.optimizer.state[shard] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=shard.device),
-                    **{name: torch.zeros_like(shard, requires_grad=False) for name in MOMENTS},
-                }
-        return optimizer
 
     # --------------------------------------------------------------------------------------------- computation
 
@@ -297,13 +264,7 @@ class MegatronEngine(PackedEngine):
 
     def _step(self, norm: float, rate: float) -> None:
         assert self.spec.optimizer is not None
-        limit = self.spec.optimizer.max_grad_norm
-        for part in self._optimizer.chained_optimizers:
-            if limit is not None and part.get_parameters():
-                clip_grad_by_total_norm_fp32(part.get_parameters(), limit, norm)
-        for group in self._optimizer.param_groups:
-            group["lr"] = rate
-        self._optimizer.step_with_ready_grads()
+        clip_and_step(self._optimizer, norm, self.spec.optimizer.max_grad_norm, rate)
 
     def _zero_gradients(self) -> None:
         for module in self._modules:
@@ -363,7 +324,7 @@ class MegatronEngine(PackedEngine):
         moments: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name in MOMENTS}
         steps: dict[str, Tensor] = {}
         saved: dict[str, bool] = {}
-        for one in self._shards_of_optimizer():
+        for one in shards_of(self._optimizer, self._mapped):
             for name, box, run in one.parts():
                 sides = _sides(box)
                 model[name].append((box, one.main[run].view(sides)))
@@ -393,7 +354,7 @@ class MegatronEngine(PackedEngine):
         if self._optimizer is None:
             return
         steps = state["optimizer"]["state"]
-        for one in self._shards_of_optimizer():
+        for one in shards_of(self._optimizer, self._mapped):
             # each shard counts for itself: one counter for all would be raised once per shard
             for name, _, _ in one.parts():
                 one.held["step"].copy_(steps[f"hf.{name}"]["step"])
@@ -402,17 +363,6 @@ class MegatronEngine(PackedEngine):
                 part._copy_main_params_to_model_params()
             for module in self._modules:
                 module.start_param_sync(force_sync=True)
-
-    def _shards_of_optimizer(self) -> Iterator[_Shard]:
-        """What this rank's optimizer steps: runs of flattened parameters, in float32."""
-        for parameter, mapped in self._mapped.items():
-            for part in self._optimizer.chained_optimizers:
-                if part.is_stub_optimizer or parameter not in part.model_param_gbuf_map:
-                    continue
-                group, at = part.model_param_group_index_map[parameter]
-                main = part.optimizer.param_groups[group]["params"][at]
-                run = part._get_model_param_range_map(parameter)["param"]
-                yield _Shard(mapped, main.detach(), part.optimizer.state[main], run.start, run.end)
 
     def _groups(self) -> list[dict[str, Any]]:
         """The settings of the optimizer as torch keeps them, for backends that read this state."""
@@ -436,24 +386,6 @@ class MegatronEngine(PackedEngine):
                 buffer.offload_to_cpu() if to_host["params"] else buffer.reload_from_cpu()
         if not to_host["optimizer"]:
             self._optimizer.restore_from_cpu()
-
-
-@dataclass(frozen=True)
-class _Shard:
-    """What one rank's optimizer holds of one parameter: elements `start` to `stop` of it, flattened."""
-
-    mapped: Mapped
-    main: Tensor
-    held: dict[str, Tensor]
-    start: int
-    stop: int
-
-    def parts(self) -> Iterator[tuple[str, Box, slice]]:
-        """Boxes of the model's parameters, by name, and where each stands among these elements. None where all of them
-        are of words that only fill up."""
-        for region in self.mapped.regions:
-            for box, run in region.run(self.start, self.stop):
-                yield region.name, box, run
 
 
 def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
