@@ -9,6 +9,7 @@ Deliberately not here: faults of these packages that a GPU machine has, too (the
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -129,7 +130,7 @@ class CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is Tensor.backward:  # in C++ the mode would be off, also for what is computed again in there
+        if func is Tensor.backward:  # else its hooks would run without the mode
             with self:
                 names = ("gradient", "retain_graph", "create_graph")
                 given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
@@ -157,6 +158,8 @@ def _after_import() -> None:
     # They queue in torch's lazy initialisation of CUDA, which never comes: streams would silently differ.
     random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
     random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    # "CPU RNG state changed within GPU RNG context": the two are one here
+    logging.getLogger(random.__name__).setLevel(logging.ERROR)
     # It copies counts to the host, and as NumPy arrays only if they were on a device.
     token_dispatcher.maybe_move_tensor_to_cpu = _to_host
 
