@@ -18,7 +18,10 @@ from controllers.composition import examine
 from controllers.machine import Machine, machine_of
 from controllers.preflight import Findings, preflight
 from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.backends import MegatronBackend
+from verl_ray.config.layouts import described
 from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
+from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -41,11 +44,19 @@ def checked(
     findings = Findings()
     if composition.config is not None:
         findings = preflight(composition.config, machine_of(composition.config), evaluates=evaluates)
-        known_bad = {problem.key for problem in problems}
-        problems += [problem for problem in findings.problems if problem.key not in known_bad]
+        problems = _together(problems, findings.problems)
     if composition.config is None or problems:
         raise ConfigError(problems)
     return composition.config, findings
+
+
+def _together(of_configuration: Sequence[Problem], of_machine: Sequence[Problem]) -> list[Problem]:
+    """Both, and once per key: of a bad value that was replaced before the machine was looked at, what the configuration
+    says; of the same value what the machine says, who knows the models too."""
+    seen = [(problem.key, problem.value) for problem in of_machine]
+    kept = [problem for problem in of_configuration if (problem.key, problem.value) not in seen]
+    known_bad = {problem.key for problem in kept}
+    return kept + [problem for problem in of_machine if problem.key not in known_bad]
 
 
 def check(config_name: str, overrides: Sequence[str], config_dir: str | None) -> int:
@@ -104,7 +115,7 @@ def _role_table(config: Config) -> Table:
         table.add_column(heading, overflow="fold")
     place = config.placement.kind if isinstance(config, RLConfig) else "separate"
     for name, role in config.model_roles.items():
-        table.add_row(name, role.backend.kind, role.backend.dtype, str(role.num_ranks), place, role.model.path)
+        table.add_row(name, _backend(role), role.backend.dtype, str(role.num_ranks), place, role.model.path)
     if isinstance(config, RLConfig):
         rollout = config.rollout
         for name, one in config.graders.items():
@@ -119,6 +130,12 @@ def _role_table(config: Config) -> Table:
         ranks = f"{rollout.num_replicas} x {rollout.tensor_parallel}"
         table.add_row("rollout", "vllm", rollout.dtype, ranks, place, config.actor.model.path)
     return table
+
+
+def _backend(role: ModelRole) -> str:
+    """Its name, and how it shares the model out."""
+    backend = role.backend
+    return f"megatron {described(backend, role.num_ranks)}" if isinstance(backend, MegatronBackend) else backend.kind
 
 
 def _resources(config: Config, machine: Machine | None) -> list[str]:

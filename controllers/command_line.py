@@ -41,7 +41,7 @@ root configs (--config-name):
 
 overrides (Hydra's grammar, no flags):
   key=value                       model.path=/models/qwen3 rollout.group_size=16
-  backend=engine|fsdp             the training backend of every role
+  backend=engine|fsdp|megatron    the training backend of every role
   backend@critic.backend=engine   the backend of one role
   backend.dtype=bfloat16          a setting of the backend, for every role
   algorithm=ppo|grpo|dr_grpo|rloo|reinforce_plus_plus|reinforce_plus_plus_baseline

@@ -30,11 +30,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from controllers.paths import in_ray_package
-from verl_ray.config.backends import EngineBackend, FsdpBackend
+from verl_ray.config.backends import BACKENDS
 from verl_ray.config.load import parse
 from verl_ray.config.rules import broken
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
 
 FREE_SECTIONS = re.compile(
@@ -234,8 +234,8 @@ def _choices_of(overrides: list[Override], problems: list[Problem]) -> dict[str,
 
 def _bad_choice(group: str, key: str, choice: object) -> Problem:
     if (group, choice) in LATER_CHOICES:
-        fix = f"Choose {key}=engine or {key}=fsdp."
-        return Problem(key, choice, "this backend comes with a later version", fix)
+        fix = f"Choose {either(f'{key}={name}' for name in _options(group))}."
+        return Problem(key, choice, f"this {group} comes with a later version", fix)
     return Problem(key, choice, "there is no such choice", did_you_mean(str(choice), _options(group), group))
 
 
@@ -289,23 +289,25 @@ def _bad_backend_key(override: Override) -> Problem:
     if key == "backend.kind":
         rule = "a backend is chosen as a whole, with its settings"
         return Problem(key, override.value(), rule, f"Choose it with backend={override.value()}.")
-    return _unknown_backend_field("backend=fsdp", override, "backend.")
+    return _unknown_backend_field("backend", override, "backend.")
 
 
-def _unknown_backend_field(choice: str, override: Override, prefix: str) -> Problem:
+def _unknown_backend_field(group: str, override: Override, prefix: str) -> Problem:
     key = override.key_or_group
     name = key.removeprefix(prefix)
-    if name in FsdpBackend.model_fields:
-        return Problem(key, override.value(), "the chosen backend has no such setting", f"It belongs to {choice}.")
-    fields = [f"{prefix}{known}" for known in EngineBackend.model_fields | FsdpBackend.model_fields if known != "kind"]
-    return Problem(key, override.value(), "no such key", did_you_mean(key, fields, "key"))
+    having = [f"{group}={choice}" for choice, settings in BACKENDS.items() if name in settings.model_fields]
+    if having:
+        fix = f"It belongs to {either(having)}."
+        return Problem(key, override.value(), "the chosen backend has no such setting", fix)
+    known = dict.fromkeys(field for settings in BACKENDS.values() for field in settings.model_fields if field != "kind")
+    return Problem(key, override.value(), "no such key", did_you_mean(key, [prefix + field for field in known], "key"))
 
 
 def _unknown_key(override: Override, tree: Tree, keys: list[str]) -> Problem:
     key = str(override.key_or_group)
     role, backend, _ = key.partition(".backend.")
     if backend and _exists(tree, f"{role}.backend"):
-        return _unknown_backend_field(f"backend@{role}.backend=fsdp", override, f"{role}.backend.")
+        return _unknown_backend_field(f"backend@{role}.backend", override, f"{role}.backend.")
     parts = key.split(".")
     for length in range(1, len(parts)):
         parent = ".".join(parts[:length])

@@ -15,7 +15,8 @@ from pathlib import Path
 from controllers.machine import Machine
 from controllers.paths import near
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.backends import FsdpBackend, MegatronBackend
+from verl_ray.config.layouts import can_exchange
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import JudgeReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -23,9 +24,11 @@ from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
 
+MADE_VOCABULARY = len(ALPHABET) + 2  # padding and the end of a text
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
 
 
@@ -145,20 +148,17 @@ def _judge_problems(config: RLConfig) -> Iterator[Problem]:
 def _sequence_problems(config: Config) -> Iterator[Problem]:
     """Ranks that compute the same rows share out the attention heads of the model."""
     for name, role in config.model_roles.items():
-        settings = _settings(role.model.path, config)
+        settings = settings_of(role.model.path, config)
         heads = settings.get("num_attention_heads")
-        if role.peers == 1 or not isinstance(heads, int):
+        if isinstance(role.backend, MegatronBackend) or role.peers == 1 or not isinstance(heads, int):
             continue
-        shared = settings.get("num_key_value_heads", heads)
+        shared = settings.get("num_key_value_heads") or heads
         assert isinstance(shared, int), "transformers reads it as a number"
-
-        def fits(peers: int, heads: int = heads, shared: int = shared) -> bool:
-            return heads % peers == 0 and (shared % peers == 0 or peers % shared == 0)
-
-        if not fits(role.peers):
-            sizes = [size for size in range(1, heads + 1) if fits(size) and role.num_ranks % size == 0]
+        if not can_exchange(heads, shared, role.peers):
+            fitting = (size for size in range(1, heads + 1) if can_exchange(heads, shared, size))
+            sizes = [size for size in fitting if role.num_ranks % size == 0]
             rule = f"these ranks share out the model's {heads} attention heads and {shared} key-value heads"
-            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
+            yield Problem(f"{name}.backend.{role.backend.token_slices_key}", role.peers, rule, f"Use {either(sizes)}.")
 
 
 def _embedding_problems(config: Config) -> Iterator[Problem]:
@@ -175,7 +175,7 @@ def _embedding_problems(config: Config) -> Iterator[Problem]:
 def _expert_problems(config: Config) -> Iterator[Problem]:
     """Settings for experts fit the model."""
     for name, role in config.model_roles.items():
-        settings, path = _settings(role.model.path, config), role.model.path
+        settings, path = settings_of(role.model.path, config), role.model.path
         if not settings:
             continue
         experts = settings.get("model_type") in WITH_EXPERTS
@@ -183,9 +183,10 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if balance is not None and not experts:
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
-        if role.peers > 1 and experts:
+        slices = role.backend.token_slices
+        if slices > 1 and experts and not isinstance(role.backend, MegatronBackend):  # which has more to say of it
             rule = f"{path} has experts, whose balance is that of whole rows: none is cut"
-            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, "Set it to 1.")
+            yield Problem(f"{name}.backend.{role.backend.token_slices_key}", slices, rule, "Set it to 1.")
 
 
 def _adapter_problems(config: Config) -> Iterator[Problem]:
@@ -259,14 +260,15 @@ def _token_ids(path: str) -> dict[object, object]:
     return ids | {token["content"]: token["id"] for token in (added if isinstance(added, list) else ())}
 
 
-def _settings(path: str, config: Config) -> dict[str, object]:
+def settings_of(path: str, config: Config) -> dict[str, object]:
     """config.json of a model that is there, or what the run will write into that of the one it makes."""
     model = _made(path, config)
     if model is None:
         return _json(Path(path).expanduser() / "config.json")
     return {
         "model_type": "qwen3", "num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads,
-        "hidden_size": model.hidden_size, "head_dim": model.head_size,
+        "hidden_size": model.hidden_size, "head_dim": model.head_size, "num_hidden_layers": model.num_layers,
+        "intermediate_size": model.intermediate_size, "vocab_size": MADE_VOCABULARY,
     }  # fmt: skip
 
 
@@ -299,9 +301,10 @@ def _json(path: Path) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def parameter_count(path: str) -> int:
-    """Parameters in the safetensors of a model directory; 0 where there are none yet."""
-    return sum(math.prod(shape) for shape in tensor_shapes(path).values())
+def parameter_count(path: str, *, of_experts: bool = False) -> int:
+    """Parameters in the safetensors of a model directory, or its experts' alone; 0 where there are none yet."""
+    shapes = tensor_shapes(path).items()
+    return sum(math.prod(shape) for name, shape in shapes if not of_experts or ".experts." in name)
 
 
 def tensor_shapes(path: str) -> dict[str, list[int]]:

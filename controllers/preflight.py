@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from controllers.machine import Machine
+from controllers.megatron_models import megatron_problems
 from controllers.model_directories import model_problems
 from controllers.paths import in_ray_package, near, nearest_existing
 from controllers.resources import resource_problems, resource_warnings
@@ -46,6 +47,7 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += _data_problems(config)
     findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(config, machine)
+    findings.problems += megatron_problems(config, machine)
     if isinstance(config, RLConfig):
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]

@@ -13,16 +13,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from controllers.machine import GIB, MIB, Machine
-from controllers.model_directories import Engine, engines, parameter_count
+from controllers.model_directories import MADE_VOCABULARY, Engine, engines, parameter_count
 from controllers.paths import nearest_existing
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.backends import FsdpBackend, MegatronBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.schema import Config, RLConfig
-from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
 
 PROCESS_BYTES = {
@@ -129,10 +128,11 @@ def _cpu_warnings(config: Config, machine: Machine) -> Iterator[str]:
 
 def _idle_ranks(config: Config) -> Iterator[str]:
     for role in batch_algebra(config).roles:
-        if role.mini_batch_size is not None and role.mini_batch_size < role.ranks:
+        if role.mini_batch_size is not None and role.mini_batch_size < role.shares:
+            idle = (role.shares - role.mini_batch_size) * (role.ranks // role.shares)
             yield (
                 f"{role.role}.num_ranks={role.ranks} share mini-batches of {role.mini_batch_size} rows: "
-                f"{role.ranks - role.mini_batch_size} ranks have nothing to do in each update"
+                f"{idle} ranks have nothing to do in each update"
             )
 
 
@@ -207,11 +207,32 @@ def _processes(config: Config) -> list[_Processes]:
 
 def _host_bytes(role: ModelRole, config: Config) -> int:
     """Weights and training state of a role on all ranks: whole on each of them, or one copy in shards."""
+    if isinstance(role.backend, MegatronBackend):
+        return _megatron_bytes(role, role.backend, config)
     copies = role.num_ranks
     if isinstance(role.backend, FsdpBackend) and role.backend.sharding != "none":
         copies //= role.backend.shard_size or role.num_ranks
     width = BYTES_PER_TRAINED_PARAMETER if _trains_everything(role) else 4
     return _parameters(role.model.path, config) * width * copies
+
+
+def _megatron_bytes(role: ModelRole, backend: MegatronBackend, config: Config) -> int:
+    """Every copy of the model has weights and gradients; what the optimizer steps, all copies share out. Experts may
+    have other copies than the rest."""
+    whole, experts = _parameters(role.model.path, config), parameter_count(role.model.path, of_experts=True)
+    held = (whole - experts) * (role.num_ranks // (backend.tensor_parallel * backend.pipeline_parallel))
+    shared_by = backend.expert_tensor_parallel * backend.expert_parallel * backend.pipeline_parallel
+    held += experts * (role.num_ranks // shared_by)
+    width = _weight_width(role)
+    if not _trains_everything(role):
+        return held * width
+    stepped = BYTES_PER_SAVED_PARAMETER - (4 if width == 4 else 0)  # in float32 the weights that compute are stepped
+    return held * (width + 4) + whole * stepped
+
+
+def _weight_width(role: ModelRole) -> int:
+    """Bytes of a weight as a role's backend holds it: only megatron has others than it steps."""
+    return 2 if isinstance(role.backend, MegatronBackend) and role.backend.dtype == "bfloat16" else 4
 
 
 def _trains_everything(role: ModelRole) -> bool:
@@ -236,11 +257,10 @@ def _parameters(path: str, config: Config) -> int:
 
 def tiny_parameter_count(model: TinyModelConfig) -> int:
     """Parameters of the model that `verl_ray.models.tiny` makes for arithmetic (Qwen3: norms on queries and keys)."""
-    vocabulary = len(ALPHABET) + 2  # padding and the end of a text
     hidden, size = model.hidden_size, model.head_size
     attention = 2 * hidden * size * (model.num_heads + model.num_kv_heads) + 2 * size
     layer = attention + 3 * hidden * model.intermediate_size + 2 * hidden
-    return vocabulary * hidden * (1 if model.tie_embeddings else 2) + model.num_layers * layer + hidden
+    return MADE_VOCABULARY * hidden * (1 if model.tie_embeddings else 2) + model.num_layers * layer + hidden
 
 
 def _shared_memory_bytes(config: Config) -> int:
@@ -248,8 +268,9 @@ def _shared_memory_bytes(config: Config) -> int:
     rows = max(sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW, OBJECT_STORE_FLOOR_BYTES)
     if not isinstance(config, RLConfig):
         return rows
-    # The wire has two slots of a bucket each; weights travel as the trainer holds them, in float32.
-    return rows + 2 * min(4 * _parameters(config.actor.model.path, config), WIRE_BUCKET_BYTES)
+    # The wire has two slots of a bucket each; weights travel as the trainer holds them.
+    weights = _weight_width(config.actor) * _parameters(config.actor.model.path, config)
+    return rows + 2 * min(weights, WIRE_BUCKET_BYTES)
 
 
 def _disk_problems(config: Config) -> Iterator[Problem]:

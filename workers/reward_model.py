@@ -79,7 +79,7 @@ class RewardModelGrader(RewardModelWorker):
         self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(spec.model_path)
         templated = wants_chat_template(self._policy, apply_chat_template)
         self._shared = same_tokens(self._policy, self._own) and templated == bool(self._own.chat_template)
-        together = spec.backend.micro_batch_tokens_per_rank * spec.backend.peers
+        together = spec.backend.micro_batch_tokens_per_rank * spec.backend.token_slices
         self._longest, self._limit = min(
             (self.engine.max_positions, "max_position_embeddings"),
             (together, f"{spec.role}.backend.micro_batch_tokens_per_rank"),

@@ -45,3 +45,11 @@ def test_sft() -> None:
     assert (sizes.rows, sizes.max_row_tokens) == (30, 1536)
     assert (actor.rows_per_rank, actor.mini_batch_size, actor.mini_batch_size_per_rank) == (8, 30, 8)
     assert actor.updates_per_step == 1
+
+
+def test_ranks_that_share_a_model_share_their_rows() -> None:
+    layout = ["backend=megatron", "actor.num_ranks=8", "backend.tensor_parallel=2", "actor.backend.pipeline_parallel=2"]
+    rows = ["data.prompts_per_step=10", "rollout.group_size=4"]
+    actor, critic, _ = batch_algebra(compose("ppo", [*INPUTS, *layout, *rows])).roles
+    assert (actor.ranks, actor.shares, critic.shares) == (8, 2, 4)
+    assert (actor.rows_per_rank, critic.rows_per_rank) == (20, 10)

@@ -53,6 +53,16 @@ def test_different_backends_never_share_a_process() -> None:
     assert sets(found)["fsdp trainer"] == ("shared", 1)
 
 
+def test_layouts_of_one_backend_share_processes() -> None:
+    layouts = ["actor.backend.tensor_parallel=2", "reference.backend.pipeline_parallel=2"]
+    found = plan("backend=megatron", "backend@critic.backend=fsdp", "actor.num_ranks=2", *layouts)
+    assert homes(found) | {"rollout": "", "reward": ""} == {
+        "actor": "megatron trainer", "critic": "fsdp trainer", "reference": "megatron trainer", "rollout": "",
+        "reward": "",
+    }  # fmt: skip
+    assert sets(found)["megatron trainer"] == sets(found)["fsdp trainer"] == ("shared", 2)
+
+
 def test_separate_roles_have_bundles_of_their_own() -> None:
     found = plan("placement=separate", "critic.num_ranks=2")
     assert sets(found) == {

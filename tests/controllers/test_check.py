@@ -36,6 +36,20 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
     assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
 
 
+def test_the_role_table_says_how_ranks_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layout = ["backend=megatron", "backend@critic.backend=fsdp", "actor.num_ranks=4", "backend.tensor_parallel=2"]
+    layout += ["actor.backend.pipeline_parallel=2", f"run.dir={tmp_path}"]
+    assert main(["check", *layout]) == 0
+    out = capsys.readouterr().out
+    shown = {role: [cell.strip() for cell in _row(out, role, 6)][1:4] for role in ("actor", "critic", "reference")}
+    assert shown == {
+        "actor": ["megatron tp2 pp2 dp1", "float32", "4"],
+        "critic": ["fsdp", "float32", "4"],
+        "reference": ["megatron tp2 dp2", "float32", "4"],
+    }
+    assert [_row(out, role, 7)[2].strip() for role in ("actor", "critic", "reference")] == ["256", "64", "128"]
+
+
 def test_the_role_table_says_who_scores(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def row(role: str, *overrides: str) -> list[str]:
         assert main(["check", *overrides]) == 0

@@ -42,6 +42,8 @@ def kinds(config: RLConfig) -> tuple[str, str, str]:
 def test_backend_switches_all_roles() -> None:
     assert kinds(quickstart()) == ("engine", "engine", "engine")
     assert kinds(quickstart("backend=fsdp")) == ("fsdp", "fsdp", "fsdp")
+    assert kinds(quickstart("backend=megatron")) == ("megatron", "megatron", "megatron")
+    assert kinds(quickstart("backend=megatron", "backend@critic.backend=fsdp")) == ("megatron", "fsdp", "megatron")
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -64,17 +66,26 @@ def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
 
 
 def test_backend_mistakes() -> None:
-    found = problems("quickstart", "backend=megatron")["backend"]
+    found = problems("quickstart", "backend=megatron_fsdp")["backend"]
     assert (found.rule, found.fix) == (
         "this backend comes with a later version",
-        "Choose backend=engine or backend=fsdp.",
+        "Choose backend=engine, backend=fsdp or backend=megatron.",
     )
-    found = problems("quickstart", "backend@critic.backend=megatron")["backend@critic.backend"]
-    assert found.fix == "Choose backend@critic.backend=engine or backend@critic.backend=fsdp."
+    key = "backend@critic.backend"
+    assert (
+        problems("quickstart", f"{key}=megatron_fsdp")[key].fix == f"Choose {key}=engine, {key}=fsdp or {key}=megatron."
+    )
     found = problems("quickstart", "backend.sharding=full")["backend.sharding"]
     assert found.fix == "It belongs to backend=fsdp."
     found = problems("quickstart", "actor.backend.sharding=full")["actor.backend.sharding"]
     assert found.fix == "It belongs to backend@actor.backend=fsdp."
+    found = problems("quickstart", "backend.pipeline_parallel=2")["backend.pipeline_parallel"]
+    assert found.fix == "It belongs to backend=megatron."
+    found = problems("quickstart", "critic.backend.sequence_parallel=2")["critic.backend.sequence_parallel"]
+    assert found.fix == "It belongs to backend@critic.backend=fsdp or backend@critic.backend=megatron."
+    found = problems("quickstart", "backend=megatron", "backend.activation_offload=true")["backend.activation_offload"]
+    assert found.fix == "It belongs to backend=fsdp."
+    assert "backend.tensor_parallel" in problems("quickstart", "backend.tensor_paralel=2")["backend.tensor_paralel"].fix
     found = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
     assert found.fix == "Choose it with backend@actor.backend=fsdp."
     assert "backend.dtype" in problems("quickstart", "backend.dtyp=float32")["backend.dtyp"].fix

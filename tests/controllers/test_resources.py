@@ -10,7 +10,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from controllers.composition import compose
-from controllers.machine import GIB, Machine
+from controllers.machine import GIB, MIB, Machine
 from controllers.model_directories import parameter_count
 from controllers.preflight import preflight
 from controllers.resources import tiny_parameter_count
@@ -60,6 +60,13 @@ def test_ranks_without_rows_are_a_warning(model: Path, data: Path) -> None:
     overrides = ["actor.num_ranks=4", "actor.mini_batch_size=2"]
     warnings = preflight(ppo(model, data, *overrides), BIG).warnings
     assert warnings[0].startswith("actor.num_ranks=4 share mini-batches of 2 rows: 2 ranks have nothing to do")
+
+
+def test_ranks_that_share_their_rows_idle_together(model: Path, data: Path) -> None:
+    overrides = ["backend=fsdp", "actor.num_ranks=8", "backend.sequence_parallel=2"]
+    idle = preflight(ppo(model, data, *overrides, "actor.mini_batch_size=2"), BIG).warnings
+    assert idle[0].startswith("actor.num_ranks=8 share mini-batches of 2 rows: 4 ranks have nothing to do")
+    assert preflight(ppo(model, data, *overrides, "actor.mini_batch_size=4"), BIG).warnings == []
 
 
 def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
@@ -132,17 +139,48 @@ def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> N
     assert preflight(ppo(model, data), None).problems == []
 
 
+def large_model(folder: Path, model: Path, *tensors: str) -> Path:
+    """60 million parameters in each tensor, of which there are only headers."""
+    folder.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_bytes((model / name).read_bytes())
+    weight = {"dtype": "F32", "shape": [6000, 10_000], "data_offsets": [0, 240_000_000]}
+    header = json.dumps(dict.fromkeys(tensors, weight)).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)  # which is all that is read
+    return folder
+
+
 def test_frozen_weights_need_neither_moments_nor_checkpoints(tmp_path: Path, model: Path, data: Path) -> None:
     """60 million parameters: 16 bytes each where all learn, 4 where an adapter does."""
-    large = tmp_path / "large"
-    large.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (large / name).write_bytes((model / name).read_bytes())
-    weight = {"dtype": "F32", "shape": [6000, 10_000], "data_offsets": [0, 240_000_000]}
-    header = json.dumps({"model.layers.0.self_attn.q_proj.weight": weight}).encode()
-    (large / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)  # which is all that is read
+    large = large_model(tmp_path / "large", model, "model.layers.0.self_attn.q_proj.weight")
     small = Machine(cores=64, gpus=0, memory_bytes=GIB, shm_free_bytes=64 * GIB)
     inputs = [f"model.path={large}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
     for more, problems in (((), ["model.path"]), (("actor.lora.rank=4", "actor.lora.targets=[q_proj]"), [])):
         config = compose("sft", [*inputs, "run.evaluate_every=0", *more])
+        assert list(found(preflight(config, small))) == problems
+
+
+@pytest.mark.parametrize(
+    ("overrides", "rest", "experts"),
+    [
+        ((), 16, 16),  # weight, gradient and two moments in float32
+        (("backend.dtype=bfloat16",), 18, 18),  # a weight of 2 bytes, beside the one that is stepped
+        (("actor.num_ranks=4",), 40, 40),  # 4 x (weight + gradient) + moments
+        (("actor.num_ranks=4", "backend.dtype=bfloat16"), 36, 36),  # 4 x (2 + 4) + 12
+        (("actor.num_ranks=4", "backend.tensor_parallel=2"), 24, 40),
+        (("actor.num_ranks=4", "backend.tensor_parallel=2", "backend.pipeline_parallel=2"), 16, 24),
+        (("actor.num_ranks=4", "backend.expert_parallel=2", "backend.expert_tensor_parallel=2"), 40, 16),
+    ],
+)
+def test_megatron_cuts_weights_by_layout_and_shares_moments_out(
+    tmp_path: Path, model: Path, data: Path, overrides: tuple[str, ...], rest: int, experts: int
+) -> None:
+    """Bytes over all ranks per parameter, of 60 million in experts and as many in the rest."""
+    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight")
+    large = large_model(tmp_path / "large", model, *names)
+    inputs = [f"model.path={large}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
+    config = compose("sft", [*inputs, "run.evaluate_every=0", "backend=megatron", *overrides])
+    needed = 60_000_000 * (rest + experts) + 0.3 * GIB * config.model_roles["actor"].num_ranks
+    for memory, problems in ((needed - MIB, ["model.path"]), (needed + MIB, [])):
+        small = Machine(cores=64, gpus=0, memory_bytes=int(memory), shm_free_bytes=64 * GIB)
         assert list(found(preflight(config, small))) == problems

@@ -18,6 +18,8 @@ class RoleBatch:
 
     role: str
     ranks: int
+    shares: int
+    """Ranks that have rows of their own, with those that share them counted once."""
     rows_per_rank: int
     """Of one step, on the rank that gets the most."""
     mini_batch_size: int | None
@@ -64,6 +66,7 @@ def _role(name: str, role: ModelRole, rows: int, learns_all: bool) -> RoleBatch:
     return RoleBatch(
         role=name,
         ranks=role.num_ranks,
+        shares=shares,
         rows_per_rank=-(-rows // shares),
         mini_batch_size=mini,
         mini_batch_size_per_rank=None if mini is None else -(-mini // shares),

@@ -6,7 +6,7 @@ role learns (`roles`).
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -121,3 +121,8 @@ class MegatronBackend(Section):
 
 
 Backend = Annotated[EngineBackend | FsdpBackend | MegatronBackend, Field(discriminator="kind")]
+
+BACKENDS: dict[str, type[Section]] = {
+    get_args(one.model_fields["kind"].annotation)[0]: one for one in get_args(get_args(Backend)[0])
+}
+"""The settings of each choice of the group `backend`, by its name."""

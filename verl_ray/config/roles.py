@@ -51,12 +51,12 @@ class ModelRole(Section):
 
     model: ModelConfig
     num_ranks: Positive
-    """Data-parallel ranks (processes; GPUs where there are any)."""
+    """Ranks that share out rows and, on some backends, the model (processes; GPUs where there are any)."""
     backend: Backend
 
     @property
     def peers(self) -> int:
-        """Neighbouring ranks that are given the same rows, and compute them together."""
+        """Ranks that are given the same rows, and compute them together."""
         return self.backend.peers
 
 

@@ -116,6 +116,24 @@ CASES = [
         "ppo",
     ),
     Case(
+        "micro_batch_holds_the_longest_row",  # tensor- and pipeline-parallel ranks hold whole rows
+        f"{' '.join(INPUTS)} backend=megatron backend.micro_batch_tokens_per_rank=700 backend.context_parallel=2 "
+        "actor.backend.tensor_parallel=2 actor.num_ranks=4",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "must fit into one micro-batch, which 2 ranks share",
+        "The nearest value that works is 768",
+        "ppo",
+    ),
+    Case(
+        "micro_batch_holds_the_longest_row",
+        f"{' '.join(INPUTS)} backend=megatron backend.micro_batch_tokens_per_rank=700 backend.tensor_parallel=2 "
+        "actor.num_ranks=2",
+        "actor.backend.micro_batch_tokens_per_rank",
+        "must fit into one micro-batch",
+        "The nearest value that works is 1536",
+        "ppo",
+    ),
+    Case(
         "shards_divide_the_ranks",
         "backend=fsdp backend.sharding=hybrid actor.num_ranks=8 backend.shard_size=3",
         "actor.backend.shard_size",
@@ -140,6 +158,13 @@ CASES = [
         "frozen_models_keep_no_activations",
         "reference.backend.activation_checkpointing=true",
         "reference.backend.activation_checkpointing",
+        "does not learn",
+        "Leave it out",
+    ),
+    Case(
+        "frozen_models_keep_no_activations",
+        "backend=megatron reference.backend.recompute=full",
+        "reference.backend.recompute",
         "does not learn",
         "Leave it out",
     ),

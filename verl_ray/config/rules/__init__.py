@@ -23,6 +23,7 @@ from verl_ray.config.rules.algorithm import (
     kl_is_complete,
     reinforce_updates_once,
 )
+from verl_ray.config.rules.megatron import adapters_have_a_backend, layouts_are_possible
 from verl_ray.config.rules.preparation import (
     inputs_are_made_or_given,
     prepared_data_exists,
@@ -92,7 +93,9 @@ RULES: tuple[Rule, ...] = (
     micro_batch_holds_the_longest_row,
     peers_divide_the_ranks,
     shards_divide_the_ranks,
+    layouts_are_possible,
     adapter_settings_are_used,
+    adapters_have_a_backend,
 )
 
 RL_RULES: tuple[RLRule, ...] = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.backends import FsdpBackend, MegatronBackend
 from verl_ray.config.reward import ModelReward
 from verl_ray.config.roles import OptimizerConfig, SupervisedRole
 from verl_ray.config.rules.rule import Overridden, ignored
@@ -28,10 +28,10 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
     for name, role in config.model_roles.items():
         if isinstance(role, ModelReward):
             continue  # its tokenizer decides; rows that are too long get no score, and are counted
-        cap = role.backend.micro_batch_tokens_per_rank
-        if cap * role.peers < longest:
-            least = -(-longest // role.peers)
-            shared = f", which {role.peers} ranks share" if role.peers > 1 else ""
+        cap, slices = role.backend.micro_batch_tokens_per_rank, role.backend.token_slices
+        if cap * slices < longest:
+            least = -(-longest // slices)
+            shared = f", which {slices} ranks share" if slices > 1 else ""
             yield Problem(
                 f"{name}.backend.micro_batch_tokens_per_rank",
                 cap,
@@ -42,10 +42,13 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
 
 def peers_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
     for name, role in config.model_roles.items():
+        backend = role.backend
+        if isinstance(backend, MegatronBackend):
+            continue  # its layout has a rule of its own
         if role.num_ranks % role.peers:
             sizes = [size for size in range(1, role.num_ranks + 1) if role.num_ranks % size == 0]
             rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
-            yield Problem(f"{name}.backend.sequence_parallel", role.peers, rule, f"Use {either(sizes)}.")
+            yield Problem(f"{name}.backend.{backend.token_slices_key}", role.peers, rule, f"Use {either(sizes)}.")
 
 
 def shards_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
@@ -132,7 +135,7 @@ def reference_settings_are_used(config: RLConfig, overridden: Overridden) -> Ite
 def frozen_models_keep_no_activations(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
     frozen = [name for name, role in config.model_roles.items() if not isinstance(role, SupervisedRole)]
     for name in frozen:
-        for field in ("activation_checkpointing", "activation_offload"):
+        for field in ("activation_checkpointing", "activation_offload", "recompute"):
             keys = overridden.under(f"{name}.backend.{field}")
             yield from ignored(keys, config, "this model does not learn, so it keeps no activations")
 
