@@ -130,14 +130,6 @@ class CudaMeansCpu(TorchFunctionMode):
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if func is Tensor.backward:  # else its hooks would run without the mode
-            with self:
-                names = ("gradient", "retain_graph", "create_graph")
-                given = {**dict(zip(names, args[1:], strict=False)), **kwargs}
-                torch.autograd.backward(
-                    args[0], given.get("gradient"), given.get("retain_graph"), bool(given.get("create_graph"))
-                )
-            return None
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
         kwargs.pop("pin_memory", None)
