@@ -96,6 +96,8 @@ CASES = (
     Case(2, _SP, "qwen3", "value"),
     Case(2, _PP, "qwen3", "value"),
     Case(2, _CP, "qwen3", "value"),
+    Case(2, _SP, _MOE),
+    Case(2, _ETP, _MOE),
     Case(2, _EP, _MOE),
     Case(2, _SP | _EP, _MOE),
     Case(2, _SP | _ETP, _MOE),

@@ -77,6 +77,8 @@ def test_of_experts_those_count_that_a_token_passes_through() -> None:
     assert shape.matmul_parameters == 48 * (attention + chosen + router) + 151936 * 2048
     # with the input embeddings these are the 3.3 billion activated ones of its name
     assert shape.matmul_parameters + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)
+    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in qwen3_30b_a3b.items()}
+    assert ModelShape.from_config(renamed) == shape
     mixed = {**qwen3_30b_a3b, "mlp_only_layers": [0]}
     assert ModelShape.of(mixed, "policy") is None
     with pytest.raises(ModelError, match="layers are alike"):

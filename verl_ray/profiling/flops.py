@@ -82,7 +82,8 @@ class ModelShape:
         if any("expert" in key for key in config):
             if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
                 raise ModelError("FLOPs are counted for models whose layers are alike; here some have no experts")
-            experts = _size(config, "num_experts")
+            named = "num_experts" if "num_experts" in config else "num_local_experts"  # as transformers writes it today
+            experts = _size(config, named)
             intermediate = _size(config, "num_experts_per_tok") * _size(config, "moe_intermediate_size")
         return ModelShape(
             num_layers=_size(config, "num_hidden_layers"),

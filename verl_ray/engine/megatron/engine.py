@@ -72,6 +72,11 @@ class MegatronEngine(PackedEngine):
             self._stages = [
                 Stage(self.described, self._core, layout, chunk).to(device) for chunk in range(layout.chunks)
             ]
+            for name, parameter in (named for stage in self._stages for named in stage.named_parameters()):
+                if ".experts." in name:
+                    # megatron-core says so only where experts are shared out: else their gradients would be summed
+                    # over the ranks that hold copies of the rest, which are others
+                    setattr(parameter, "allreduce", False)  # noqa: B010
             self._modules: list[Any] = list(self._stages)
             if spec.optimizer is not None:
                 config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
@@ -109,6 +114,12 @@ class MegatronEngine(PackedEngine):
                 f"{', '.join(IN_MEGATRON)} have"
             )
 
+        activation = self.described.hf.config.hidden_act
+        if activation != "silu":
+            raise ModelError(
+                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes silu here, so take "
+                f"fsdp or engine as {spec.role}.backend"
+            )
         factor = cast(Any, self.described.backbone.rotary_emb).attention_scaling
         if factor != 1:
             raise ModelError(
