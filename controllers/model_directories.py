@@ -21,7 +21,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import JudgeReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES
+from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES, EXPERTS_HIDDEN_MULTIPLE
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
@@ -124,12 +124,14 @@ def _engine_problems(section: str, engine: Engine, machine: Machine | None) -> I
         rule = f"it must divide the {heads} attention heads of the model"
         nearest = either(nearest_divisors(heads, parallel))
         yield Problem(f"{section}.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
-    if section == "rollout" and machine is not None and machine.gpus == 0 and _has_experts(engine.path):
-        rule = "its layers choose among experts, whose weights vLLM loads wrongly on a CPU after the first time"
-        fix = "Take a model without experts, or a GPU; supervised runs train this one on a CPU, too."
+    if machine is None or machine.gpus:
+        return
+    if hidden % EXPERTS_HIDDEN_MULTIPLE and _has_experts(engine.path):
+        rule = f"the model's hidden size is {hidden}, which the rollout engine's experts do not take on a CPU"
+        fix = f"Take a multiple of {EXPERTS_HIDDEN_MULTIPLE}, or a GPU; supervised runs train this one on a CPU, too."
         yield Problem(engine.path_key, engine.path, rule, fix)
     size = settings.get("head_dim") or hidden // heads
-    if machine is not None and machine.gpus == 0 and size not in ATTENTION_HEAD_SIZES:
+    if size not in ATTENTION_HEAD_SIZES:
         rule = f"the model's head size is {size}, which the rollout engine's attention does not take on a CPU"
         yield Problem(engine.path_key, engine.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
 

@@ -12,6 +12,7 @@ from tests.vllm_process import ready_for_vllm
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.names import pieces
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.vllm_engine import VllmEngine
@@ -81,9 +82,31 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
     parameters = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         owner = names.setdefault(id(tensor), name)
-        tied_to = None if owner == name else owner
-        parameters.append(Parameter(name, tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), tied_to))
+        tied_to, dtype = None if owner == name else owner, str(tensor.dtype).removeprefix("torch.")
+        parameters += [Parameter(piece.name, piece.shape, dtype, tied_to) for piece in pieces(name, tensor.shape)]
     return Manifest(tuple(parameters))
+
+
+def checkpoint_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The tensors that `manifest_of` names."""
+    return {
+        piece.name: tensor[tuple(map(slice, piece.start, np.add(piece.start, piece.sides)))].reshape(piece.shape)
+        for name, tensor in model.state_dict().items()
+        for piece in pieces(name, tensor.shape)
+    }
+
+
+@pytest.fixture(scope="session")
+def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
+    """Loads a model's weights into a running engine by vLLM's own means, without what our loader mends."""
+
+    def reload(engine: VllmEngine, model: PreTrainedModel) -> None:
+        state = checkpoint_of(model)
+        weights = [(parameter.name, state[parameter.name]) for parameter in manifest_of(model).sent]
+        engine._core.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        assert engine._core.reset_prefix_cache()
+
+    return reload
 
 
 Publish = Callable[[RolloutEngine, PreTrainedModel, int], dict[str, Fingerprint]]
@@ -94,7 +117,7 @@ def publish() -> Publish:
     """Sends a model's weights as two ranks would, each with its half of the rows, in buckets that split layers."""
 
     def send(engine: RolloutEngine, model: PreTrainedModel, version: int) -> dict[str, Fingerprint]:
-        manifest, state = manifest_of(model), model.state_dict()
+        manifest, state = manifest_of(model), checkpoint_of(model)
         buckets = plan_buckets(manifest, 100_000)
         assert len(buckets) > 4
         address = create("rollout-test", max(bucket.nbytes for bucket in buckets))

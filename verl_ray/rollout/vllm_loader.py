@@ -41,12 +41,13 @@ class WeightLoader(_Worker):
 
     def weights_begin(self) -> None:
         model = self.model_runner.model
-        if self._weights_on_cpu() and any(isinstance(module, RoutedExperts) for module in model.modules()):
-            # Measured: after a reload of a Qwen3-MoE its log-probs are off by 3, without a message.
-            raise WeightSyncError(
-                "vLLM 0.32 loads the weights of mixture-of-experts layers wrongly on a CPU after the first time; "
-                "use GPUs for rollout, or a dense model"
-            )
+        if self._weights_on_cpu():
+            # vLLM 0.32 packs the weights of experts for the CPU when it sets up their kernel, and not again: it would
+            # read the new ones, which are plain, as if they were packed, without a message (measured: log-probs are off
+            # by 3). Without a kernel it sets up another for this load, as for the first.
+            for module in model.modules():
+                if isinstance(module, RoutedExperts):
+                    module.quant_method.moe_kernel = None
         self._weights_tied = _tied_modules(model)
         with self._weights_context():
             initialize_layerwise_reload(model)

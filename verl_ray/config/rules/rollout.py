@@ -18,6 +18,9 @@ from verl_ray.errors import Problem
 ATTENTION_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the rollout engine's attention takes on a CPU."""
 
+EXPERTS_HIDDEN_MULTIPLE = 32
+"""Hidden sizes that the rollout engine's experts take on a CPU are multiples of it."""
+
 VLLM_ARGS_OF_OTHER_KEYS = {
     "model": "model.path",
     "tokenizer": "model.path",
