@@ -7,6 +7,7 @@ import pytest
 from controllers.composition import examine
 from tests.config.rules import (
     test_algorithm,
+    test_megatron_fsdp,
     test_preparation,
     test_reward,
     test_roles,
@@ -18,7 +19,9 @@ from verl_ray.config.rules import RL_RULES, RULES
 
 CASES = [
     case
-    for module in (test_algorithm, test_preparation, test_reward, test_roles, test_rollout, test_run)
+    for module in (
+        test_algorithm, test_megatron_fsdp, test_preparation, test_reward, test_roles, test_rollout, test_run
+    )  # fmt: skip
     for case in module.CASES
 ]
 

@@ -23,6 +23,11 @@ from verl_ray.config.rules.algorithm import (
     kl_is_complete,
     reinforce_updates_once,
 )
+from verl_ray.config.rules.megatron_fsdp import (
+    frozen_models_have_no_gradients,
+    groups_of_megatron_fsdp_divide_the_ranks,
+    megatron_fsdp_overlaps_what_it_can,
+)
 from verl_ray.config.rules.preparation import (
     inputs_are_made_or_given,
     prepared_data_exists,
@@ -92,6 +97,9 @@ RULES: tuple[Rule, ...] = (
     micro_batch_holds_the_longest_row,
     peers_divide_the_ranks,
     shards_divide_the_ranks,
+    groups_of_megatron_fsdp_divide_the_ranks,
+    megatron_fsdp_overlaps_what_it_can,
+    frozen_models_have_no_gradients,
     adapter_settings_are_used,
 )
 
