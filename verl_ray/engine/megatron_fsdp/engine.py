@@ -158,9 +158,7 @@ class MegatronFsdpEngine(ModuleEngine):
     def _cut_alike(self, name: str, local: Tensor) -> DTensor:
         """A DTensor of the parameter's shape, cut as it is, of which this rank holds `local`."""
         of = self._parameters[name]
-        made = DTensor.from_local(
-            local, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride()
-        )
+        made = DTensor(local, of._spec, requires_grad=False)  # from_local would bring it to the mesh's device
         for says in ("__create_chunk_list__", "__create_write_items__"):
             setattr(made._local_tensor, says, getattr(of._local_tensor, says))
         return made
