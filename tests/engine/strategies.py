@@ -57,25 +57,16 @@ class Watched:
         self.said: list[Any] = []
         self.live = [0.0, 0.0]
         buffer = engine._sharded.param_and_grad_buffer
+        of_gradients = [group.main_grad_buffer.temporary_bucket_allocator for group in buffer.parameter_groups]
 
         def note(number: int) -> None:
             self.said.append(("layer", number))
-            storages = [
-                [bucket.data for bucket in allocator.buckets.values()]
-                for allocator in (buffer.weight_alloc, *self._of_gradients(buffer))
-                if hasattr(allocator, "buckets")
-            ]
-            sizes = [sum(data.untyped_storage().size() // data.element_size() for data in one) for one in storages]
-            self.live = [max(self.live[0], sizes[0] / LAYER), max(self.live[1], sum(sizes[1:]) / LAYER)]
+            now = in_flight([buffer.weight_alloc]), in_flight(of_gradients)
+            self.live = [max(pair) for pair in zip(self.live, now, strict=True)]
 
         for i, layer in enumerate(engine.model.layers):
             layer.register_forward_pre_hook(lambda *_, i=i: note(i))
         self._note = note
-
-    @staticmethod
-    def _of_gradients(buffer: Any) -> list[Any]:
-        groups = [group.main_grad_buffer for group in buffer.parameter_groups]
-        return [group.temporary_bucket_allocator for group in groups if group is not None]
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[list[Any]]:
@@ -93,7 +84,7 @@ class Watched:
 
             def call(*given: Any, **named: Any) -> Any:
                 sent: Tensor = named[argument] if argument in named else given[0]
-                if sent.dim():  # not the norm
+                if sent.dim() and sent.is_floating_point():  # not the norm, and not numbers of micro-batches
                     said.append((kind, sent.numel(), str(sent.dtype).removeprefix("torch."), sent.data_ptr()))
                     self._note(-1)
                     said.pop()
@@ -110,13 +101,17 @@ class Watched:
                 setattr(dist, name, call)
 
 
+def in_flight(allocators: list[Any]) -> float:
+    """Elements of buckets that come and go, in layers."""
+    data = [bucket.data for one in allocators for bucket in getattr(one, "buckets", {}).values()]
+    return sum(one.untyped_storage().size() // one.element_size() for one in data) / LAYER
+
+
 def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
-    """Three steps of every strategy beside the plain engine's, in two types; and their states, for others to read."""
+    """Three steps of every strategy beside the plain engine's, and one in bfloat16; states, for others to read."""
     mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
     plain = ranks.engine("engine", MODEL, micro_batch_tokens_per_rank=MICRO_BATCH)
     found: dict[str, Any] = {"plain": ranks.train(plain, mine, contract.POLICY), "plain weights": ranks.weights(plain)}
-    halved = ranks.engine("engine", MODEL, dtype="bfloat16")
-    found["plain bfloat16"] = ranks.train(halved, mine, contract.POLICY)
     for name, settings in how(ranks.world).items():
         settings = {"micro_batch_tokens_per_rank": MICRO_BATCH, **settings}
         engine: Any = ranks.engine(KIND, MODEL, **settings)
@@ -134,7 +129,7 @@ def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
         ranks.train(engine, mine, contract.POLICY, 1)
         found[name]["on"] = ranks.weights(engine)
         halved = ranks.engine(KIND, MODEL, dtype="bfloat16", **settings)
-        found[name]["bfloat16"] = ranks.train(halved, mine, contract.POLICY)
+        found[name]["bfloat16"] = ranks.train(halved, mine, contract.POLICY, 1)
         found[name]["exact"] = all(value.dtype == torch.float32 for _, value in halved.shards(before))
     return found
 
@@ -183,7 +178,7 @@ def check_package(ranks: contract.Ranks) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(groups, lr=0.25)
     before = model[1].weight.detach().clone()
     mesh, _ = sharding._mesh("cpu", 1, ranks.world)
-    package.whole_package.fully_shard(
+    package.megatron_fsdp.fully_shard(
         model, optimizer, mesh, dp_shard_dim="shard", tp_dim="tp", zero_dp_strategy="optim", device=torch.device("cpu")
     )
     norm = dict(model.named_parameters())["1.weight"]
@@ -197,18 +192,21 @@ def check_package(ranks: contract.Ranks) -> dict[str, Any]:
 
 
 def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
-    """States of all writers, in every strategy of this number of ranks: weights, and a step from there."""
+    """States that other numbers of ranks wrote, or all of them on one rank: weights, and a step from there."""
     mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
     found: dict[str, Any] = {}
-    names = {"all": {}} if ranks.world == 1 else how(ranks.world)
-    for reader, settings in names.items():
+    readers: dict[str, dict[str, Any]] = {"all": {}} if ranks.world == 1 else how(ranks.world)
+    first = next(iter(readers))
+    for reader, settings in readers.items():
         for writer, world in WRITERS:
-            for copied in ("", "_copied"):
+            for kept in ("", "_copied"):
+                if world == ranks.world or (kept != "" and (reader != first or ranks.world == 1)):
+                    continue
                 engine = ranks.engine(KIND, MODEL, **settings)
-                contract.load(engine, ranks.folder / f"{writer}_{world}{copied}")
+                contract.load(engine, ranks.folder / f"{writer}_{world}{kept}")
                 weights = ranks.weights(engine)
                 trained = ranks.train(engine, mine, contract.POLICY, 1)
-                found[f"{reader} reads {writer} on {world}{copied}"] = {
+                found[f"{reader} reads {writer} on {world}{kept}"] = {
                     "writer": writer, "weights": weights, "on": ranks.weights(engine), **trained,
                 }  # fmt: skip
     return found
@@ -224,7 +222,7 @@ def main(rank: int, world: int, folder: Path) -> None:
     found: dict[str, Any] = {}
     if world == 2:
         parts, own = [torch.empty(2), torch.empty(1)], torch.ones(2 - rank)
-        with contextlib.suppress(RuntimeError):
+        with contextlib.suppress(Exception):
             dist.all_gather(parts, own)
             found["gathers unevenly"] = True
     if world > 1:

@@ -38,6 +38,7 @@ def _hidden(name: str) -> Iterator[None]:
 
 
 with _hidden(HIDDEN):
+    import megatron_fsdp
     from megatron_fsdp import (
         DistributedDataParallelConfig,
         FSDPDistributedIndex,
@@ -50,7 +51,7 @@ with _hidden(HIDDEN):
 
 __all__ = [
     "DistributedDataParallelConfig", "FSDPDistributedIndex", "MegatronFSDP", "MixedPrecisionPolicy", "bucket_index",
-    "fully_shard_optimizer", "param_and_grad_buffer", "uneven_dtensor",
+    "fully_shard_optimizer", "megatron_fsdp", "param_and_grad_buffer", "uneven_dtensor",
 ]  # fmt: skip
 
 _bucket_index = param_and_grad_buffer.build_data_parallel_buffer_index
@@ -74,7 +75,7 @@ def bucket_index(
     torn = [number for number, item in items.items() if _torn(item, unit)]
     if ddp_config.data_parallel_sharding_strategy == "no_shard" or not torn:
         return items, bucket, shard
-    end = max(item.global_data_index + item.size for item in items.values())
+    end = max((it.global_data_index + it.size for number, it in items.items() if number not in torn), default=0)
     for number in torn:
         start = math.ceil(end / unit) * unit
         items[number] = items[number]._replace(global_data_index=start)
