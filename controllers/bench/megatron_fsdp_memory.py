@@ -115,15 +115,12 @@ def table(found: dict[str, Any]) -> str:
 
 
 def _backend(dtype: str, bucket_size: int, settings: dict[str, Any]) -> MegatronFsdpBackend:
-    return MegatronFsdpBackend(
-        **{
-            "kind": "megatron_fsdp", "dtype": dtype, "micro_batch_tokens_per_rank": 4096,
-            "activation_checkpointing": False, "shard_size": None, "outer_sharding": "none",
-            "overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": bucket_size,
-            "reduce_in_float32": True, "double_buffer": False,
-        }
-        | settings
-    )  # fmt: skip
+    usual: dict[str, Any] = {
+        "kind": "megatron_fsdp", "dtype": dtype, "micro_batch_tokens_per_rank": 4096, "activation_checkpointing": False,
+        "shard_size": None, "outer_sharding": "none", "overlap_param_gather": True, "overlap_grad_reduce": True,
+        "bucket_size": bucket_size, "reduce_in_float32": True, "double_buffer": False,
+    }  # fmt: skip
+    return MegatronFsdpBackend(**usual | settings)
 
 
 def _elements(path: str) -> dict[str, int]:
@@ -194,7 +191,10 @@ def _rows() -> TrainingBatch:
     mask = np.ones(64, np.bool_)
     mask[offsets[:-1]] = False
     return TrainingBatch(
-        offsets=offsets, tokens=np.arange(64, dtype=np.int32), response_mask=mask, loss_weight=np.full(4, 1 / 60, np.float32)
+        offsets=offsets,
+        tokens=np.arange(64, dtype=np.int32),
+        response_mask=mask,
+        loss_weight=np.full(4, 1 / 60, np.float32),
     )
 
 

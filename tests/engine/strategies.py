@@ -187,7 +187,9 @@ def check_package(ranks: contract.Ranks) -> dict[str, Any]:
     return {
         "groups": [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups],
         "steps": {int(step) for step in held},
-        "decayed": bool((decayed / before[: len(decayed)] - 1 + 0.25 * 0.01).abs().max() < 1e-6) if len(decayed) else None,
+        "decayed": bool((decayed / before[: len(decayed)] - 1 + 0.25 * 0.01).abs().max() < 1e-6)
+        if len(decayed)
+        else None,
     }
 
 

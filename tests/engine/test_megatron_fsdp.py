@@ -3,6 +3,8 @@ ranks, and what the package gets wrong."""
 
 from __future__ import annotations
 
+import itertools
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -261,7 +263,7 @@ def test_shards_are_cut_between_rows_and_cover_each_element_once(elements: list[
                 assert low % row == high % row == 0
                 covered[number][low:high] += 1
     spans = sorted((item.global_data_index, item.global_data_index + item.size) for item in items.values())
-    assert all(first[1] <= second[0] for first, second in zip(spans, spans[1:], strict=False))
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
     assert all(bool((one == 1).all()) for one in covered)
 
 
@@ -276,8 +278,6 @@ def test_the_package_alone_cuts_through_rows() -> None:
 
 def unit_of(elements: list[torch.Size]) -> int:
     """As the package finds it: the first's row, or with another's where neither fits into the other."""
-    import math
-
     elements.sort(key=lambda shape: -shape[1:].numel())
     unit = elements[0][1:].numel()
     for shape in elements:

@@ -129,8 +129,8 @@ class MegatronFsdpBackend(Section):
     activation_checkpointing: bool
     """As for the engine backend."""
     sharding: Literal["none", "optimizer", "optimizer_gradients", "all"]
-    """What ranks share out: nothing, the optimizer's state and main weights, the gradients too, the parameters too (then
-    each layer is gathered for its own computation alone)."""
+    """What ranks share out: nothing, the optimizer's state and main weights, gradients too, parameters too (then each
+    layer is gathered for its own computation alone)."""
     shard_size: Positive | None
     """Ranks per group that shares out; the groups, an outer data-parallel axis, hold copies of each other. null = all
     ranks are one group."""
@@ -165,6 +165,4 @@ class MegatronFsdpBackend(Section):
         return 1
 
 
-Backend = Annotated[
-    EngineBackend | FsdpBackend | MegatronBackend | MegatronFsdpBackend, Field(discriminator="kind")
-]
+Backend = Annotated[EngineBackend | FsdpBackend | MegatronBackend | MegatronFsdpBackend, Field(discriminator="kind")]

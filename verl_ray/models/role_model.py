@@ -55,7 +55,7 @@ class VocabularyHead(nn.Linear):
 class ValueHead(nn.Linear):
     """The head of a value model: one number per token. A module of its own, as the vocabulary's."""
 
-    def forward(self, hidden: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, hidden: Tensor) -> Tensor:
         """float32 [tokens], whatever the type of the hidden states [tokens, hidden]."""
         with torch.autocast(hidden.device.type, enabled=False):
             return hidden.float() @ self.weight.float()[0]

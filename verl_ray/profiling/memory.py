@@ -82,7 +82,7 @@ def anonymous_bytes() -> int:
 
 
 class AnonymousGrowth:
-    """By how much this process's anonymous memory grew at most inside the block: `with AnonymousGrowth() as growth:`."""
+    """By how much this process's anonymous memory grew at most inside the block: `with AnonymousGrowth() as one:`."""
 
     peak_bytes = 0
 

@@ -93,4 +93,6 @@ CASES = [
 )
 def test_what_goes_together_is_accepted(settings: str) -> None:
     overrides = [f"actor.backend.{setting}" for setting in settings.split()]
-    compose("quickstart", ["backend@actor.backend=megatron_fsdp", "actor.num_ranks=4", "placement=separate", *overrides])
+    compose(
+        "quickstart", ["backend@actor.backend=megatron_fsdp", "actor.num_ranks=4", "placement=separate", *overrides]
+    )

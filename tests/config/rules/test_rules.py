@@ -20,8 +20,14 @@ from verl_ray.config.rules import RL_RULES, RULES
 CASES = [
     case
     for module in (
-        test_algorithm, test_megatron_fsdp, test_preparation, test_reward, test_roles, test_rollout, test_run
-    )  # fmt: skip
+        test_algorithm,
+        test_megatron_fsdp,
+        test_preparation,
+        test_reward,
+        test_roles,
+        test_rollout,
+        test_run,
+    )
     for case in module.CASES
 ]
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.config.backends import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
+from verl_ray.engine.megatron_fsdp import residence
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
 from verl_ray.engine.module_engine import ModuleEngine
@@ -147,13 +148,18 @@ class MegatronFsdpEngine(ModuleEngine):
 
     def _merged(self, name: str, parameters: Mapping[str, Tensor]) -> Tensor:
         """Collective where there is an adapter: a weight and its B are cut apart, so B comes whole, as A does."""
-        local = self._parameters[name].detach().to_local()
+        local = self._own(self._parameters[name])
         prefix = name.removesuffix(lora.BASE_WEIGHT)
         if self.spec.lora is not None and prefix != name:
             a, b = (self.whole(self._parameters[f"{prefix}.lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
             rows, scale = own_box(self._parameters[name])[0], self.spec.lora.alpha / self.spec.lora.rank
             local = torch.addmm(local.float(), b[rows], a, alpha=scale)
         return self._cut_alike(name, local)
+
+    @staticmethod
+    def _own(value: DTensor) -> Tensor:
+        """This rank's part."""
+        return value._local_tensor.detach()
 
     def _cut_alike(self, name: str, local: Tensor) -> DTensor:
         """A DTensor of the parameter's shape, cut as it is, of which this rank holds `local`."""
@@ -168,14 +174,14 @@ class MegatronFsdpEngine(ModuleEngine):
         if self.optimizer is None:
             return state
         learned = {name: value for name, value in self._parameters.items() if value.requires_grad}
-        model = {f"hf.{name}": self._cut_alike(name, value.detach().to_local()) for name, value in learned.items()}
+        model = {f"hf.{name}": self._cut_alike(name, self._own(value)) for name, value in learned.items()}
         for parameter in self._manifest.parameters:
             if f"hf.{parameter.tied_to}" in model:
                 model[f"hf.{parameter.name}"] = model[f"hf.{parameter.tied_to}"]
         of_optimizer = {}
         for name, value in learned.items():
             held = self.optimizer.state[value]
-            moments = {kind: self._cut_alike(name, held[kind].to_local()) for kind in MOMENTS}
+            moments = {kind: self._cut_alike(name, self._own(held[kind])) for kind in MOMENTS}
             of_optimizer[f"hf.{name}"] = {"step": held["step"], **moments}
         names = {id(value): f"hf.{name}" for name, value in learned.items()}
         groups = [
@@ -190,3 +196,28 @@ class MegatronFsdpEngine(ModuleEngine):
         self._rng = state.get(f"rng_{self.rank}", self._rng)
         if self.optimizer is not None:
             self._install()
+
+    def _move(self, params: torch.device, optimizer: torch.device) -> None:
+        sharded, buffer = self._sharded, self._sharded.param_and_grad_buffer
+        gradients = [whole for whole in buffer.buffer.values() if whole.numel()]
+        if params.type == "cpu":
+            if self.backend.sharding != "none":
+                sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)  # what is gathered
+            residence.release(gradients)
+        buffers = [
+            getattr(group, name)
+            for group in buffer.parameter_groups
+            for name in ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf")
+        ]
+        held = [one.data for one in buffers if one is not None]
+        held += [value._local_tensor for value in self._parameters.values()]
+        known = {one.untyped_storage().data_ptr() for one in held}
+        # the parameters that compute look into a buffer unless that is gathered first
+        held += [raw for raw in buffer.params if raw.untyped_storage().data_ptr() in known]
+        residence.move(held, params)
+        if params.type != "cpu":
+            residence.renew(gradients)
+            self._install()
+        if self.optimizer is not None:
+            states = self.optimizer.state.values()
+            residence.move([state[kind]._local_tensor for state in states for kind in MOMENTS], optimizer)

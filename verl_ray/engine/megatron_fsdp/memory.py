@@ -55,8 +55,8 @@ def held(model: Elements, backend: MegatronFsdpBackend, ranks: int) -> Held:
         ahead = math.ceil((backend.bucket_size or 10**9) / 2 / model.layer)
         in_flight += width * min(model.layers, (1 + ahead) * model.layer)
     if shared in ("optimizer_gradients", "all") and inner > 1:
-        waiting, filling = backend.bucket_size or 10**9, model.layer if shared == "all" else backend.bucket_size or 10**9
-        in_flight += FLOAT32 * min(model.whole, waiting + filling)
+        bucket = backend.bucket_size or 10**9  # as many wait to be summed, while the next ones are filled
+        in_flight += FLOAT32 * min(model.whole, bucket + (model.layer if shared == "all" else bucket))
     gradients = FLOAT32 * model.whole // (inner if shared in ("optimizer_gradients", "all") else 1)
     optimizer = model.whole // (1 if alone else stepped)
     return Held(weights, FLOAT32 * optimizer if width == 2 else 0, gradients, 2 * FLOAT32 * optimizer, in_flight)

@@ -5,8 +5,8 @@ ranks, never averaged; the optimizer has its groups, and has taken no step. Deli
 fills the shards), and when what is gathered and reduced (the package's hooks, and the engine for the rest).
 
 The package's own `fully_shard` puts all parameters into one group of the optimizer, so that norms decay like matrices,
-and takes a step with gradients of 0, which decays the weights and leaves Adam one step ahead. Here the optimizer is made
-from the sharded parameters, in its own groups, and that step is taken at a rate of 0 and not counted.
+and takes a step with gradients of 0, which decays the weights and leaves Adam one step ahead. Here the optimizer is
+made from the sharded parameters, in its own groups, and that step is taken at a rate of 0 and not counted.
 """
 
 from __future__ import annotations
