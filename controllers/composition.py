@@ -52,9 +52,6 @@ FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+"
 NO_CHECKPOINT = ("auto", "none", "true", "false")
 """What run.resume may say besides a path, in any spelling: the rules refuse the wrong ones."""
 
-LATER_CHOICES: set[tuple[str, str]] = {("backend", "megatron_fsdp")}
-"""Choices that are announced and not built."""
-
 Tree = dict[str, Any]
 
 
@@ -233,9 +230,6 @@ def _choices_of(overrides: list[Override], problems: list[Problem]) -> dict[str,
 
 
 def _bad_choice(group: str, key: str, choice: object) -> Problem:
-    if (group, choice) in LATER_CHOICES:
-        fix = f"Choose {either(f'{key}={name}' for name in _options(group))}."
-        return Problem(key, choice, f"this {group} comes with a later version", fix)
     return Problem(key, choice, "there is no such choice", did_you_mean(str(choice), _options(group), group))
 
 

@@ -16,7 +16,7 @@ from controllers.machine import GIB, MIB, Machine
 from controllers.model_directories import MADE_VOCABULARY, Engine, engines, parameter_count
 from controllers.paths import nearest_existing
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend, MegatronBackend
+from verl_ray.config.backends import FsdpBackend, MegatronBackend, MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -209,6 +209,8 @@ def _host_bytes(role: ModelRole, config: Config) -> int:
     """Weights and training state of a role on all ranks: whole on each of them, or one copy in shards."""
     if isinstance(role.backend, MegatronBackend):
         return _megatron_bytes(role, role.backend, config)
+    if isinstance(role.backend, MegatronFsdpBackend):
+        return _megatron_fsdp_bytes(role, role.backend, config)
     copies = role.num_ranks
     if isinstance(role.backend, FsdpBackend) and role.backend.sharding != "none":
         copies //= role.backend.shard_size or role.num_ranks
@@ -228,6 +230,19 @@ def _megatron_bytes(role: ModelRole, backend: MegatronBackend, config: Config) -
         return held * width
     stepped = BYTES_PER_SAVED_PARAMETER - (4 if width == 4 else 0)  # in float32 the weights that compute are stepped
     return held * (width + 4) + whole * stepped
+
+
+def _megatron_fsdp_bytes(role: ModelRole, backend: MegatronFsdpBackend, config: Config) -> int:
+    """By what the ranks of a group share out, without what is gathered for a moment."""
+    groups = role.num_ranks // (backend.shard_size or role.num_ranks)
+
+    def copies(*shared: str) -> int:
+        return groups if backend.sharding in shared else role.num_ranks
+
+    weights = 4 * copies("all")
+    if _trains_everything(role):
+        weights += 4 * copies("optimizer_gradients", "all") + 8 * copies("optimizer", "optimizer_gradients", "all")
+    return _parameters(role.model.path, config) * weights
 
 
 def _weight_width(role: ModelRole) -> int:

@@ -13,7 +13,7 @@ from typing import cast
 
 from verl_ray.config.suggest import did_you_mean
 
-SUITES = ("data", "fsdp", "layouts", "megatron", "step")
+SUITES = ("data", "fsdp", "layouts", "megatron", "megatron_fsdp_memory", "step")
 
 
 def main(argv: list[str]) -> int:

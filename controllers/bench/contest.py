@@ -98,7 +98,7 @@ class Contest:
         told: dict[str, list[list[dict[str, Any]]]] = {one.name: [] for one in contenders}
         with tempfile.TemporaryDirectory() as folder:
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
-                model = other.submit(_make_model, given.model, folder).result()
+                model = other.submit(make_model, given.model, folder).result()
             shape = ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
             for turn, one in product(range(given.repeats), contenders):
                 print(f"round {turn + 1}: {one.name} ...", file=sys.stderr, flush=True)
@@ -157,7 +157,7 @@ def compare(
         }
 
 
-def _make_model(name: str, folder: str) -> str:
+def make_model(name: str, folder: str) -> str:
     from verl_ray.data.tokenizers import character_tokenizer
     from verl_ray.models.tiny import make_tiny_qwen3
 

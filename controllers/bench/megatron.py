@@ -18,6 +18,7 @@ CONTEST = Contest(
         Contender("tp2", "megatron", 2, ("tensor_parallel=2", "sequence_parallel=true")),
         Contender("pp2", "megatron", 2, ("pipeline_parallel=2",)),
         Contender("dp2", "megatron", 2),
+        Contender("megatron_fsdp_2", "megatron_fsdp", 2),
     ),
     yardstick="engine",
 )

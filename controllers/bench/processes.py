@@ -22,14 +22,17 @@ _POLL_S = 0.05
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are processes of one machine
 
 
-def ask(module: str, works: Sequence[Mapping[str, object]], threads: int) -> list[dict[str, Any]]:
-    """What `python -m module` finds for each of these works, all at the same time, with `threads` threads each.
+def ask(
+    module: str, works: Sequence[Mapping[str, object]], threads: int, settings: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """What `python -m module` finds for each of these works, all at the same time, with `threads` threads each, and
+    `settings` in its environment.
 
     Raises VerlRayError when a process fails (its own words are on stderr) or is not done after PATIENCE_S.
     """
     # Idle threads sleep, as those of the project's workers do: on a busy machine one that spins has them all wait.
     of_threads = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment = {**os.environ, **of_threads, **_LOOPBACK, "HF_HUB_OFFLINE": "1"}
+    environment = {**os.environ, **of_threads, **_LOOPBACK, "HF_HUB_OFFLINE": "1", **(settings or {})}
     give_up = time.monotonic() + PATIENCE_S
     with contextlib.ExitStack() as started:
         processes = [

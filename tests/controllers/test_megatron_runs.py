@@ -19,6 +19,10 @@ LAYOUTS = {
         "actor.backend.sequence_parallel=true", "actor.backend.recompute=full",
         "backend@critic.backend=fsdp", "critic.num_ranks=2",
     ],
+    "actor and critic on megatron_fsdp, layers and optimizer shared out": [
+        "backend=megatron_fsdp", "actor.num_ranks=2", "critic.num_ranks=2", "critic.backend.sharding=optimizer",
+        "reference.num_ranks=2", "backend.bucket_size=1000",
+    ],
     "actor and critic on pp2": [
         "backend=megatron", "actor.num_ranks=2", "actor.backend.pipeline_parallel=2", "critic.num_ranks=2",
         "critic.backend.pipeline_parallel=2", "reference.num_ranks=2",

@@ -33,7 +33,7 @@ from verl_ray.algorithms.objectives import (
 )
 from verl_ray.checkpoint import sharded
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
-from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend
+from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
@@ -70,6 +70,11 @@ MEGATRON: dict[str, Any] = {
     "kind": "megatron", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "tensor_parallel": 1,
     "sequence_parallel": False, "pipeline_parallel": 1, "virtual_stages": 1, "context_parallel": 1,
     "expert_parallel": 1, "expert_tensor_parallel": 1, "recompute": "none",
+}  # fmt: skip
+MEGATRON_FSDP: dict[str, Any] = ENGINE | {
+    "kind": "megatron_fsdp", "sharding": "all", "shard_size": None, "outer_sharding": "none",
+    "overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": None, "reduce_in_float32": True,
+    "double_buffer": False,
 }  # fmt: skip
 ALGORITHM = AlgorithmConfig(
     name="test",
@@ -173,6 +178,8 @@ class Ranks:
             if settings.pop("activation_checkpointing", False):
                 settings["recompute"] = "full"
             backend = MegatronBackend(**MEGATRON | settings)
+        elif kind == "megatron_fsdp":
+            backend = MegatronFsdpBackend(**MEGATRON_FSDP | settings)
         else:
             backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
         path = str(self.folder / model)
@@ -597,10 +604,10 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
 CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
 MODELS = ("qwen3", "llama", "qwen2", "gemma", "qwen3_moe")
 EXPORTED = ("llama", "qwen3_moe")
-FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron": ("megatron",)}
-"""Backends whose engines share a process."""
+FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron": ("megatron_fsdp", "megatron")}
+"""Backends whose engines share a process; the last one has layouts on four ranks."""
 KINDS = tuple(kind for kinds in FAMILIES.values() for kind in kinds)
-ADAPTED = ("engine", "fsdp")
+ADAPTED = ("engine", "fsdp", "megatron_fsdp")
 LAYOUTS_OF_FOUR: dict[str, tuple[dict[str, Any], ...]] = {
     "torch": ({"sharding": "grad_op"}, {"sharding": "hybrid", "shard_size": 2}),
     "megatron": (
@@ -619,7 +626,7 @@ PLACES = tuple((family, rank, world) for family in FAMILIES for world in (1, 2, 
 """Every process: its family, rank and number of ranks."""
 WRITERS = (
     ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
-    ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4),
+    ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4), ("megatron_fsdp", 1), ("megatron_fsdp", 2),
 )  # fmt: skip
 
 

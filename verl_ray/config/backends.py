@@ -120,7 +120,52 @@ class MegatronBackend(Section):
         return self.context_parallel
 
 
-Backend = Annotated[EngineBackend | FsdpBackend | MegatronBackend, Field(discriminator="kind")]
+class MegatronFsdpBackend(Section):
+    kind: Literal["megatron_fsdp"]
+    dtype: Literal["float32", "bfloat16"]
+    """Type of the weights that compute; main weights and gradients, log-probs and losses are always float32."""
+    micro_batch_tokens_per_rank: Positive
+    """As for the engine backend."""
+    activation_checkpointing: bool
+    """As for the engine backend."""
+    sharding: Literal["none", "optimizer", "optimizer_gradients", "all"]
+    """What ranks share out: nothing, the optimizer's state and main weights, gradients too, parameters too (then each
+    layer is gathered for its own computation alone)."""
+    shard_size: Positive | None
+    """Ranks per group that shares out; the groups, an outer data-parallel axis, hold copies of each other. null = all
+    ranks are one group."""
+    outer_sharding: Literal["none", "optimizer"]
+    """What the groups share out between them, with sharding=all: nothing, or the optimizer's state, main weights and
+    gradients."""
+    overlap_param_gather: bool
+    """Gather parameters while others compute, each before it is used; false = all of them, right after each step. With
+    sharding=all it must be true."""
+    overlap_grad_reduce: bool
+    """Sum gradients over ranks while the last micro-batch computes others; false = all of them after it. With gradients
+    shared out it must be true."""
+    bucket_size: Positive | None
+    """Elements after which a buffer of parameters is full, where it is no layer's; of as many, gradients wait to be
+    summed, and half as many are gathered ahead. null = one buffer, and the package's 500 million ahead."""
+    reduce_in_float32: bool
+    """Type in which gradients are summed over ranks; false = bfloat16, which halves what is sent."""
+    double_buffer: bool
+    """With sharding=all: gathered layers and their gradients take turns in two buffers that are kept, in place of
+    memory that comes and goes."""
+
+    token_slices_key: ClassVar[str | None] = None
+
+    @property
+    def peers(self) -> int:
+        """As of the engine backend."""
+        return 1
+
+    @property
+    def token_slices(self) -> int:
+        """As of the engine backend."""
+        return 1
+
+
+Backend = Annotated[EngineBackend | FsdpBackend | MegatronBackend | MegatronFsdpBackend, Field(discriminator="kind")]
 
 BACKENDS: dict[str, type[Section]] = {
     get_args(one.model_fields["kind"].annotation)[0]: one for one in get_args(get_args(Backend)[0])

@@ -19,6 +19,12 @@ def build_engine(spec: EngineSpec, *, device: torch.device, rank: int, world_siz
         from verl_ray.engine.plain import PlainEngine as Chosen
     elif kind == "fsdp":
         from verl_ray.engine.fsdp import FsdpEngine as Chosen  # type: ignore[assignment]
+    elif kind == "megatron_fsdp":
+        if device.type == "cpu":
+            from verl_ray.engine.megatron import shim
+
+            shim.install(core=False)
+        from verl_ray.engine.megatron_fsdp.engine import MegatronFsdpEngine as Chosen  # type: ignore[assignment]
     else:
         if device.type == "cpu":
             from verl_ray.engine.megatron import shim

@@ -58,12 +58,12 @@ class ModuleEngine(PackedEngine):
         if spec.optimizer is None:
             self.model.requires_grad_(False)
         self.shard(self.model)
-        fill_role_model(self.model, source, seed=spec.seed, device=self.home)
+        self.fill(source)
         for buffer in self.model.buffers():
             buffer.data = buffer.data.to(device)
         self.module = self.wrap(self.model)
         self.steps = 0
-        self.optimizer = None if spec.optimizer is None else adam(self.model.parameters(), spec.optimizer)
+        self.optimizer = None if spec.optimizer is None else self.learner(spec.optimizer)
         self._rng = self._seeded(spec.seed)
 
     # ------------------------------------------------------------------------------- what a backend decides
@@ -74,6 +74,22 @@ class ModuleEngine(PackedEngine):
 
     def shard(self, model: RoleModel) -> None:
         """Replace parameters, which have no memory yet, by the shards that this rank will hold."""
+
+    def fill(self, source: TensorSource) -> None:
+        """Values for the parameters, or for this rank's shards of them."""
+        fill_role_model(self.model, source, seed=self.spec.seed, device=self.home)
+
+    def learner(self, config: OptimizerConfig) -> torch.optim.AdamW:
+        """The optimizer of the parameters that learn."""
+        return adam(self.model.parameters(), config)
+
+    def parameters(self) -> Mapping[str, Tensor]:
+        """What this rank holds between computations, by the names of the module of transformers."""
+        return dict(self.model.hf.named_parameters())
+
+    def whole(self, value: Tensor) -> Tensor:
+        """A parameter put together from all ranks, which all ask."""
+        return _whole(value)
 
     def wrap(self, model: RoleModel) -> nn.Module:
         """The module to call."""
@@ -139,7 +155,7 @@ class ModuleEngine(PackedEngine):
 
     @torch.no_grad()
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
-        parameters = dict(self.model.hf.named_parameters())
+        parameters = self.parameters()
         own: tuple[str, Tensor] | None = None  # pieces of one parameter come one after another
         for name in names:
             module_name, piece = self._places[name]
@@ -203,17 +219,17 @@ class ModuleEngine(PackedEngine):
 
     def _whole_parameters(self) -> Iterator[Tensor]:
         """Each tensor that is sent; one parameter at a time is gathered."""
-        parameters = dict(self.model.hf.named_parameters())
+        parameters = self.parameters()
         for name in dict.fromkeys(self._places[parameter.name][0] for parameter in self._manifest.sent):
-            whole = _whole(self._merged(name, parameters))
+            whole = self.whole(self._merged(name, parameters))
             for piece in pieces(name, whole.shape):
                 yield whole[piece.overlap(own_box(whole))[0]].view(piece.shape)
 
     def _learned(self) -> tuple[tuple[Parameter, ...], Iterator[Tensor]]:
         """What an adapter's file holds, and its tensors, gathered one at a time."""
-        learned = {name: value for name, value in self.model.hf.named_parameters() if value.requires_grad}
+        learned = {name: value for name, value in self.parameters().items() if value.requires_grad}
         parameters = tuple(_parameter(adapter_name(name), value) for name, value in learned.items())
-        return parameters, (_whole(value) for value in learned.values())
+        return parameters, (self.whole(value) for value in learned.values())
 
     def _merged(self, name: str, parameters: Mapping[str, Tensor]) -> Tensor:
         """A parameter as it leaves this engine, with its adapter in it."""

@@ -52,6 +52,15 @@ class VocabularyHead(nn.Linear):
         )  # fmt: skip
 
 
+class ValueHead(nn.Linear):
+    """The head of a value model: one number per token. A module of its own, as the vocabulary's."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """float32 [tokens], whatever the type of the hidden states [tokens, hidden]."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return hidden.float() @ self.weight.float()[0]
+
+
 class RoleModel(nn.Module):
     """A Hugging Face model and its head. `hf` holds the parameters under their exported names."""
 
@@ -108,9 +117,9 @@ class RoleModel(nn.Module):
         return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy, routing=routed)
 
     def _numbers(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """The value head at some tokens, float32 [at], whatever the type of the layers before it."""
-        with torch.autocast(hidden.device.type, enabled=False):
-            return hidden.index_select(0, at).float() @ self.hf.score.weight.float()[0]
+        """The value head at some tokens, float32 [at]."""
+        found: Tensor = self.hf.score(hidden.index_select(0, at))
+        return found
 
 
 def build_role_model(
@@ -136,6 +145,8 @@ def build_role_model(
         hf.tie_weights()
         if kind == "policy":
             hf.get_output_embeddings().__class__ = VocabularyHead
+        else:
+            hf.score.__class__ = ValueHead
         if adapter is not None:
             lora.add_adapters(hf, adapter, learning=() if kind == "policy" else (VALUE_HEAD,))
     return RoleModel(hf.train(), kind)

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from verl_ray.errors import ModelError
 from verl_ray.models.names import Box, pieces
@@ -186,10 +185,11 @@ def materialize(module: nn.Module, device: torch.device) -> None:
 
 
 def own_box(value: Tensor) -> Box:
-    """The part of the whole tensor that this rank holds."""
+    """The part of the whole tensor that this rank holds. A sharded one that is cut in a way of its own says how."""
     shape, start = tuple(value.shape), (0,) * value.dim()
     if isinstance(value, DTensor):
-        shape, start = compute_local_shape_and_global_offset(value.shape, value.device_mesh, value.placements)
+        (chunk,) = value.__create_chunk_list__()
+        shape, start = chunk.sizes, chunk.offsets
     return tuple(slice(first, first + size) for first, size in zip(start, shape, strict=True))
 
 

@@ -7,6 +7,7 @@ proportional set sizes (PSS), in which a page shared by n of them counts 1/n in 
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import sys
 import threading
@@ -71,6 +72,37 @@ def malloc_trim() -> bool:
         return False
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) == 1
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process that no file stands behind; pages of mapped files, which the kernel takes back when it
+    needs them, do not count. Linux alone."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["RssAnon"].removesuffix("kB")) * 1024
+
+
+class AnonymousGrowth:
+    """By how much this process's anonymous memory grew at most inside the block: `with AnonymousGrowth() as one:`."""
+
+    peak_bytes = 0
+
+    def __enter__(self) -> AnonymousGrowth:
+        gc.collect()
+        malloc_trim()
+        self._before = self._most = anonymous_bytes()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+        self.peak_bytes = self._most - self._before
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.002):
+            self._most = max(self._most, anonymous_bytes())
 
 
 def tree_pss_bytes(root_pid: int) -> int:

@@ -8,6 +8,7 @@ from controllers.composition import examine
 from tests.config.rules import (
     test_algorithm,
     test_megatron,
+    test_megatron_fsdp,
     test_preparation,
     test_reward,
     test_roles,
@@ -19,7 +20,16 @@ from verl_ray.config.rules import RL_RULES, RULES
 
 CASES = [
     case
-    for module in (test_algorithm, test_megatron, test_preparation, test_reward, test_roles, test_rollout, test_run)
+    for module in (
+        test_algorithm,
+        test_megatron,
+        test_megatron_fsdp,
+        test_preparation,
+        test_reward,
+        test_roles,
+        test_rollout,
+        test_run,
+    )
     for case in module.CASES
 ]
 

@@ -24,6 +24,11 @@ from verl_ray.config.rules.algorithm import (
     reinforce_updates_once,
 )
 from verl_ray.config.rules.megatron import adapters_have_a_backend, layouts_are_possible
+from verl_ray.config.rules.megatron_fsdp import (
+    frozen_models_have_no_gradients,
+    groups_of_megatron_fsdp_divide_the_ranks,
+    megatron_fsdp_overlaps_what_it_can,
+)
 from verl_ray.config.rules.preparation import (
     inputs_are_made_or_given,
     prepared_data_exists,
@@ -94,6 +99,9 @@ RULES: tuple[Rule, ...] = (
     peers_divide_the_ranks,
     shards_divide_the_ranks,
     layouts_are_possible,
+    groups_of_megatron_fsdp_divide_the_ranks,
+    megatron_fsdp_overlaps_what_it_can,
+    frozen_models_have_no_gradients,
     adapter_settings_are_used,
     adapters_have_a_backend,
 )

@@ -20,21 +20,23 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 _mode: TorchFunctionMode | None = None
+_core = False
 
 
-def install() -> None:
-    """Patch torch and torch.distributed in this process; a second call does nothing."""
-    global _mode
-    if _mode is not None:
-        return
-    _without_compiler()
-    _device()
-    _streams()
-    _random_numbers()
-    _uneven_collectives()
-    _mode = CudaMeansCpu()
-    _mode.__enter__()
-    _after_import()
+def install(*, core: bool = True) -> None:
+    """Patch torch and torch.distributed in this process, and megatron-core if it is used; once each."""
+    global _mode, _core
+    if _mode is None:
+        _without_compiler()
+        _device()
+        _streams()
+        _random_numbers()
+        _uneven_collectives()
+        _mode = CudaMeansCpu()
+        _mode.__enter__()
+    if core and not _core:
+        _after_import()
+        _core = True
 
 
 def _without_compiler() -> None:

@@ -1,0 +1,252 @@
+"""One rank of megatron-fsdp in all its strategies and settings; what it finds is left in a file.
+
+Run as `python -m tests.engine.strategies RANK WORLD FOLDER` by test_megatron_fsdp.py, which judges the findings.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.engine import contract
+from verl_ray.checkpoint import sharded
+
+KIND = "megatron_fsdp"
+STRATEGIES = ("none", "optimizer", "optimizer_gradients", "all")
+HYBRID: dict[str, dict[str, Any]] = {
+    "groups": {"shard_size": 2},
+    "groups, outer optimizer": {"shard_size": 2, "outer_sharding": "optimizer"},
+    "groups, gradients": {"shard_size": 2, "sharding": "optimizer_gradients"},
+    "groups, optimizer": {"shard_size": 2, "sharding": "optimizer"},
+}
+MODEL = "deep"  # of four layers
+LAYER = 30_912  # its elements
+SETTINGS: dict[str, dict[str, Any]] = {
+    "small buckets": {"bucket_size": 1},
+    "layers ahead": {"bucket_size": LAYER},
+    "buckets of the optimizer": {"bucket_size": 20_000, "sharding": "optimizer"},
+    "one bucket": {"sharding": "optimizer"},
+    "gathered at once": {"sharding": "optimizer", "overlap_param_gather": False},
+    "gathered at once, gradients": {"sharding": "optimizer_gradients", "overlap_param_gather": False},
+    "summed at once": {"sharding": "optimizer", "overlap_grad_reduce": False},
+    "summed at once, none": {"sharding": "none", "overlap_grad_reduce": False},
+    "bfloat16 sums": {"reduce_in_float32": False},
+    "double buffer": {"double_buffer": True},
+    "double buffer, recomputed": {"double_buffer": True, "activation_checkpointing": True},
+}
+MICRO_BATCH = 40  # tokens: several micro-batches
+WRITERS = tuple((name, 2) for name in STRATEGIES) + tuple((name, 4) for name in list(HYBRID)[:2])
+WORLDS = (1, 2, 4)
+
+
+class Watched:
+    """What an engine sends, in the order it does: ("gather" or "sum", elements, type, address), and when layers
+    compute."""
+
+    def __init__(self, engine: Any) -> None:
+        self.said: list[Any] = []
+        self.live = [0.0, 0.0]
+        buffer = engine._sharded.param_and_grad_buffer
+        of_gradients = [group.main_grad_buffer.temporary_bucket_allocator for group in buffer.parameter_groups]
+
+        def note(number: int) -> None:
+            self.said.append(("layer", number))
+            now = in_flight([buffer.weight_alloc]), in_flight(of_gradients)
+            self.live = [max(pair) for pair in zip(self.live, now, strict=True)]
+
+        for i, layer in enumerate(engine.model.layers):
+            layer.register_forward_pre_hook(lambda *_, i=i: note(i))
+        self._note = note
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[list[Any]]:
+        """What is sent inside."""
+        names = {
+            "all_gather_into_tensor": ("gather", "output_tensor"),
+            "reduce_scatter_tensor": ("sum", "input"),
+            "all_reduce": ("sum", "tensor"),
+        }
+        before = {name: getattr(dist, name) for name in names}
+        self.said = said = []
+
+        def heard(name: str) -> Any:
+            kind, argument = names[name]
+
+            def call(*given: Any, **named: Any) -> Any:
+                sent: Tensor = named[argument] if argument in named else given[0]
+                if sent.dim() and sent.is_floating_point():  # not the norm, and not numbers of micro-batches
+                    said.append((kind, sent.numel(), str(sent.dtype).removeprefix("torch."), sent.data_ptr()))
+                    self._note(-1)
+                    said.pop()
+                return before[name](*given, **named)
+
+            return call
+
+        for name in names:
+            setattr(dist, name, heard(name))
+        try:
+            yield said
+        finally:
+            for name, call in before.items():
+                setattr(dist, name, call)
+
+
+def in_flight(allocators: list[Any]) -> float:
+    """Elements of buckets that come and go, in layers."""
+    data = [bucket.data for one in allocators for bucket in getattr(one, "buckets", {}).values()]
+    return sum(one.untyped_storage().size() // one.element_size() for one in data) / LAYER
+
+
+def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
+    """Three steps of every strategy beside the plain engine's, and one in bfloat16; states, for others to read."""
+    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    plain = ranks.engine("engine", MODEL, micro_batch_tokens_per_rank=MICRO_BATCH)
+    found: dict[str, Any] = {"plain": ranks.train(plain, mine, contract.POLICY), "plain weights": ranks.weights(plain)}
+    for name, settings in how(ranks.world).items():
+        settings = {"micro_batch_tokens_per_rank": MICRO_BATCH, **settings}
+        engine: Any = ranks.engine(KIND, MODEL, **settings)
+        fresh = [(group["weight_decay"], len(group["params"])) for group in engine.optimizer.param_groups]
+        steps = [int(held["step"]) for held in engine.optimizer.state.values()]
+        before = ranks.weights(engine)
+        trained = ranks.train(engine, mine, contract.POLICY)
+        after = [int(held["step"]) for held in engine.optimizer.state.values()]
+        found[name] = {
+            **trained, "groups": fresh, "steps": (steps, after), "before": before, "weights": ranks.weights(engine),
+            "bytes": held_bytes(engine),
+        }  # fmt: skip
+        sharded.save(engine.state(), str(ranks.folder / f"{name}_{ranks.world}"))
+        sharded.Saving(engine.state(), str(ranks.folder / f"{name}_{ranks.world}_copied"), None).wait()
+        ranks.train(engine, mine, contract.POLICY, 1)
+        found[name]["on"] = ranks.weights(engine)
+        halved = ranks.engine(KIND, MODEL, dtype="bfloat16", **settings)
+        found[name]["bfloat16"] = ranks.train(halved, mine, contract.POLICY, 1)
+        found[name]["exact"] = all(value.dtype == torch.float32 for _, value in halved.shards(before))
+    return found
+
+
+def how(world: int) -> dict[str, dict[str, Any]]:
+    return {name: {"sharding": name} for name in STRATEGIES} if world == 2 else HYBRID
+
+
+def held_bytes(engine: Any) -> int:
+    """Of this rank between steps: the storages of buffers, weights and moments, each once."""
+    buffer = engine._sharded.param_and_grad_buffer
+    held: list[Tensor] = [value.detach().to_local() for value in engine.parameters().values()]
+    held += [parameter.data for parameter in buffer.params]
+    held += [state[kind].to_local() for state in engine.optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+    held += buffer.buffer.values()
+    for group in buffer.parameter_groups:
+        held += [one.data for one in (group.model_weight_buffer, group.main_weight_buffer) if one is not None]
+    return sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in held}.values())
+
+
+def check_settings(ranks: contract.Ranks) -> dict[str, Any]:
+    """Three steps of every setting, and what is sent in the third."""
+    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    found: dict[str, Any] = {}
+    for name, settings in SETTINGS.items():
+        engine: Any = ranks.engine(KIND, MODEL, micro_batch_tokens_per_rank=10_000, **settings)
+        watched = Watched(engine)
+        trained = ranks.train(engine, mine, contract.POLICY, 2)
+        watched.live = [0.0, 0.0]
+        with watched.listening() as computing:
+            report = ranks.total(engine.forward_backward(mine, contract.POLICY))
+        with watched.listening() as stepping:
+            norm = engine.optimizer_step().grad_norm
+        trained = {"loss": [*trained["loss"], report.loss], "norm": [*trained["norm"], norm]}
+        found[name] = {**trained, "computing": computing, "stepping": stepping, "live": watched.live}
+    return found
+
+
+def check_package(ranks: contract.Ranks) -> dict[str, Any]:
+    """What the package does by itself to an optimizer with two groups."""
+    from verl_ray.engine.megatron_fsdp import package, sharding
+
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    matrices, rest = [model[0].weight], [model[0].bias, *model[1].parameters()]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.5}]
+    optimizer = torch.optim.AdamW(groups, lr=0.25)
+    before = model[1].weight.detach().clone()
+    mesh, _ = sharding._mesh("cpu", 1, ranks.world)
+    package.megatron_fsdp.fully_shard(
+        model, optimizer, mesh, dp_shard_dim="shard", tp_dim="tp", zero_dp_strategy="optim", device=torch.device("cpu")
+    )
+    norm = dict(model.named_parameters())["1.weight"]
+    held = [state["step"] for state in optimizer.state.values()]
+    decayed = norm.detach().to_local()
+    return {
+        "groups": [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups],
+        "steps": {int(step) for step in held},
+        "decayed": bool((decayed / before[: len(decayed)] - 1 + 0.25 * 0.01).abs().max() < 1e-6)
+        if len(decayed)
+        else None,
+    }
+
+
+def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
+    """States that other numbers of ranks wrote, or all of them on one rank: weights, and a step from there."""
+    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    found: dict[str, Any] = {}
+    readers: dict[str, dict[str, Any]] = {"all": {}} if ranks.world == 1 else how(ranks.world)
+    first = next(iter(readers))
+    for reader, settings in readers.items():
+        for writer, world in WRITERS:
+            for kept in ("", "_copied"):
+                if world == ranks.world or (kept != "" and (reader != first or ranks.world == 1)):
+                    continue
+                engine = ranks.engine(KIND, MODEL, **settings)
+                contract.load(engine, ranks.folder / f"{writer}_{world}{kept}")
+                weights = ranks.weights(engine)
+                trained = ranks.train(engine, mine, contract.POLICY, 1)
+                found[f"{reader} reads {writer} on {world}{kept}"] = {
+                    "writer": writer, "weights": weights, "on": ranks.weights(engine), **trained,
+                }  # fmt: skip
+    return found
+
+
+def main(rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = contract.Ranks(rank, world, folder)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=contract.DEADLINE_S),
+    )  # fmt: skip
+    found: dict[str, Any] = {}
+    if world == 2:
+        parts, own = [torch.empty(2), torch.empty(1)], torch.ones(2 - rank)
+        with contextlib.suppress(Exception):
+            dist.all_gather(parts, own)
+            found["gathers unevenly"] = True
+    if world > 1:
+        found |= check_strategies(ranks)
+    if world == 2:
+        found["settings"] = check_settings(ranks)
+        found["package"] = check_package(ranks)
+    (folder / f"wrote_{world}_{rank}").touch()
+    deadline = time.monotonic() + contract.DEADLINE_S
+    while not all((folder / f"wrote_{w}_{r}").exists() for w in WORLDS for r in range(w)):
+        if time.monotonic() > deadline:
+            raise TimeoutError("the other processes did not write their states")
+        time.sleep(0.05)
+    found["elsewhere"] = check_elsewhere(ranks)
+    torch.save(found, folder / f"found_{world}_{rank}.pt")
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    try:
+        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
+    except BaseException:
+        traceback.print_exc()
+        sys.exit(1)

@@ -1,0 +1,287 @@
+"""Megatron-FSDP's strategies and settings on 2 and 4 ranks against the plain engine, states between them on 1, 2 and 4
+ranks, and what the package gets wrong."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from tests.engine import contract, strategies
+from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
+from tests.engine.test_contract import BFLOAT16, close
+from verl_ray.config.backends import MegatronFsdpBackend
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.engine.megatron_fsdp import package
+from verl_ray.engine.megatron_fsdp.memory import Elements, held
+from verl_ray.models.tiny import make_tiny
+
+ROOT = Path(__file__).parents[2]
+PLACES = [(name, 2) for name in STRATEGIES] + [(name, 4) for name in HYBRID]
+BESIDE = 2 * 14 * 64 + 64  # embeddings, head, norm
+MODEL = Elements(layers=4 * LAYER, layer=LAYER, beside=BESIDE)
+
+Found = dict[int, list[dict[str, Any]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("megatron_fsdp")
+    character_tokenizer(root / "tokenizer", "0123456789+=")
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=4, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen3", root / strategies.MODEL, root / "tokenizer", sizes, seed=1)
+    return root
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Iterator[Found]:
+    """What each rank found, by number of ranks."""
+    places = [(rank, world) for world in strategies.WORLDS for rank in range(world)]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", strategies.__name__, str(rank), str(world), str(folder)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank, world in places
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=contract.DEADLINE_S + 30)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for (rank, world), process, output in zip(places, ranks, outputs, strict=True):
+        assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"
+    yield {
+        world: [torch.load(folder / f"found_{world}_{rank}.pt", weights_only=False) for rank in range(world)]
+        for world in strategies.WORLDS
+    }
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place[0])
+def ranks(request: pytest.FixtureRequest, found: Found) -> list[dict[str, Any]]:
+    """What each rank found of one strategy."""
+    name, world = request.param
+    return [{**rank[name], "plain": rank} for rank in found[world]]
+
+
+def test_three_steps_are_those_of_the_plain_engine(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        plain = rank["plain"]
+        for key in ("loss", "norm"):
+            close(rank[key], plain["plain"][key])
+            close(rank["bfloat16"][key], plain["plain"][key][:1], BFLOAT16)
+            assert rank["bfloat16"][key] != rank[key][:1]
+        assert max(rank["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+        for name, value in plain["plain weights"].items():
+            torch.testing.assert_close(rank["weights"][name], value, rtol=0, atol=2e-5)
+
+
+def test_a_new_engine_holds_the_checkpoint_and_an_optimizer_that_has_not_stepped(
+    folder: Path, ranks: list[dict[str, Any]]
+) -> None:
+    """The package alone decays the weights once, and counts a step; and it forgets groups."""
+    expected = load_file(folder / strategies.MODEL / "model.safetensors")
+    for rank in ranks:
+        assert all(torch.equal(rank["before"][name], value) for name, value in expected.items())
+        first, after = rank["steps"]
+        assert set(first) == {0} and set(after) == {3}
+        assert rank["groups"] == [(contract.OPTIMIZER.weight_decay, 30), (0.0, 17)]
+
+
+def test_what_computes_in_bfloat16_is_sent_in_float32(ranks: list[dict[str, Any]]) -> None:
+    assert all(rank["exact"] for rank in ranks)
+
+
+def test_each_rank_holds_what_the_formula_says(found: Found) -> None:
+    settings = {name: {"sharding": name} for name in STRATEGIES} | HYBRID
+    for name, world in PLACES:
+        backend = MegatronFsdpBackend(**contract.MEGATRON_FSDP | settings[name])
+        expected = held(MODEL, backend, world).between_steps
+        most = max(rank[name]["bytes"] for rank in found[world])
+        assert 0.97 * expected < most < 1.06 * expected, name  # buckets are padded to whole rows per rank
+
+
+def test_states_go_on_alike_on_other_numbers_of_ranks_in_other_strategies(found: Found) -> None:
+    """Also those that were copied first, and written behind the training."""
+    written = {name: found[world][0][name] for name, world in PLACES}
+    seen = set()
+    for world, ranks in found.items():
+        for name, one in ranks[0]["elsewhere"].items():
+            expected = written[one["writer"]]
+            seen.add((one["writer"], world))
+            for weight, value in expected["weights"].items():
+                assert torch.equal(one["weights"][weight], value), (name, weight)
+                torch.testing.assert_close(one["on"][weight], expected["on"][weight], rtol=0, atol=2e-5)
+    assert {(writer, world) for writer in STRATEGIES for world in (1, 4)} <= seen
+    assert {(writer, world) for writer in list(HYBRID)[:2] for world in (1, 2)} <= seen
+
+
+# --------------------------------------------------------------------------------------------------------- settings
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_do_not_change_what_is_computed(found: Found, name: str) -> None:
+    tolerance = 1e-3 if name == "bfloat16 sums" else 1e-5
+    for rank in found[2]:
+        for key in ("loss", "norm"):
+            close(rank["settings"][name][key], rank["plain"][key], tolerance)
+    if name == "bfloat16 sums":
+        assert found[2][0]["settings"][name]["norm"] != found[2][0]["settings"]["small buckets"]["norm"]
+
+
+def sent(events: list[Any], kind: str) -> list[Any]:
+    return [event for event in events if event[0] == kind]
+
+
+def test_buckets_say_how_much_is_sent_at_once(found: Found) -> None:
+    def gathers(name: str) -> list[int]:
+        return [event[1] for event in sent(found[2][0]["settings"][name]["computing"], "gather")]
+
+    assert len(gathers("one bucket")) == 1 and sum(gathers("one bucket")) >= MODEL.whole
+    cut = gathers("buckets of the optimizer")
+    assert 4 <= len(cut) <= 7 and all(20_000 <= size < 20_000 + 6144 + 400 for size in cut[:-1])
+
+
+def test_layers_are_gathered_ahead_of_the_one_that_computes(found: Found) -> None:
+    def before_first(name: str) -> int:
+        said = found[2][0]["settings"][name]["computing"]
+        return sum(event[1] >= LAYER for event in said[: said.index(("layer", 0))])
+
+    assert before_first("small buckets") == 1  # its own
+    assert before_first("layers ahead") == 2
+    assert before_first("bfloat16 sums") == 4  # no bound: all
+
+
+def test_memory_in_flight_is_bounded_by_buckets(found: Found) -> None:
+    """In layers, of gathered parameters, and of gradients on their way."""
+    live = {name: found[2][0]["settings"][name]["live"] for name in SETTINGS}
+    weights, gradients = live["layers ahead"]
+    assert 2 <= weights < 2.2 and 1 <= gradients < 2.2
+    assert live["small buckets"][0] < 2.2
+    assert live["bfloat16 sums"][0] > 4 and live["bfloat16 sums"][1] > 3
+
+
+def test_gathering_and_summing_overlap_with_computing_or_wait_for_its_end(found: Found) -> None:
+    of = found[2][0]["settings"]
+    for name in ("gathered at once", "gathered at once, gradients"):
+        assert not sent(of[name]["computing"], "gather") and sent(of[name]["stepping"], "gather")
+    for name in ("summed at once", "summed at once, none"):
+        assert not sent(of[name]["computing"], "sum") and sent(of[name]["stepping"], "sum")
+    for event in ("gather", "sum"):
+        assert sent(of["one bucket"]["computing"], event) and not sent(of["one bucket"]["stepping"], event)
+
+
+def test_gradients_are_summed_in_the_type_that_is_set(found: Found) -> None:
+    of = found[2][0]["settings"]
+    assert {event[2] for event in sent(of["bfloat16 sums"]["computing"], "sum")} == {"bfloat16"}
+    assert {event[2] for event in sent(of["small buckets"]["computing"], "sum")} == {"float32"}
+
+
+def test_two_buffers_take_turns(found: Found) -> None:
+    said = found[2][0]["settings"]["double buffer"]["computing"]
+    for kind in ("gather", "sum"):
+        assert len({event[3] for event in sent(said, kind) if event[1] >= LAYER}) == 2
+
+
+# ------------------------------------------------------------------------------------- what the package gets wrong
+
+
+def test_the_package_alone_forgets_groups_and_takes_a_step(found: Found) -> None:
+    """If this fails, `shard_optimizer` is not needed any more."""
+    for rank in found[2]:
+        alone = rank["package"]
+        assert alone["groups"] == [(0.25, 0.01)] and alone["steps"] == {1} and alone["decayed"] in (True, None)
+
+
+def test_gloo_alone_gathers_no_parts_of_different_sizes(found: Found) -> None:
+    """Which is why the shim does; on its gathering stand exports and adapters."""
+    assert all("gathers unevenly" not in rank for rank in found[2])
+
+
+def test_megatron_core_beside_the_package_does_no_harm() -> None:
+    """In a process of its own: first as this project imports it, then as it comes."""
+    code = """
+import sys
+from dataclasses import fields
+from verl_ray.engine.megatron_fsdp import package
+mine = package.DistributedDataParallelConfig
+assert not [name for name in sys.modules if name.startswith("megatron.")], "megatron-core is left alone"
+import megatron.core.distributed as core
+for name in [name for name in sys.modules if name.startswith("megatron_fsdp")]:
+    del sys.modules[name]
+import megatron_fsdp
+theirs = sys.modules["megatron_fsdp.fully_shard"].DistributedDataParallelConfig
+assert theirs is core.DistributedDataParallelConfig is not mine
+print(sorted({field.name for field in fields(mine)} - {field.name for field in fields(theirs)}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert "fsdp_db_use_persist_buf_on_alloc_fail" in done.stdout, done.stderr
+
+
+def test_the_settings_of_the_package_are_its_own() -> None:
+    known = {field.name for field in fields(package.DistributedDataParallelConfig)}
+    assert {"fsdp_db_use_persist_buf_on_alloc_fail", "megatron_fsdp_main_params_dtype"} <= known
+
+
+class Strategy:
+    data_parallel_sharding_strategy = "optim"
+
+
+shapes = st.lists(
+    st.lists(st.integers(1, 6), min_size=1, max_size=3).map(torch.Size), min_size=1, max_size=8
+)  # fmt: skip
+
+
+@given(shapes, st.integers(1, 5))
+def test_shards_are_cut_between_rows_and_cover_each_element_once(elements: list[torch.Size], world: int) -> None:
+    unit = unit_of(elements)
+    covered = [torch.zeros(shape.numel()) for shape in elements]
+    for rank in range(world):
+        items, bucket, shard = package.bucket_index(elements, rank, world, True, Strategy, 0, unit)
+        assert bucket.size % (unit * world) == 0 and {item.item_id for item in bucket.items} == set(items)
+        for number, item in items.items():
+            low = max(item.global_data_index, shard.global_data_index) - item.global_data_index
+            high = min(item.global_data_index + item.size, shard.global_data_index + shard.size)
+            high -= item.global_data_index
+            if low < high:
+                row = elements[number][1:].numel()
+                assert low % row == high % row == 0
+                covered[number][low:high] += 1
+    spans = sorted((item.global_data_index, item.global_data_index + item.size) for item in items.values())
+    assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+    assert all(bool((one == 1).all()) for one in covered)
+
+
+def test_the_package_alone_cuts_through_rows() -> None:
+    """(2, 3) lies behind (2, 4) in units of 12, so a cut at 12 is behind its fourth element."""
+    elements = [torch.Size((2, 4)), torch.Size((2, 3))]
+    items, _, shard = package._bucket_index(elements, 1, 2, True, Strategy, 0, 12)
+    assert (shard.global_data_index - items[1].global_data_index) % 3 == 1
+    items, _, shard = package.bucket_index(elements, 1, 2, True, Strategy, 0, 12)
+    assert (items[1].global_data_index, shard.global_data_index) == (12, 12)
+
+
+def unit_of(elements: list[torch.Size]) -> int:
+    """As the package finds it: the first's row, or with another's where neither fits into the other."""
+    elements.sort(key=lambda shape: -shape[1:].numel())
+    unit = elements[0][1:].numel()
+    for shape in elements:
+        row = shape[1:].numel()
+        if row != unit and (unit % row or shape.numel() % unit) and shape.numel() >= unit:
+            unit = math.lcm(unit, row)
+    return unit

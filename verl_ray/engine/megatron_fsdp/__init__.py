@@ -1,0 +1,1 @@
+"""The `megatron_fsdp` backend: NVIDIA's package megatron-fsdp behind the engine contract."""
