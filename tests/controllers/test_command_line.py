@@ -68,7 +68,10 @@ def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
 def test_backend_mistakes() -> None:
     key = "backend@critic.backend"
     found = problems("quickstart", f"{key}=megatorn")[key]
-    assert (found.rule, found.fix) == ("there is no such choice", "Did you mean megatron?")
+    assert (found.rule, found.fix) == (
+        "there is no such choice",
+        "Did you mean megatron or megatron_fsdp? There is engine, fsdp, megatron, megatron_fsdp.",
+    )
     found = problems("quickstart", "backend.sharding=full")["backend.sharding"]
     assert found.fix == "It belongs to backend=fsdp or backend=megatron_fsdp."
     found = problems("quickstart", "actor.backend.sharding=full")["actor.backend.sharding"]
