@@ -81,7 +81,7 @@ def test_backend_mistakes() -> None:
     found = problems("quickstart", "critic.backend.sequence_parallel=2")["critic.backend.sequence_parallel"]
     assert found.fix == "It belongs to backend@critic.backend=fsdp or backend@critic.backend=megatron."
     found = problems("quickstart", "backend=megatron", "backend.activation_offload=true")["backend.activation_offload"]
-    assert found.fix == "It belongs to backend=fsdp or backend=megatron_fsdp."
+    assert found.fix == "It belongs to backend=fsdp."
     assert "backend.tensor_parallel" in problems("quickstart", "backend.tensor_paralel=2")["backend.tensor_paralel"].fix
     found = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
     assert found.fix == "Choose it with backend@actor.backend=fsdp."

@@ -22,6 +22,8 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.tiny import make_tiny
 
+pytestmark = pytest.mark.timeout(900)  # the processes of all backends run at once
+
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
 """Name and whether the embeddings are tied."""
 ONLY_SHARDED = (
@@ -486,13 +488,14 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
     for writer in (f"{kind} on {world}" for kind, world in contract.WRITERS):
         ranks = [one[kind]["check_elsewhere"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
         ranks += [layout for one in found[4] for family in contract.FAMILIES for layout in one[f"elsewhere {family}"]]
-        read = [one[writer] for one in ranks]
+        read = [one[writer] for one in ranks if writer in one]
+        assert len(read) >= 3 * len(contract.KINDS)
         for other in read[1:]:
             for name, value in read[0]["weights"].items():
                 assert torch.equal(other["weights"][name], value), (writer, name)
             close(other["loss"], read[0]["loss"])
             close(other["norm"], read[0]["norm"])
-            assert other["lr"] == pytest.approx([rate_of(2), rate_of(3)])
+            assert other["lr"] == pytest.approx([rate_of(2)])
 
 
 @pytest.mark.parametrize(
