@@ -15,6 +15,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
@@ -88,8 +89,10 @@ class Contest:
     def run(self, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]] | None:
         """The flags, and the figures as they are printed, by contender, with what was measured beside them; None, with
         a word on stderr, where there is no GPU and one was asked for."""
-        given = _parser(self.program, self.about).parse_args(argv)
-        contenders = [one for one in self.contenders if given.device == "cpu" or one.world <= _gpus()]
+        given = _parser(self.program, self.about, [one.name for one in self.contenders]).parse_args(argv)
+        wanted = {self.yardstick, *(given.only or [one.name for one in self.contenders])}
+        contenders = [one for one in self.contenders if one.name in wanted]
+        contenders = [one for one in contenders if given.device == "cpu" or one.world <= _gpus()]
         if not contenders:
             print(f"{self.program}: --device cuda needs a GPU, and torch finds none on this machine", file=sys.stderr)
             return None
@@ -183,7 +186,7 @@ def _device(kind: str, dtype: str) -> tuple[str, float | None]:
     return torch.cuda.get_device_name(), peak_flops_per_s(torch.device(kind), dtype)
 
 
-def _parser(program: str, about: str) -> argparse.ArgumentParser:
+def _parser(program: str, about: str, contenders: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
         description=f"{about} Of forward, forward and backward, and whole optimizer steps, with the peak of memory, on "
@@ -195,5 +198,6 @@ def _parser(program: str, about: str) -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; each pass's best counts (3)")
     parser.add_argument("--micro-batch-tokens", type=int, default=4096, metavar="N", help="at most, per rank (4096)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
+    parser.add_argument("--only", nargs="+", choices=contenders, help="beside the yardstick (all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank (cpu)")
     return parser
