@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -52,24 +53,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
     """What each rank found, by number of ranks."""
+    outputs = [(folder / f"output_{family}_{world}_{rank}").open("wb") for family, rank, world in contract.PLACES]
     processes = [
         subprocess.Popen(
             [sys.executable, "-m", contract.__name__, family, str(rank), str(world), str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
+            cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT,
         )
-        for family, rank, world in contract.PLACES
-    ]
+        for (family, rank, world), output in zip(contract.PLACES, outputs, strict=True)
+    ]  # fmt: skip
+    until = time.monotonic() + 2 * contract.DEADLINE_S
     try:
-        outputs = [process.communicate(timeout=contract.DEADLINE_S + 30)[0] for process in processes]
+        # the first that fails ends the others, which would wait for it
+        while None in (codes := [process.poll() for process in processes]) and not any(codes):
+            assert time.monotonic() < until, "the processes of the contract are not done"
+            time.sleep(0.1)
     finally:
         for process in processes:
             process.kill()
+    for output, code in zip(outputs, codes, strict=True):
+        output.close()
+        assert not code, f"{output.name} ended with {code}:\n{Path(output.name).read_text()}"
     findings: dict[int, list[dict[str, Any]]] = {}
-    for (family, rank, world), process, output in zip(contract.PLACES, processes, outputs, strict=True):
-        assert process.returncode == 0, f"rank {rank} of {world} ({family}):\n{output}"
+    for family, rank, world in contract.PLACES:
         ranks = findings.setdefault(world, [{} for _ in range(world)])
         ranks[rank] |= torch.load(folder / f"found_{family}_{world}_{rank}.pt", weights_only=False)
     yield findings
