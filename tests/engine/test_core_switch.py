@@ -1,0 +1,68 @@
+"""Megatron-FSDP under megatron-core's own switch, with tensor parallelism: on a CPU, it does what plain PyTorch
+does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine import contract, core_switch
+from tests.engine.test_contract import close
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What each rank found."""
+    folder = tmp_path_factory.mktemp("core_switch")
+    character_tokenizer(folder / "tokenizer", "0123456789+=")
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=96,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen3", folder / "qwen3", folder / "tokenizer", sizes, seed=1)
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", core_switch.__name__, str(rank), str(folder)],
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(core_switch.WORLD)
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=contract.DEADLINE_S)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    for process, output in zip(ranks, outputs, strict=True):
+        assert process.returncode == 0, output
+    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(core_switch.WORLD)]
+
+
+@pytest.mark.parametrize("strategy", core_switch.STRATEGIES)
+def test_three_steps_are_those_of_the_plain_engine(found: list[dict[str, Any]], strategy: str) -> None:
+    for rank in found:
+        for key in ("loss", "norm"):
+            close(rank[strategy][key], rank["plain"][key])
+        assert max(rank["plain"]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+
+
+@pytest.mark.parametrize("strategy", core_switch.STRATEGIES)
+def test_matrices_are_cut_by_tensor_parallel_ranks_and_then_shared_out(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
+    """All four ranks together hold matrices once, and norms, of which tensor-parallel ranks have copies, twice."""
+    matrices = 2 * (128 * 64 + 2 * 64 * 64 + 64 * 128 + 3 * 64 * 96) + 2 * 14 * 64
+    norms = 2 * (2 * 64 + 2 * 32) + 64
+    assert sum(rank[strategy]["elements"] for rank in found) == matrices + 2 * norms
+    axes = found[0][strategy]["axes"]
+    assert axes["decoder.layers.0.self_attention.linear_qkv.weight"] == ("dp_cp", "tp")
+    assert axes["decoder.layers.0.input_layernorm.weight"] == ("dp_cp",)
