@@ -379,9 +379,10 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     )
     found = {}
     if kind == "megatron":
-        biased, name = AutoConfig.from_pretrained(ranks.folder / "llama"), f"biased_{ranks.world}_{ranks.rank}"
+        biased, name = AutoConfig.from_pretrained(ranks.folder / "llama"), f"biased_{ranks.world}"
         biased.attention_bias = True
-        AutoModelForCausalLM.from_config(biased).save_pretrained(ranks.folder / name)
+        AutoModelForCausalLM.from_config(biased).save_pretrained(ranks.folder / name)  # rank 0 does
+        dist.barrier()
         found["biased"] = refused(lambda: ranks.engine(kind, name))
         found["gemma"] = refused(lambda: ranks.engine(kind, "gemma"))
         found["adapted"] = refused(lambda: ranks.engine(kind, lora=ADAPTER))
