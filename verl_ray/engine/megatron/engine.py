@@ -209,6 +209,7 @@ class MegatronEngine(PackedEngine):
         return found
 
     def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
+        self._routed_batches.clear()
         no_tokens = torch.zeros((), dtype=torch.int, device=self.device)  # megatron-core would divide by their sum
 
         def step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
@@ -245,7 +246,6 @@ class MegatronEngine(PackedEngine):
         if not self._expert_layers:
             return report
         found = reported(self._routed_batches, self._expert_layers, self._config.num_experts, self.layout.groups.mp)
-        self._routed_batches.clear()
         name = f"{self.spec.role}/expert_balance_loss"
         sums = report.sums | {name: found.counted}
         return dataclasses.replace(report, loss=report.loss + found.loss, sums=sums, expert_load=found.load.numpy())
