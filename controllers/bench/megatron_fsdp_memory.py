@@ -64,15 +64,16 @@ class Work:
 
 
 def main(argv: list[str]) -> int:
-    """Measure, and print the figures as JSON and, on stderr, as a table."""
+    """Measure, and print the figures as JSON or as a table."""
     parser = argparse.ArgumentParser(prog=PROGRAM, description=str(__doc__).partition("\n")[0], allow_abbrev=False)
     parser.add_argument("--model", choices=list(MODELS), default="20m", help="parameters of the policy (20m)")
     parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="of every strategy (2)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
+    parser.add_argument("--only", nargs="+", choices=[*STRATEGIES, *HYBRID], help="of the strategies (all)")
+    parser.add_argument("--table", action="store_true", help="print a table in Markdown, in MiB, in place of JSON")
     given = parser.parse_args(argv)
-    found = measure(given.model, given.ranks, given.dtype)
-    print(json.dumps(found, indent=2))
-    print(table(found), file=sys.stderr)
+    found = measure(given.model, given.ranks, given.dtype, given.only)
+    print(table(found) if given.table else json.dumps(found, indent=2))
     return 0
 
 
@@ -103,14 +104,16 @@ def measure(model: str, ranks: int, dtype: str, names: Collection[str] | None = 
 def table(found: dict[str, Any]) -> str:
     """The figures in Markdown, in MiB per rank."""
     lines = [
-        "| shared out | weights | main weights | gradients | moments | sum | measured | in flight at most | measured |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ranks | dtype | shared out | weights | main weights | gradients | moments | sum | measured "
+        "| in flight at most | measured |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, one in found["strategies"].items():
         formula, measured = one["formula"], one["measured"]
         row = [formula[key] for key in ("weights", "main_weights", "gradients", "moments", "between_steps")]
         row += [measured["between_steps"], formula["in_flight"], measured["in_flight"]]
-        lines.append(f"| {name} | " + " | ".join(f"{value / MIB:.0f}" for value in row) + " |")
+        figures = " | ".join(f"{value / MIB:.0f}" for value in row)
+        lines.append(f"| {found['ranks']} | {found['dtype']} | {name} | {figures} |")
     return "\n".join(lines)
 
 

@@ -17,6 +17,7 @@ from controllers import bench
 from controllers.bench import contest, data
 from controllers.bench.contender import padded_batches, row_lengths
 from controllers.bench.floor import _padded
+from controllers.bench.megatron_fsdp_memory import MIB
 from controllers.bench.processes import ask
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
@@ -112,6 +113,13 @@ def test_figures_by_hand() -> None:
     assert both["model_flops_utilization"] == {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # 2 devices
     contest.compare(figures, {"plain": 1, "fsdp_2": 2}, "plain", shape, lengths, None)
     assert both["model_flops_utilization"] is None
+
+
+def test_memory_of_megatron_fsdp_is_what_the_formula_says() -> None:
+    found = measured("megatron_fsdp_memory", "--only", "all")["strategies"]["all"]
+    formula, held = found["formula"], found["measured"]
+    assert formula["between_steps"] < held["between_steps"] < formula["between_steps"] + 16 * MIB
+    assert formula["in_flight"] < held["in_flight"] < formula["in_flight"] + 64 * MIB  # and activations
 
 
 CHILD = """

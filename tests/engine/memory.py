@@ -1,6 +1,6 @@
 """One rank that loads and exports a model while its memory is watched, for test_memory.py, which judges what it finds.
 
-Run as `python -m tests.engine.memory KIND RANK WORLD FOLDER`, where KIND is fsdp or megatron.
+Run as `python -m tests.engine.memory KIND RANK WORLD FOLDER`, where KIND is fsdp, megatron or megatron_fsdp.
 """
 
 from __future__ import annotations
