@@ -202,10 +202,14 @@ def test_two_buffers_take_turns(found: Found) -> None:
 
 
 def test_the_package_alone_forgets_groups_and_takes_a_step(found: Found) -> None:
-    """If this fails, `shard_optimizer` is not needed any more."""
+    """If the first of them fails, `shard_optimizer` is not needed any more."""
     for rank in found[2]:
-        alone = rank["package"]
-        assert alone["groups"] == [(0.25, 0.01)] and alone["steps"] == {1} and alone["decayed"] in (True, None)
+        alone, mended = rank["package"]["alone"], rank["package"]["mended"]
+        assert alone["groups"] == [(0.25, 0.01)] and alone["steps"] == {1}
+        assert mended["groups"] == [(0.25, 0.1), (0.5, 0.0)] and mended["steps"] == {0}
+        assert mended["norm"] <= {1.0}
+    assert {value for rank in found[2] for value in rank["package"]["alone"]["norm"]} == {0.9975}  # 1 - 0.25 * 0.01
+    assert any(rank["package"]["mended"]["norm"] for rank in found[2])
 
 
 def test_gloo_alone_gathers_no_parts_of_different_sizes(found: Found) -> None:
