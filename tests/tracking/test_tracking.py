@@ -22,6 +22,7 @@ def run_config(run_dir: Path) -> RunConfig:
         total_steps=4,
         evaluate_every=0,
         checkpoint_every=0,
+        checkpoint_behind=False,
         keep_checkpoints=1,
         resume="none",
         max_skipped_steps=3,
