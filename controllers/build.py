@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.placement import ProcessSet, share_cpus
@@ -67,7 +68,7 @@ class System:
     actor: WorkerGroup[ActorWorker]
     critic: WorkerGroup[CriticWorker] | None
     reference: WorkerGroup[ReferenceWorker] | None
-    rollout: WorkerGroup[RolloutWorker] | None
+    rollout: RolloutServers | None
     graders: Mapping[str, WorkerGroup[Any]]
     """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
     run trains."""
@@ -77,7 +78,11 @@ class System:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.groups.close()
+        try:
+            if self.rollout is not None:
+                self.rollout.close()
+        finally:
+            self.groups.close()
 
 
 def start(config: Config, session: Session, *, learns: bool = True) -> System:
@@ -98,7 +103,11 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
         return groups[plan.roles[name]] if name in plan.roles else None
 
     graders = {name: groups[role] for name, role in plan.roles.items() if name not in ROLES}
-    actor, critic, reference, rollout = map(group, ROLES)
+    actor, critic, reference = map(group, ("actor", "critic", "reference"))
+    rollout = None
+    if isinstance(config, RLConfig):
+        replicas = groups.replicas(plan.roles["rollout"])
+        rollout = RolloutServers(replicas, config.rollout, config.run.start_deadline_s)
     return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0)
 
 
@@ -125,8 +134,8 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     }
     threads = threads_per_rank(config, counts, shape)
 
-    def one(name: str, gpus: int, process_group: bool, bundles: str) -> ProcessSet:
-        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads.get(name, 1), process_group)
+    def one(name: str, gpus: int, process_group: bool, bundles: str, *, replicas: bool = False) -> ProcessSet:
+        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads.get(name, 1), process_group, replicas)
 
     sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
     roles: dict[str, Role[Any]] = {
@@ -135,7 +144,8 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
         if name not in graders
     }
     if isinstance(config, RLConfig):
-        sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, SHARED if colocated else "rollout"))
+        bundles = SHARED if colocated else "rollout"
+        sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True))
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
         policy = config.actor.model.path
         for name, grader in graders.items():

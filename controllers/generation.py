@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from controllers.build import HELD_OUT
+from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import put, read
+from verl_ray.cluster.store import read
 from verl_ray.config.reward import ModelReward
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.buffer import Experience
@@ -26,7 +27,7 @@ from verl_ray.rewards.health import Health
 from verl_ray.rollout.base import Sampling
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader
-from workers.rollout import Generation, RolloutWorker
+from workers.rollout import Generation
 
 TRAINING, EVALUATION = "train", "evaluate"
 """What responses are drawn for: part of every seed."""
@@ -36,7 +37,7 @@ class Producer:
     def __init__(
         self,
         config: RLConfig,
-        rollout: WorkerGroup[RolloutWorker],
+        rollout: RolloutServers,
         graders: Mapping[str, WorkerGroup[Any]],
     ) -> None:
         self._config, self._rollout, self._groups = config, rollout, graders
@@ -50,7 +51,7 @@ class Producer:
         pieces: list[Sharded[Rollouts]] = []
         scoring: dict[str, list[Call[Sharded[Scores]]]] = {name: [] for name in graders}
         with timers("gen"), timers.waiting():
-            for piece in self._rollout.stream(RolloutWorker.generate, put(prompts), what):
+            for piece in self._rollout.generate(prompts, what):
                 pieces.append(piece)
                 for name, calls in scoring.items():
                     calls.append(self._score(name, piece, waits_for=len(calls)))

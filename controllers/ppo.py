@@ -68,10 +68,13 @@ class Trainer:
         self.prompts, self.evaluator = prompts, evaluator
         self.kl = make(config.algorithm.kl)
         self.shaping = Shaping(config)
+        self.servers = system.rollout
         self.producer = Producer(config, system.rollout, system.graders)
         models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
         shared = config.placement.kind == "colocated" and system.has_gpus
-        self.publisher = Publisher(system.actor, system.rollout, config.rollout, sharing=models if shared else ())
+        self.publisher = Publisher(
+            system.actor, system.rollout, config, sharing=models if shared else (), has_gpus=system.has_gpus
+        )
         self.buffer = RolloutBuffer(SYNCHRONOUS)
         self.timers = Timers()
         self.policy_version = -1
@@ -188,6 +191,7 @@ class Trainer:
             ),
             **measures.of_credit(credit, rollouts.row("response_length")),
             **timings,
+            **self.servers.take_counts(),
             **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
             "perf/time_per_step": timings["timing_s/step"],
             "perf/throughput": rollouts.num_tokens / timings["timing_s/step"],

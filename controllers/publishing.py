@@ -1,23 +1,25 @@
 """Publishing a policy version: from the actor's ranks into every rollout replica, as one verified transaction.
 
 Invariant: when `publish` returns, every replica holds exactly the weights that the actor holds, under the version
-asked for; if anything differs, it raises and no replica generates. Bucket i + 1 is written while bucket i is loaded;
-a slot is written again only after all replicas have read it. Deliberately not here: how weights are cut (engine),
-bucketed and carried (weight_sync), and loaded (rollout engine).
+asked for, and computes with them what the actor does; if anything differs, it raises and no replica generates. Bucket
+i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Deliberately
+not here: how weights are cut (engine), bucketed and carried (weight_sync), and loaded (rollout engine).
 """
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from controllers.resources import WIRE_BUCKET_BYTES
+from controllers.rollout_servers import Replica, RolloutServers
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.rollout import RolloutConfig
-from verl_ray.errors import WeightSyncError
+from verl_ray.config.schema import RLConfig
+from verl_ray.errors import WeightSyncError, WorkerError
+from verl_ray.rollout.base import Part
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
 from workers.actor import ActorWorker
@@ -26,66 +28,122 @@ from workers.rollout import RolloutWorker
 
 SLOTS = 2
 
+PROBE_TOKENS = 16
+PROBE_EVERY = {False: 1, True: 10}
+"""Syncs from one probe to the next, without and with GPUs: on a CPU vLLM packs every weight that it receives."""
+PROBE_TOLERANCE = {True: 1e-3, False: 1.0}
+"""Largest difference of a log-prob, where both sides compute in float32 and where one does not."""
+
 
 class Publisher:
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        rollout: WorkerGroup[RolloutWorker],
-        config: RolloutConfig,
+        servers: RolloutServers,
+        config: RLConfig,
         *,
         sharing: Sequence[WorkerGroup[Any]],
+        has_gpus: bool,
     ) -> None:
         """`sharing`: groups of models that take turns with the rollout engines on the same GPUs, the actor included;
         while rollouts are drawn their state is on the host. None of them on a CPU."""
-        hosts = {member.facts.host_name for group in (actor, rollout) for member in group.members() if member.facts}
+        hosts = {member.facts.host_name for group in (actor, servers) for member in group.members() if member.facts}
         if len(hosts) > 1:
             raise WeightSyncError(
                 "weights travel through shared memory, which actor and rollout must share; they run on "
                 f"{sorted(hosts)}. Give the cluster one node with room for both"
             )
-        self._actor, self._rollout = actor, rollout
-        self._sleep = config.sleep if config.sleep != "auto" else ("weights" if sharing else "never")
+        self._actor, self._servers = actor, servers
+        servers.bring_up = self._bring_up
+        self._version, self._syncs = -1, 0
+        rollout = config.rollout
+        self._sleep = rollout.sleep if rollout.sleep != "auto" else ("weights" if sharing else "never")
         self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
         self._buckets = plan_buckets(self._manifest, WIRE_BUCKET_BYTES)
         slot_bytes = max(bucket.nbytes for bucket in self._buckets)
         self._address = actor.rank_zero(ActorWorker.open_wire, uuid.uuid4().hex[:8], slot_bytes).result()
+        self._probe_every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
+        dtypes = frozenset((config.actor.backend.dtype, rollout.dtype))
+        given = rollout.sync.probe_tolerance
+        self._tolerance = PROBE_TOLERANCE[dtypes == {"float32"}] if given == "auto" else given
+        self._longest = min(PROBE_TOKENS, config.data.max_prompt_tokens + rollout.max_response_tokens - 1)
         self._bytes = sum(bucket.nbytes for bucket in self._buckets)
 
     def publish(self, version: int) -> dict[str, float]:
-        """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache."""
+        """The actor's weights into every replica. A replica that is lost meanwhile starts again and everything begins
+        anew: a version is published to all that are there, or to none."""
         began = time.perf_counter()
-        actor, rollout = self._actor, self._rollout
-        opening: list[Call[list[None]]] = []
+        while True:
+            replicas = self._servers.gather()
+            try:
+                found = self._send(version, replicas)
+                break
+            except WorkerError as error:
+                lost = self._servers.lose(error)
+                self._give_up([replica for replica in replicas if replica is not lost])
+        self._version = version
+        self._syncs += 1
+        self._servers.published()
+        seconds = time.perf_counter() - began
+        return found | {"weight_sync/bytes": self._bytes, "weight_sync/bytes_per_s": self._bytes / seconds}
+
+    def _bring_up(self, replica: Replica) -> None:
+        """The present version into a replica that has started again. The actor has not learned since."""
+        self._send(self._version, [replica], proves=True)
+
+    def _send(self, version: int, replicas: Sequence[Replica], *, proves: bool | None = None) -> dict[str, float]:
+        """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache -> prove."""
+        proves = self._syncs % self._probe_every == 0 if proves is None else proves
+
+        def all_(verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
+            return [replica.broadcast(verb, *args) for replica in replicas]
+
+        opening: list[Call[Any]] = []
         if self._sleep == "weights":
-            opening.append(rollout.broadcast(RolloutWorker.wake, "weights"))
-        opening.append(rollout.broadcast(RolloutWorker.begin_update, self._manifest, version))
+            opening += all_(RolloutWorker.wake, "weights")
+        opening += all_(RolloutWorker.begin_update, self._manifest, version)
         sent: dict[str, Fingerprint] = {}
-        received: list[Call[list[None]]] = []
+        received: list[list[Call[Any]]] = []
         for i, bucket in enumerate(self._buckets):
             if i >= SLOTS:
-                wait_all([*opening, received[i - SLOTS]])
-            for part in actor.broadcast(ActorWorker.write_bucket, bucket, self._address).result():
+                wait_all([*opening, *received[i - SLOTS]])
+            for part in self._actor.broadcast(ActorWorker.write_bucket, bucket, self._address).result():
                 for name, print_ in part.items():
                     sent[name] = sent.get(name, EMPTY) + print_
-            received.append(rollout.broadcast(RolloutWorker.receive, bucket, self._address))
-        committed = rollout.broadcast(RolloutWorker.commit, sent)
-        wait_all([*opening, *received, committed])  # in this order: the first failure is the reason of the others
+            received.append(all_(RolloutWorker.receive, bucket, self._address))
+        committed = all_(RolloutWorker.commit, sent, proves)
+        asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance) if proves else None
+        # In this order: the first failure is the reason of the others.
+        wait_all([*opening, *(call for calls in received for call in calls), *committed])
+        told = [] if asked is None else asked.result()
         self._place("host")
         if self._sleep != "never":
-            rollout.broadcast(RolloutWorker.wake, "kv_cache").result()
-        seconds = time.perf_counter() - began
-        return {
-            "weight_sync/bytes": self._bytes,
-            "weight_sync/bytes_per_s": self._bytes / seconds,
-            "weight_sync/verified": float(len(sent)),
-        }
+            wait_all(all_(RolloutWorker.wake, "kv_cache"))
+        found = {"weight_sync/verified": float(len(sent))}
+        for probe in told:
+            if probe is not None:
+                differences = wait_all(all_(RolloutWorker.prove, probe))
+                found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
+        return found
+
+    def _give_up(self, replicas: Sequence[Replica]) -> None:
+        """Leave the open update of replicas; those that fail at it are lost as well."""
+        for replica in replicas:
+            try:
+                replica.broadcast(RolloutWorker.abort_update).result()
+            except WorkerError as error:
+                self._servers.lose(error)
 
     def hand_back(self) -> None:
         """Generation is over: free what the trainer needs, and bring its state back to the device."""
         if self._sleep != "never":
-            self._rollout.broadcast(RolloutWorker.sleep, "weights" if self._sleep == "weights" else "kv_cache").result()
+            part: Part = "weights" if self._sleep == "weights" else "kv_cache"
+            for replica in self._servers.gather(all_of_them=True):  # one that starts takes memory, too
+                try:
+                    replica.broadcast(RolloutWorker.sleep, part).result()
+                except WorkerError as error:
+                    self._servers.lose(error)
         self._place("device")
 
     def _place(self, where: str) -> None:

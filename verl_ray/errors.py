@@ -64,6 +64,10 @@ class RolloutError(VerlRayError):
     """Misuse of, or a failure inside, a rollout engine."""
 
 
+class EngineFailed(RolloutError):
+    """A rollout engine that is of no more use: it has to be started again."""
+
+
 class RewardError(VerlRayError):
     """Misuse of, or a failure inside, the reward role; a score that failed is a value, not this."""
 

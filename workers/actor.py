@@ -20,8 +20,10 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.engine.base import EngineSpec
+from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import Outputs
+from verl_ray.rollout.base import Probe
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -107,6 +109,16 @@ class ActorWorker(ModelWorker):
 
     def manifest(self) -> Manifest:
         return self.engine.manifest()
+
+    def probe(self, longest: int, tolerance: float) -> Probe | None:
+        """What this policy says of fixed rows of up to `longest` tokens; None on all ranks but one."""
+        rows = probe_rows(self.engine.vocab_size, longest)
+        said = self.compute_log_probs(rows, 1.0).log_probs
+        if not self.topology.answers or self.topology.row_index:
+            return None
+        cuts = rows.offsets[1:-1]
+        of_row = tuple(values[1:] for values in np.split(said, cuts))
+        return Probe(tuple(np.split(rows.tokens, cuts)), of_row, tolerance)
 
     def open_wire(self, session: str, slot_bytes: int) -> SharedMemoryAddress:
         """Make the files that weights travel through, on this rank's node; those of an earlier call go."""

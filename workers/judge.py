@@ -6,6 +6,7 @@ here: what is asked and how a verdict is read (`verl_ray/rewards/judge.py`).
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 
@@ -19,8 +20,9 @@ from verl_ray.data.tokenizers import encode, load_tokenizer, render, unspecial
 from verl_ray.errors import DataError
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.judge import Judgement
-from verl_ray.rollout.base import Chunk, Request, RolloutEngine, Sampling
+from verl_ray.rollout.base import Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.server import RolloutServer
 from workers.reward import requests_of, scores_of
 from workers.rollout import start_engine
 
@@ -37,10 +39,14 @@ class JudgeWorker:
         self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(config.model.path)
         self._judgement = Judgement(config)
         self._sampling = Sampling(config.temperature, 1.0, -1, config.max_response_tokens)
-        self.engine: RolloutEngine = start_engine(
-            context, config.model.path, config.engine, seed=seed, initial_version=OWN_WEIGHTS,
-            max_model_len=config.max_prompt_tokens + config.max_response_tokens,
-        )  # fmt: skip
+
+        def start() -> RolloutEngine:
+            return start_engine(
+                context, config.model.path, config.engine, seed=seed, initial_version=OWN_WEIGHTS,
+                max_model_len=config.max_prompt_tokens + config.max_response_tokens,
+            )  # fmt: skip
+
+        self.server = RolloutServer(start)
 
     def score(self, rows: Rollouts) -> Scores:
         """The judge's verdict on each response. It is shown without what spells the judge's special tokens: a response
@@ -59,7 +65,7 @@ class JudgeWorker:
             else:
                 session = str(rows.group_id[row])
                 requests.append(Request(row, tokens, self._sampling, int(seeds[row]), session=session))
-        for chunk in self._answers(requests):
+        for chunk in itertools.chain.from_iterable(self.server.respond(requests)):
             said = self._own.decode(chunk.tokens, skip_special_tokens=True)
             graded[chunk.request_id] = self._judgement.verdict(said, cut=chunk.finish is not Finish.STOP)
         return scores_of([graded[row] for row in range(rows.num_rows)])
@@ -93,16 +99,9 @@ class JudgeWorker:
             return Score(math.nan, Health.TOO_LONG, detail)
         return tokens
 
-    def _answers(self, requests: list[Request]) -> list[Chunk]:
-        self.engine.submit(requests)
-        answers: list[Chunk] = []
-        while self.engine.unfinished:
-            answers += self.engine.step()
-        return answers
-
     def abort(self) -> None:
         """End all requests in flight early."""
-        self.engine.abort()
+        self.server.abort()
 
     def close(self) -> None:
-        self.engine.close(process_ends=True)
+        self.server.close(process_ends=True)

@@ -1,7 +1,8 @@
-"""One rollout replica: an engine in a process of its own, driven through the rollout contract.
+"""One rollout replica: an engine behind a server, in a process of its own.
 
 Invariant: responses are handed on as soon as enough of them are finished, whole and in no particular order; which
-tokens a response has depends on its seed, not on what ran beside it.
+tokens a response has depends on its seed, not on what ran beside it. Deliberately not here: which replica draws what,
+and what happens when one is lost (`controllers/rollout_servers.py`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,16 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.host import concurrent
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
-from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Prompts, Rollouts
-from verl_ray.rollout.base import Chunk, Part, Request, RolloutEngine, Sampling
+from verl_ray.data.batch import Int64, Ragged, offsets_of
+from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
+from verl_ray.rollout.base import Chunk, Part, Probe, Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.server import Health, PauseMode, RolloutServer
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -48,62 +52,110 @@ class Generation:
 
 
 class RolloutWorker:
-    def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
-        self.engine = start_engine(
-            context, spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed,
-            sleeps=spec.config.sleep != "never",
-        )  # fmt: skip
+    """Requests are served beside each other and beside everything else; weights and memory one call after another."""
 
-    def generate(self, prompts: Prompts, generation: Generation) -> Iterator[Rollouts]:
+    def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
+        def start() -> RolloutEngine:
+            return start_engine(
+                context, spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed,
+                sleeps=spec.config.sleep != "never",
+            )  # fmt: skip
+
+        self.server = RolloutServer(start)
+
+    # ------------------------------------------------------------------------------------------------ generation
+
+    @concurrent
+    def generate(self, prompts: Prompts, generation: Generation, wanted: Int64 | None = None) -> Iterator[Rollouts]:
         """`group_size` responses to each prompt, as they finish. The row id of response j of a group is
-        group_id * group_size + j."""
+        group_id * group_size + j.
+
+        wanted: the row ids to draw, of those of these prompts, int64 [rows]; None = all.
+        """
         size = generation.group_size
         row_id = np.repeat(prompts.group_id * size, size) + np.tile(np.arange(size), prompts.num_rows)
-        prompt_of = dict(zip(row_id.tolist(), np.repeat(np.arange(prompts.num_rows), size).tolist(), strict=True))
+        prompt = np.repeat(np.arange(prompts.num_rows), size)
+        if wanted is not None:
+            kept = np.isin(row_id, wanted)
+            row_id, prompt = row_id[kept], prompt[kept]
+        prompt_of = dict(zip(row_id.tolist(), prompt.tolist(), strict=True))
         seeds = row_seeds(generation.run_seed, generation.purpose, row_id).tolist()
         tokens = np.split(prompts.tokens, prompts.offsets[1:-1])
         requests = [
-            Request(number, tokens[prompt], generation.sampling, seed, session=str(prompt))
-            for (number, prompt), seed in zip(prompt_of.items(), seeds, strict=True)
+            Request(number, tokens[of], generation.sampling, seed, session=str(prompts.group_id[of]))
+            for (number, of), seed in zip(prompt_of.items(), seeds, strict=True)
         ]
-        self.engine.submit(requests)
         finished: list[Chunk] = []
-        while self.engine.unfinished:
-            finished += self.engine.step()
-            if len(finished) >= generation.stream_rows or (finished and not self.engine.unfinished):
+        drawn = 0
+        for chunks in self.server.respond(requests):
+            finished += chunks
+            if len(finished) >= generation.stream_rows or drawn + len(finished) == len(requests):
                 yield _rollouts(prompts, prompt_of, finished)
+                drawn += len(finished)
                 finished = []
+
+    @concurrent
+    def respond(self, requests: Requests, sampling: Sampling, stream: bool = True) -> Iterator[Responses]:
+        """Continue token sequences, many callers at once; tokens as they are drawn, or each response as it ends."""
+        tokens = np.split(requests.tokens, requests.offsets[1:-1])
+        columns = zip(requests.request_id.tolist(), tokens, requests.seed.tolist(), requests.session, strict=True)
+        asked = [
+            Request(number, row, sampling, seed, stream, session=str(session)) for number, row, seed, session in columns
+        ]
+        for chunks in self.server.respond(asked):
+            yield _responses(chunks)
+
+    @concurrent
+    def pause(self, mode: PauseMode) -> None:
+        """Stop drawing; see `RolloutServer.pause`."""
+        self.server.pause(mode)
+
+    @concurrent
+    def resume(self) -> None:
+        self.server.resume()
+
+    @concurrent
+    def abort_requests(self, request_ids: tuple[int, ...]) -> None:
+        """End requests early; each comes back to its caller as far as it got."""
+        self.server.abort(request_ids)
 
     def abort(self) -> None:
         """End all requests in flight early; they come back as far as they got."""
-        self.engine.abort()
+        self.server.abort()
+
+    def health(self) -> Health:
+        return self.server.health()
 
     # ------------------------------------------------------------------------------------- memory and weights
 
     def sleep(self, part: Part) -> None:
-        self.engine.sleep(part)
+        self.server.run(lambda engine: engine.sleep(part))
 
     def wake(self, part: Part) -> None:
-        self.engine.wake(part)
+        self.server.run(lambda engine: engine.wake(part))
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
-        self.engine.begin_update(manifest, version)
+        self.server.run(lambda engine: engine.begin_update(manifest, version))
 
     def receive(self, bucket: Bucket, address: Address) -> None:
-        self.engine.receive(bucket, address)
+        self.server.run(lambda engine: engine.receive(bucket, address))
 
-    def commit(self, expected: Mapping[str, Fingerprint]) -> None:
+    def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> None:
         """Accept the version if what arrived is what was sent."""
-        self.engine.commit(expected)
+        self.server.run(lambda engine: engine.commit(expected, proof_follows=proof_follows))
+
+    def prove(self, probe: Probe) -> float:
+        """Accept the version if the engine computes with it what the trainer does; the largest difference."""
+        return self.server.run(lambda engine: engine.prove(probe))
 
     def abort_update(self) -> None:
-        self.engine.abort_update()
+        self.server.run(lambda engine: engine.abort_update())
 
     def memory_bytes(self) -> int:
-        return self.engine.memory_bytes
+        return self.server.run(lambda engine: engine.memory_bytes)
 
     def close(self) -> None:
-        self.engine.close(process_ends=True)
+        self.server.close(process_ends=True)
 
 
 def start_engine(
@@ -141,7 +193,7 @@ def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk
     tokens[mask] = np.concatenate([chunk.tokens for chunk in chunks])
     log_probs = np.zeros(len(mask), np.float32)
     log_probs[mask] = np.concatenate([chunk.log_probs for chunk in chunks])
-    spans = np.stack([prompt_length, [chunk.policy_version for chunk in chunks]], axis=1).astype(np.int64)
+    spans = _spans(chunks, prompt_length)
     return Rollouts(
         offsets=offsets,
         tokens=tokens,
@@ -153,9 +205,30 @@ def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk
         response_length=response_length,
         finish=np.array([Finish.ABORTED if chunk.finish is None else chunk.finish for chunk in chunks], np.int8),
         rollout_log_probs=log_probs,
-        version_spans=Ragged(spans, np.arange(len(chunks) + 1)),
+        version_spans=spans,
         messages=asked.messages,
         data_source=asked.data_source,
         answer=asked.answer,
         extra=asked.extra,
     )
+
+
+def _responses(chunks: list[Chunk]) -> Responses:
+    """Parts of responses, as rows."""
+    return Responses(
+        offsets=offsets_of(np.array([len(chunk.tokens) for chunk in chunks])),
+        request_id=np.array([chunk.request_id for chunk in chunks], np.int64),
+        first_token=np.array([chunk.first_token for chunk in chunks], np.int32),
+        finish=np.array([UNFINISHED if chunk.finish is None else chunk.finish for chunk in chunks], np.int8),
+        tokens=np.concatenate([chunk.tokens for chunk in chunks]),
+        log_probs=np.concatenate([chunk.log_probs for chunk in chunks]),
+        version_spans=_spans(chunks, np.zeros(len(chunks), np.int32)),
+    )
+
+
+def _spans(chunks: list[Chunk], shift: npt.NDArray[np.int32]) -> Ragged:
+    """Version spans of each chunk, counted from `shift` tokens earlier, int64 [spans, 2]."""
+    counts = np.array([len(chunk.version_spans) for chunk in chunks])
+    spans = np.array([span for chunk in chunks for span in chunk.version_spans], np.int64).reshape(-1, 2)
+    spans[:, 0] += np.repeat(shift, counts)
+    return Ragged(spans, offsets_of(counts))

@@ -11,7 +11,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from controllers.ppo import Trainer
-from tests.controllers.runs import Inputs, Samplers, make_inputs, start_some, trainer_of
+from tests.controllers.runs import Inputs, Samplers, make_inputs, servers_of, start_some, trainer_of
 from verl_ray.cluster.session import Session
 
 MakeTrainer = Callable[..., Trainer]
@@ -47,9 +47,10 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="package")
 def samplers(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samplers]:
     folder: Path = tmp_path_factory.mktemp("samplers")
-    groups, by_name = start_some(inputs.config("ppo", folder), folder, sampling=True)
+    config = inputs.config("ppo", folder)
+    groups, by_name = start_some(config, folder, sampling=True)
     with groups:
-        yield Samplers(by_name["rollout"], by_name["reward"])
+        yield Samplers(servers_of(config, groups), by_name["reward"])
 
 
 @pytest.fixture(scope="package")

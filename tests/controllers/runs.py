@@ -14,6 +14,7 @@ from pathlib import Path
 from controllers.build import Shape, System, plan_processes
 from controllers.composition import compose
 from controllers.ppo import Trainer
+from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session
@@ -24,7 +25,6 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 from workers.reward import RewardWorker
-from workers.rollout import RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")
@@ -112,9 +112,9 @@ def command(cluster: Session | None, *arguments: str, code: int = 0) -> subproce
 
 @dataclass(frozen=True)
 class Samplers:
-    """A rollout replica and a reward rank, which any number of trainers use one after another."""
+    """Rollout replicas and a reward rank, which any number of trainers use one after another."""
 
-    rollout: WorkerGroup[RolloutWorker]
+    rollout: RolloutServers
     reward: WorkerGroup[RewardWorker]
 
 
@@ -126,7 +126,13 @@ def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups,
     groups = start_groups(
         sets, list(roles.values()), start_deadline_s=240, call_deadline_s=120, log_dir=folder / "logs"
     )
-    return groups, {name: groups[role] for name, role in roles.items()}
+    return groups, {name: groups[role] for name, role in roles.items() if name != "rollout"}
+
+
+def servers_of(config: RLConfig, groups: Groups) -> RolloutServers:
+    """The rollout replicas that `start_some` started."""
+    role = plan_processes(config, SHAPE).roles["rollout"]
+    return RolloutServers(groups.replicas(role), config.rollout, start_deadline_s=120)
 
 
 @contextmanager

@@ -63,9 +63,10 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
 ) -> None:
     run = trainer("ppo", f"rollout.sleep={part}")
     run.publish(0)
-    awake = samplers.rollout.rank_zero(RolloutWorker.memory_bytes).result()
+    (replica,) = samplers.rollout.replicas
+    awake = replica.rank_zero(RolloutWorker.memory_bytes).result()
     run.publisher.hand_back()
-    assert awake - samplers.rollout.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20  # of 32 MiB of cache
+    assert awake - replica.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20  # of 32 MiB of cache
     run.publish(1)
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4
     metrics = run.step(2)
@@ -77,7 +78,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
 ) -> None:
     run = trainer("ppo")
     run.publish(0)
-    actor, rollout = run.system.actor, samplers.rollout
+    actor, (rollout,) = run.system.actor, samplers.rollout.replicas
     manifest = actor.rank_zero(ActorWorker.manifest).result()
     (bucket,) = plan_buckets(manifest, WIRE_BUCKET_BYTES)
     address = actor.rank_zero(ActorWorker.open_wire, "tampered", bucket.nbytes).result()
@@ -93,7 +94,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
         rollout.broadcast(RolloutWorker.receive, bucket, address).result()
         with pytest.raises(WorkerError, match=rf"sent and received differ in \['{name}'\]") as caught:
-            rollout.broadcast(RolloutWorker.commit, sent).result()
+            rollout.broadcast(RolloutWorker.commit, sent, False).result()
         assert isinstance(caught.value.__cause__, WeightSyncError)
         with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
             run.step(1)

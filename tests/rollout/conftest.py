@@ -46,7 +46,9 @@ def rollout_config() -> Callable[..., RolloutConfig]:
         values: dict[str, object] = {
             "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
-            "sleep": "never", "vllm_args": {},
+            "sleep": "never", "vllm_args": {}, "in_flight": 64,
+            "sync": {"probe_every": 1, "probe_tolerance": 1e-3},
+            "health": {"interval_s": 5.0, "deadline_s": 30.0, "stall_s": 300.0, "max_restarts": 0},
         }  # fmt: skip
         return RolloutConfig.model_validate(values | changes)
 
@@ -109,14 +111,16 @@ def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
     return reload
 
 
-Publish = Callable[[RolloutEngine, PreTrainedModel, int], dict[str, Fingerprint]]
+Publish = Callable[..., dict[str, Fingerprint]]
 
 
 @pytest.fixture(scope="session")
 def publish() -> Publish:
     """Sends a model's weights as two ranks would, each with its half of the rows, in buckets that split layers."""
 
-    def send(engine: RolloutEngine, model: PreTrainedModel, version: int) -> dict[str, Fingerprint]:
+    def send(
+        engine: RolloutEngine, model: PreTrainedModel, version: int, *, proof_follows: bool = False
+    ) -> dict[str, Fingerprint]:
         manifest, state = manifest_of(model), checkpoint_of(model)
         buckets = plan_buckets(manifest, 100_000)
         assert len(buckets) > 4
@@ -135,7 +139,7 @@ def publish() -> Publish:
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
             engine.receive(bucket, address)
         remove(address)
-        return engine.commit(expected=sent)
+        return engine.commit(expected=sent, proof_follows=proof_follows)
 
     return send
 

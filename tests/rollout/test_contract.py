@@ -1,7 +1,5 @@
 """One body over every engine: delivery, aborts, pauses, states, and the weight update as a transaction."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -12,7 +10,7 @@ from transformers import PreTrainedModel
 
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
-from verl_ray.rollout.base import Chunk, Request, RolloutEngine, Sampling, generate
+from verl_ray.rollout.base import Chunk, Probe, Request, RolloutEngine, Sampling, generate
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -79,7 +77,7 @@ def test_no_token_before_the_first_commit(fresh: RolloutEngine) -> None:
 
 def test_one_chunk_at_the_end_or_many_with_the_same_content(engine: RolloutEngine) -> None:
     (whole,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
-    assert (whole.finish, whole.policy_version, whole.first_token, len(whole.tokens)) == (Finish.LENGTH, 5, 0, 6)
+    assert (whole.finish, whole.version_spans, whole.first_token, len(whole.tokens)) == (Finish.LENGTH, ((0, 5),), 0, 6)
     assert whole.tokens.dtype == np.int32 and whole.log_probs.dtype == np.float32
     chunks = [chunk for step in generate(engine, [_request(1, stream=True), _request(2)]) for chunk in step]
     tokens, log_probs, finishes = _join(chunks, 1)
@@ -107,23 +105,13 @@ def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
     assert [chunk.finish for step in generate(engine, [_request(1)]) for chunk in step] == [Finish.LENGTH]
 
 
-def test_an_abort_from_another_thread_ends_a_step_loop(engine: RolloutEngine) -> None:
-    timer = threading.Timer(0.1, engine.abort)
-    timer.start()
-    engine.pause()  # an engine that never gets on by itself
-    chunks = [chunk for step in generate(engine, [_request(1), _request(2)]) for chunk in step]
-    timer.join()
-    assert [chunk.finish for chunk in chunks] == [Finish.ABORTED] * 2
-
-
 def test_a_pause_keeps_requests_where_they_are(engine: RolloutEngine) -> None:
     (undisturbed,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
     engine.submit([_request(1)])
     engine.step()
     engine.pause()
-    began = time.monotonic()
+    assert not engine.has_work
     assert [engine.step() for _ in range(3)] == [[]] * 3
-    assert time.monotonic() - began > 0.1  # it waits instead of spinning
     engine.resume()
     chunks = []
     while engine.unfinished:
@@ -166,14 +154,83 @@ def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: 
     engine.wake("kv_cache")
     chunks = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
     assert [chunk.tokens.tolist() for chunk in chunks] == before
-    assert chunks[0].policy_version == 6
+    assert chunks[0].version_spans == ((0, 6),)
 
 
 def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
     engine.submit([_request(1), _request(2)])
-    for verb in (lambda: engine.sleep("kv_cache"), lambda: engine.begin_update(Manifest(()), 6)):
-        with pytest.raises(RolloutError, match="2 requests are in flight; let them end, or abort them, first"):
-            verb()
+    with pytest.raises(RolloutError, match="sleep: 2 requests are in flight; let them end, or abort them, first"):
+        engine.sleep("kv_cache")
+    with pytest.raises(RolloutError, match=r"begin_update: 2 requests are in flight; let them end, .* or pause first"):
+        engine.begin_update(Manifest(()), 6)
+
+
+def test_requests_live_through_a_weight_update(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    (undisturbed,) = [chunk for step in generate(engine, [_request(1, 20)]) for chunk in step]
+    engine.submit([_request(1, 20), _request(2, 20, stream=True)])
+    chunks = [chunk for _ in range(6) for chunk in engine.step()]
+    engine.pause()
+    publish(engine, model, 6)  # the same weights, so the tokens must be those of a request that was left alone
+    with pytest.raises(RolloutError, match="sleep: 2 requests are in flight"):
+        engine.sleep("kv_cache")
+    engine.resume()
+    while engine.unfinished:
+        chunks += engine.step()
+    assert _join(chunks, 1)[0] == _join(chunks, 2)[0] == undisturbed.tokens.tolist()
+    (whole,) = (chunk for chunk in chunks if chunk.request_id == 1)
+    assert whole.version_spans == ((0, 5), (6, 6))
+    streamed = [chunk for chunk in chunks if chunk.request_id == 2]
+    assert [chunk.version_spans for chunk in streamed[5:7]] == [((5, 5),), ((6, 6),)]
+    assert all(len(chunk.version_spans) == 1 for chunk in streamed)
+
+
+def test_a_version_that_is_to_be_proved_generates_only_then(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    rows = (np.array([3, 4, 5, 6], np.int32), np.array([7, 8], np.int32))
+    publish(engine, model, 7, proof_follows=True)
+    assert engine.policy_version is None
+    with pytest.raises(RolloutError, match="the update to version 7 is open; prove it"):
+        engine.submit([_request(1)])
+    said = [_said(engine, model, row) for row in rows]
+    assert engine.prove(Probe(rows, tuple(said), 1e-4)) < 1e-5
+    assert engine.policy_version == 7
+
+    publish(engine, model, 8, proof_follows=True)
+    wrong = Probe(rows, (said[0], said[1] + 0.01), 1e-3)
+    with pytest.raises(WeightSyncError, match=r"version 8: every weight .*\[7, 8\] its log-probs differ .*0\.01"):
+        engine.prove(wrong)
+    with pytest.raises(RolloutError, match="no policy version is committed"):
+        engine.submit([_request(1)])
+    with pytest.raises(WeightSyncError, match="prove: no weight update is open"):
+        engine.prove(wrong)
+
+
+def test_a_proof_that_fails_ends_what_was_paused_and_delivers_nothing_drawn_meanwhile(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    engine.submit([_request(1, 20)])
+    engine.step()
+    engine.pause()
+    publish(engine, model, 9, proof_follows=True)
+    row = np.array([3, 4, 5, 6], np.int32)
+    with pytest.raises(WeightSyncError, match="the engine computes with others"):
+        engine.prove(Probe((row,), (np.full(3, np.nan, np.float32),), 1e-3))
+    (chunk,) = engine.step()
+    assert (chunk.finish, len(chunk.tokens), chunk.version_spans) == (Finish.ABORTED, 1, ((0, 5),))
+    assert engine.unfinished == 0
+
+
+def _said(engine: RolloutEngine, model: PreTrainedModel, row: np.ndarray) -> np.ndarray:
+    """What a right engine says of the tokens of a row but the first."""
+    if isinstance(engine, ScriptedEngine):
+        return np.full(len(row) - 1, -1.0, np.float32)
+    tokens = torch.from_numpy(row).long()
+    with torch.no_grad():
+        log_probs = model(tokens[None]).logits[0, :-1].log_softmax(-1)
+    return log_probs.gather(-1, tokens[1:, None])[:, 0].numpy()
 
 
 def test_an_open_update_forbids_generating(engine: RolloutEngine, model: PreTrainedModel) -> None:

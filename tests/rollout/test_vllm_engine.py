@@ -155,7 +155,7 @@ def test_a_sync_changes_what_is_sampled(
         publish(engine, weights, version)
         for _ in range(2):  # the second time from the prefix cache
             (chunk,) = _run(engine, [request])
-            assert chunk.policy_version == version
+            assert chunk.version_spans == ((0, version),)
             assert np.abs(chunk.log_probs - reference_log_probs(weights, prompt, chunk.tokens)).max() < 1e-4
     assert np.abs(chunk.log_probs - reference_log_probs(model, prompt, chunk.tokens)).max() > 0.1
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Prompts, Rollouts
+from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
 from verl_ray.rollout.base import Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
+from verl_ray.rollout.server import RolloutServer
 from workers.rollout import Generation, RolloutWorker
 
 LENGTHS = {6: 3, 7: 1, 10: 5, 11: 2}  # of the response to each request
 LIMIT = 4
+ROW_OF_SEED = dict(zip(row_seeds(4, "train", np.array(list(LENGTHS))).tolist(), LENGTHS, strict=True))
 
 
 class ScriptedWorker(RolloutWorker):
@@ -20,11 +25,12 @@ class ScriptedWorker(RolloutWorker):
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
-        self.engine = ScriptedEngine(self.script, initial_version=9)
+        self.server = RolloutServer(lambda: ScriptedEngine(self.script, initial_version=9))
 
     def script(self, request: Request) -> list[tuple[int, float]]:
         self.requests.append(request)
-        return [(100 * request.request_id + t, -0.5 - t) for t in range(LENGTHS[request.request_id])]
+        row = ROW_OF_SEED[request.seed]
+        return [(100 * row + t, -0.5 - t) for t in range(LENGTHS[row])]
 
 
 def prompts() -> Prompts:
@@ -68,19 +74,44 @@ def test_what_is_left_at_the_end_is_handed_on_together() -> None:
 
 def test_a_request_is_what_its_row_asks_for() -> None:
     worker, _ = generate(stream_rows=1)
-    assert [request.request_id for request in worker.requests] == [6, 7, 10, 11]
     assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([6, 7, 10, 11])).tolist()
     assert [request.tokens.tolist() for request in worker.requests] == [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
     assert len({request.session for request in worker.requests}) == 2
 
 
+def test_of_a_group_only_what_is_wanted_is_drawn() -> None:
+    worker = ScriptedWorker()
+    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9)
+    (piece,) = worker.generate(prompts(), what, np.array([7, 10, 11]))
+    assert sorted(piece.row_id.tolist()) == [7, 10, 11]
+    assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([7, 10, 11])).tolist()
+
+
+def test_token_sequences_are_continued_as_they_are_drawn() -> None:
+    worker = ScriptedWorker()
+    asked = Requests(
+        offsets=offsets_of([2, 1]), request_id=np.array([50, 40]), seed=row_seeds(4, "train", np.array([6, 7])),
+        session=np.array([1, 1]), tokens=np.array([8, 9, 8], np.int32),
+    )  # fmt: skip
+    parts = list(worker.respond(asked, Sampling(1.0, 1.0, -1, LIMIT)))
+    assert [part.request_id.tolist() for part in parts] == [[50, 40], [50], [50]]
+    whole = Responses.concat(parts)
+    assert whole.tokens.tolist() == [600, 700, 601, 602]
+    assert whole.first_token.tolist() == [0, 0, 1, 2]
+    assert whole.finish.tolist() == [UNFINISHED, Finish.STOP, UNFINISHED, Finish.STOP]
+    assert whole.version_spans.values.tolist() == [[0, 9], [0, 9], [1, 9], [2, 9]]
+
+
 def test_aborted_responses_come_back_as_far_as_they_got() -> None:
     worker = ScriptedWorker()
+    worker.server.run(lambda engine: engine.pause())
     stream = worker.generate(prompts(), Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), 4, stream_rows=1))
-    first = next(stream)
-    worker.abort()
-    rest = Rollouts.concat(list(stream))
-    assert first.row_id.tolist() == [7]
-    assert sorted(rest.row_id.tolist()) == [6, 10, 11]
-    assert set(rest.finish.tolist()) == {Finish.ABORTED}
-    assert rest.response_length.tolist() == [1, 1, 1]
+    with ThreadPoolExecutor(1) as pool:
+        pieces = pool.submit(list, stream)
+        while worker.health().in_flight < 4:
+            time.sleep(0.01)
+        worker.abort()
+        rows = Rollouts.concat(pieces.result(10))
+    assert sorted(rows.row_id.tolist()) == [6, 7, 10, 11]
+    assert set(rows.finish.tolist()) == {Finish.ABORTED}
+    assert rows.response_length.tolist() == [0] * 4 and len(rows.version_spans.values) == 0

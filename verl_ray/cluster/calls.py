@@ -34,6 +34,10 @@ class Caller(Protocol):
         """Number of the present incarnation."""
         ...
 
+    def owns(self, error: WorkerError) -> bool:
+        """Whether it is about one of its processes."""
+        ...
+
     def fail(self, error: WorkerError) -> None:
         """A call failed: refuse further ones."""
         ...
@@ -113,7 +117,7 @@ def wait_all(calls: Sequence[Call[T]]) -> list[T]:
         replies = collect([flight for call in waiting for flight in call._flights])
     except WorkerError as error:
         for call in waiting:
-            if call._caller.role == error.role:
+            if call._caller.owns(error):
                 call._caller.fail(error)
         raise
     start = 0

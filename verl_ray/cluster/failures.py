@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -92,17 +92,10 @@ def late(members: Sequence[Member], method: str, waited_s: float, key: str) -> D
 
 def _examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
     """State and last output of processes that cannot be asked, looked up on their nodes."""
-    here = ray.get_runtime_context().get_node_id()
-    asked: list[Any] = []
-    for member in members:
-        if member.facts is None:
-            asked.append(("it has not started", ""))
-        elif member.facts.node_id == here:
-            asked.append(examine(member.facts, stacks))
-        else:
-            affinity = NodeAffinitySchedulingStrategy(member.facts.node_id, soft=False)
-            task = ray.remote(num_cpus=0, max_retries=0)(examine)
-            asked.append(task.options(scheduling_strategy=affinity).remote(member.facts, stacks))
+    asked: list[Any] = [
+        ("it has not started", "") if member.facts is None else _on_node(member.facts, examine, stacks)
+        for member in members
+    ]
     answers: list[tuple[str, str]] = []
     until = time.monotonic() + 2 * _QUESTION_S
     for item in asked:
@@ -148,8 +141,28 @@ def _examine_living(process: psutil.Process, facts: Facts, stacks: bool) -> tupl
     return f"the process is {process.status()}", tail(facts.log_path)
 
 
-def kill(actors: Sequence[Any]) -> None:
-    """End actor processes at once. Never raises: the cluster may be gone already."""
-    for actor in actors:
+def kill(members: Sequence[Member]) -> None:
+    """End processes at once, also those that are stopped (SIGSTOP) and do not hear Ray. Never raises: the cluster may
+    be gone already."""
+    for member in members:
         with contextlib.suppress(Exception):
-            ray.kill(actor)
+            ray.kill(member.actor)
+        if member.facts is not None:
+            with contextlib.suppress(Exception):
+                _on_node(member.facts, end)
+
+
+def end(facts: Facts) -> None:
+    """On the node of a process: end it."""
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(facts.pid)
+        if abs(process.create_time() - facts.started) < 1.0:
+            process.kill()
+
+
+def _on_node(facts: Facts, act: Callable[..., Any], *more: object) -> Any:
+    """`act(facts, *more)` on the node of the process: its answer here, a reference to it elsewhere."""
+    if facts.node_id == ray.get_runtime_context().get_node_id():
+        return act(facts, *more)
+    affinity = NodeAffinitySchedulingStrategy(facts.node_id, soft=False)
+    return ray.remote(num_cpus=0, max_retries=0)(act).options(scheduling_strategy=affinity).remote(facts, *more)

@@ -18,7 +18,7 @@ import ray
 
 from verl_ray.cluster.calls import Call, Deadline, Flight, late, receive
 from verl_ray.cluster.failures import Member
-from verl_ray.cluster.host import COLLECTIVE, CONTROL, Request, Status, Value
+from verl_ray.cluster.host import CONTROL, Request, Status, Value, lane_of
 from verl_ray.cluster.processes import Processes
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.packing import balance, estimated_work
@@ -55,7 +55,7 @@ class WorkerGroup(Generic[W]):
     @property
     def num_ranks(self) -> int:
         """Processes of this role."""
-        return self._processes.spec.num_ranks
+        return len(self._processes.ranks)
 
     @property
     def row_count(self) -> int:
@@ -205,57 +205,53 @@ class WorkerGroup(Generic[W]):
         self._check_beside(rows, more)
         chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
         deadline = self._deadline(deadline_s)
-        stream_id = uuid.uuid4().hex
-        sources: dict[Any, Flight] = {}
-        for replica, index in enumerate(chosen):
-            for member in self._replica(replica) if len(index) else ():
-                request = self._request(method, _slice((rows, *more), index), {}, deadline)
-                lane = member.actor.stream.options(num_returns="streaming", concurrency_group=COLLECTIVE)
-                source = lane.remote(request, stream_id)
-                sources[source] = Flight(member, method.__name__, source, None, deadline)
-        return self._pieces(sources, stream_id)
+        streams = [
+            stream
+            for replica, index in enumerate(chosen)
+            if len(index)
+            for stream in self._streams(replica, method, _slice((rows, *more), index), deadline)
+        ]
+        return _pieces(streams)
 
-    def _pieces(self, sources: dict[Any, Flight], stream_id: str) -> Iterator[Sharded[Any]]:
-        # Consumes every source to its end; waits for the next object of any; unblocked by an object, an end, a
-        # failure or the deadline; stops when all sources have ended or one has failed.
-        running = dict(sources)
-        try:
-            while running:
-                source = self._next_ready(list(running), running)
-                flight = running[source]
-                try:
-                    payload = next(source)
-                except StopIteration:
-                    del running[source]
-                    continue
-                self._next_ready([source], running)
-                try:
-                    reply = receive(replace(flight, reply=next(source)))
-                except StopIteration:  # the process ended between the two; the reason lies in the first
-                    reply = receive(replace(flight, reply=payload))
-                if isinstance(reply, WorkerError):
-                    raise reply
-                yield Sharded.stored(payload, reply)
-        except WorkerError as error:
-            self.fail(error)
-            raise
-        finally:
-            for flight in running.values():
-                lane = flight.member.actor.end_stream.options(concurrency_group=CONTROL)
-                lane.remote(self.role, stream_id)
+    def open_stream(
+        self,
+        method: Callable[Concatenate[W, B, ...], Iterator[R]],
+        rows: Sharded[B],
+        *more: object,
+        deadline_s: float | None = None,
+    ) -> Stream[R]:
+        """Call a generator method with all of `rows` on a group of one process; its pieces are the caller's to wait
+        for, beside those of other groups (see `next_stream`)."""
+        self._check_beside(rows, more)
+        (stream,) = self._streams(0, method, (rows, *more), self._deadline(deadline_s))
+        return stream
 
-    def _next_ready(self, sources: list[Any], running: dict[Any, Flight]) -> Any:
-        left = min(flight.deadline.left_s for flight in running.values())
-        ready, _ = ray.wait(sources, num_returns=1, timeout=left)
-        if not ready:
-            raise late([running[source] for source in sources])
-        return ready[0]
+    def _streams(
+        self, replica: int, method: Callable[..., Any], args: tuple[object, ...], deadline: Deadline
+    ) -> list[Stream[Any]]:
+        streams: list[Stream[Any]] = []
+        for member in self._replica(replica):
+            request = self._request(method, args, {}, deadline)
+            stream_id = uuid.uuid4().hex
+            lane = member.actor.stream.options(num_returns="streaming", concurrency_group=request.lane)
+            source = lane.remote(request, stream_id)
+            streams.append(Stream(self, Flight(member, method.__name__, source, None, deadline), stream_id))
+        return streams
 
     # ------------------------------------------------------------------------------------------- the control lane
 
     def status(self) -> list[Status]:
         """What each rank is doing now, also while it is busy."""
         return cast(list[Status], self._control("status"))
+
+    def answers(self, timeout_s: float) -> bool:
+        """Whether the control lane of each rank answers in time."""
+        asked = [m.actor.status.options(concurrency_group=CONTROL).remote() for m in self._processes.members]
+        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+        try:
+            return len(ray.get(ready)) == len(asked)
+        except ray.exceptions.RayError:
+            return False
 
     def stacks(self) -> list[str]:
         """The Python stacks of each rank, also while it is busy or stuck."""
@@ -268,6 +264,10 @@ class WorkerGroup(Generic[W]):
     def restart(self, deadline_s: float) -> None:
         """New processes for this group, and for every group that shares them: one more incarnation of each."""
         self._processes.restart(deadline_s)
+
+    def owns(self, error: WorkerError) -> bool:
+        """Whether it is about a process of this group."""
+        return error.role == self.role and error.rank in self._processes.ranks
 
     def fail(self, error: WorkerError) -> None:
         """Refuse further calls of this incarnation, with this error as the reason."""
@@ -304,7 +304,7 @@ class WorkerGroup(Generic[W]):
     def _request(
         self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object], deadline: Deadline
     ) -> Request:
-        return Request(self.role, self.incarnation, method.__name__, args, kwargs, deadline.allowed_s)
+        return Request(self.role, self.incarnation, method.__name__, args, kwargs, deadline.allowed_s, lane_of(method))
 
     def _send(
         self,
@@ -315,7 +315,7 @@ class WorkerGroup(Generic[W]):
         deadline: Deadline,
     ) -> Flight:
         request = self._request(method, args, kwargs, deadline)
-        lane = member.actor.call.options(num_returns=2, concurrency_group=COLLECTIVE)
+        lane = member.actor.call.options(num_returns=2, concurrency_group=request.lane)
         payload, reply = lane.remote(request)
         return Flight(member, method.__name__, payload, reply, deadline)
 
@@ -326,6 +326,85 @@ class WorkerGroup(Generic[W]):
                     f"{self.role}: {len(other)} rows of {other.stage.__name__} were given beside {len(rows)} rows of "
                     f"{rows.stage.__name__}; they must stand row by row"
                 )
+
+
+class Stream(Generic[R]):
+    """The pieces of one process's generator method. Nothing is lost by not waiting for it: pieces are kept."""
+
+    def __init__(self, group: WorkerGroup[Any], flight: Flight, stream_id: str) -> None:
+        self.group = group
+        self.flight = flight
+        self._stream_id = stream_id
+
+    def take(self) -> Sharded[R] | None:
+        """The next piece, which should be there already (`next_stream`); None at the end.
+
+        Raises WorkerError and its kin, after which the group refuses further calls.
+        """
+        source = self.flight.payload
+        try:
+            try:
+                payload = next(source)
+            except StopIteration:
+                return None
+            _wait([self])
+            try:
+                reply = receive(replace(self.flight, reply=next(source)))
+            except StopIteration:  # the process ended between the two; the reason lies in the first
+                reply = receive(replace(self.flight, reply=payload))
+            if isinstance(reply, WorkerError):
+                raise reply
+        except WorkerError as error:
+            self.group.fail(error)
+            raise
+        return Sharded.stored(payload, reply)
+
+    def end(self) -> None:
+        """Nobody listens any more: the worker's `abort`, if it has one, and no further piece."""
+        lane = self.flight.member.actor.end_stream.options(concurrency_group=CONTROL)
+        lane.remote(self.group.role, self._stream_id)
+
+
+def next_stream(streams: Sequence[Stream[R]], timeout_s: float) -> Stream[R] | None:
+    """The first of these that has a piece, an end or a failure to take; None when none has for `timeout_s` seconds.
+
+    Raises DeadlineExceeded when one of them is past its deadline.
+    """
+    return _wait(streams, timeout_s)
+
+
+def _wait(streams: Sequence[Stream[R]], timeout_s: float | None = None) -> Stream[R] | None:
+    left = min(stream.flight.deadline.left_s for stream in streams)
+    by_source = {stream.flight.payload: stream for stream in streams}
+    allowed = left if timeout_s is None else min(left, timeout_s)
+    ready, _ = ray.wait(list(by_source), num_returns=1, timeout=allowed)
+    if ready:
+        return by_source[ready[0]]
+    if allowed < left:
+        return None
+    error = late([stream.flight for stream in streams])
+    for stream in streams:
+        if stream.group.owns(error):
+            stream.group.fail(error)
+    raise error
+
+
+def _pieces(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:
+    # Consumes every stream to its end; waits for the next piece of any; unblocked by a piece, an end, a failure or
+    # the deadline; stops when all streams have ended or one has failed.
+    running = list(streams)
+    try:
+        while running:
+            stream = _wait(running)
+            assert stream is not None  # without a timeout it waits for the deadline
+            piece = stream.take()
+            if piece is None:
+                running.remove(stream)
+            else:
+                yield piece
+    finally:
+        for stream in running:
+            stream.end()
 
 
 def _slice(args: tuple[object, ...], index: Int64) -> tuple[object, ...]:

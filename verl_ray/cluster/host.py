@@ -1,12 +1,14 @@
 """One worker process: hosts the workers of one or several roles that share it.
 
-Invariant: calls run one at a time, in the order they were sent, on the collective lane; the control lane has a thread
-of its own and answers while the first is busy or stuck. A call that raises returns a `Failure`; it never ends the
-process. Deliberately not here: what a worker does, and who calls it (`group.py`).
+Invariant: calls run one at a time, in the order they were sent, on the collective lane; calls of methods marked
+`concurrent` run beside them and beside each other; the control lane has a thread of its own and answers while the
+others are busy or stuck. A call that raises returns a `Failure`; it never ends the process. Deliberately not here: what
+a worker does, and who calls it (`group.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -19,7 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import psutil
 import ray
@@ -32,14 +34,16 @@ from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
 
-COLLECTIVE, CONTROL = "collective", "control"
+COLLECTIVE, SERVING, CONTROL = "collective", "serving", "control"
+LANES = {COLLECTIVE: 1, SERVING: 16, CONTROL: 1}
+"""Threads of each lane."""
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
 _TAIL_BYTES = 4096
 
 
 @dataclass(frozen=True)
 class Seat:
-    """Which process this is: rank `rank` of the process set `processes`."""
+    """Which process this is: rank `rank` of the process set `processes`, of which `num_ranks` live and die together."""
 
     processes: str
     rank: int
@@ -77,6 +81,7 @@ class Request:
     args: tuple[object, ...]
     kwargs: dict[str, object]
     deadline_s: float
+    lane: str
 
 
 @dataclass(frozen=True)
@@ -101,15 +106,31 @@ Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answ
 
 @dataclass(frozen=True)
 class Status:
-    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle."""
+    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle; and what workers that
+    have a `health` say of themselves, by role."""
 
     pid: int
     resident_bytes: int
     running: tuple[str, str, float] | None
+    health: dict[str, Any]
+
+
+M = TypeVar("M", bound=Callable[..., Any])
+
+
+def concurrent(method: M) -> M:
+    """Mark a worker's method that may run beside any other."""
+    method.lane = SERVING  # type: ignore[attr-defined]
+    return method
+
+
+def lane_of(method: Callable[..., Any]) -> str:
+    """The lane that a worker's method runs on."""
+    return getattr(method, "lane", COLLECTIVE)
 
 
 class WorkerHost:
-    """The Ray actor. Every method belongs to one lane, named by its caller: collective unless it says control."""
+    """The Ray actor. Every method runs on the lane that its caller names."""
 
     def __init__(self, seat: Seat) -> None:
         gc.disable()  # until workers are built: going through what imports leave behind took a fifth of vLLM's start
@@ -155,7 +176,8 @@ class WorkerHost:
             worker = self._workers[role] = factory(context, *args)
             self._set_threads()  # the factory may have imported torch
             told = getattr(worker, "topology", None)
-            return Topology(seat.rank, seat.num_ranks, True) if told is None else told
+            index = seat.rank % seat.num_ranks  # a replica is alone, whatever its number
+            return Topology(index, seat.num_ranks, True) if told is None else told
         except Exception as error:
             return self._failure(error)
         finally:
@@ -165,33 +187,30 @@ class WorkerHost:
 
     def call(self, request: Request) -> tuple[Batch | None, Reply]:
         """Run one method: its batch (stored by Ray) and the batch's receipt, or None and any other value."""
-        self._running = request.role, request.method, time.monotonic()
-        try:
-            answer = self._bound(request)(*self._arguments(request), **request.kwargs)
-            if not self._answers(request):
-                return None, None
-            return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
-        except Exception as error:
-            return None, self._failure(error)
-        finally:
-            self._running = None
+        with self._doing(request):
+            try:
+                answer = self._bound(request)(*self._arguments(request), **request.kwargs)
+                if not self._answers(request):
+                    return None, None
+                return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
+            except Exception as error:
+                return None, self._failure(error)
 
     def stream(self, request: Request, stream_id: str) -> Iterator[Batch | Reply]:
         """Run one generator method: each batch that it yields, followed by its receipt."""
-        self._running = request.role, request.method, time.monotonic()
-        try:
-            for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
-                if stream_id in self._ended_streams:
-                    break
-                if self._answers(request):
-                    yield piece
-                    yield Receipt.of(piece)
-        except Exception as error:
-            yield None
-            yield self._failure(error)
-        finally:
-            self._ended_streams.discard(stream_id)
-            self._running = None
+        with self._doing(request):
+            try:
+                for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
+                    if stream_id in self._ended_streams:
+                        break
+                    if self._answers(request):
+                        yield piece
+                        yield Receipt.of(piece)
+            except Exception as error:
+                yield None
+                yield self._failure(error)
+            finally:
+                self._ended_streams.discard(stream_id)
 
     def close(self) -> None:
         """Close the workers, the last one built first, and leave the process group."""
@@ -226,7 +245,8 @@ class WorkerHost:
         running = self._running
         process = psutil.Process()
         since = running and (running[0], running[1], time.monotonic() - running[2])
-        return Status(process.pid, process.memory_info().rss, since)
+        health = {role: worker.health() for role, worker in self._workers.items() if hasattr(worker, "health")}
+        return Status(process.pid, process.memory_info().rss, since, health)
 
     def stacks(self) -> str:
         """The Python stacks of all threads but this one, the one that runs a worker's method first."""
@@ -251,6 +271,18 @@ class WorkerHost:
         self.abort(role)
 
     # ------------------------------------------------------------------------------------------------- internals
+
+    @contextlib.contextmanager
+    def _doing(self, request: Request) -> Iterator[None]:
+        """Note what the collective lane does."""
+        if request.lane != COLLECTIVE:
+            yield
+            return
+        self._running = request.role, request.method, time.monotonic()
+        try:
+            yield
+        finally:
+            self._running = None
 
     def _bound(self, request: Request) -> Callable[..., Any]:
         if request.incarnation != self._seat.incarnation:

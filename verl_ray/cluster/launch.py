@@ -24,12 +24,18 @@ class Groups:
     def __init__(self, sets: Sequence[Processes], places: Sequence[Place], call_deadline_s: float) -> None:
         self._sets = sets
         self._places = places
-        self._groups: dict[str, WorkerGroup[Any]] = {
-            role.name: WorkerGroup(role.name, one, call_deadline_s) for one in sets for role in one.roles
-        }
+        self._groups: dict[str, list[WorkerGroup[Any]]] = {}
+        for one in sets:
+            for role in one.roles:
+                self._groups.setdefault(role.name, []).append(WorkerGroup(role.name, one, call_deadline_s))
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
-        return cast(WorkerGroup[W], self._groups[role.name])
+        (group,) = self._groups[role.name]
+        return cast(WorkerGroup[W], group)
+
+    def replicas(self, role: Role[W]) -> tuple[WorkerGroup[W], ...]:
+        """The groups of a role whose processes are replicas, one each."""
+        return tuple(self._groups[role.name])
 
     def close(self) -> None:
         """Close all workers, end their processes and give the bundles back. Closing twice is closing once."""
@@ -67,12 +73,14 @@ def start_groups(
     running = [
         Processes(
             one,
+            ranks,
             places[one.name],
             [role for role in roles if role.processes == one.name],
             str(log_dir.resolve()),
             call_deadline_s,
         )
         for one in sets
+        for ranks in ([[rank] for rank in range(one.num_ranks)] if one.replicas else [list(range(one.num_ranks))])
     ]
     try:
         start(running, deadline)

@@ -36,6 +36,7 @@ class ProcessSet:
     bundle_group: str  # sets with the same name here share bundles: rank i of each sits in bundle i
     threads_per_rank: int
     process_group: bool  # torch.distributed over its ranks
+    replicas: bool = False  # each rank is a group of its own: it fails and restarts alone
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ import ray
 from verl_ray.cluster import failures
 from verl_ray.cluster.calls import Deadline, Flight, collect
 from verl_ray.cluster.failures import Member
-from verl_ray.cluster.host import COLLECTIVE, CONTROL, Seat, WorkerHost
+from verl_ray.cluster.host import COLLECTIVE, CONTROL, LANES, Seat, WorkerHost
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
@@ -38,13 +38,21 @@ class Role(Generic[W]):
 
 
 class Processes:
-    """All processes of one set."""
+    """The processes of one set that live and die together: all of them, or one of several replicas."""
 
     def __init__(
-        self, spec: ProcessSet, place: Place, roles: Sequence[Role[Any]], log_dir: str, collective_s: float
+        self,
+        spec: ProcessSet,
+        ranks: Sequence[int],
+        place: Place,
+        roles: Sequence[Role[Any]],
+        log_dir: str,
+        collective_s: float,
     ) -> None:
-        """`collective_s`: how long the ranks may wait for each other in one collective."""
+        """`ranks`: those of the set that live and die together; `collective_s`: how long they may wait for each other
+        in one collective."""
         self.spec = spec
+        self.ranks = tuple(ranks)
         self.roles = tuple(roles)
         self.incarnation = 0
         self.broken = False  # a process died or is stuck: the others cannot be asked to end by themselves
@@ -59,16 +67,14 @@ class Processes:
         self.incarnation += 1
         self.broken = False
         spec = self.spec
-        host = ray.remote(concurrency_groups={COLLECTIVE: 1, CONTROL: 1}, max_restarts=0, max_task_retries=0)(
-            WorkerHost
-        )
+        host = ray.remote(concurrency_groups=LANES, max_restarts=0, max_task_retries=0)(WorkerHost)
         device = "cuda:0" if spec.gpus_per_rank else "cpu"
         self.members = []
-        for rank in range(spec.num_ranks):
+        for rank in self.ranks:
             seat = Seat(
                 spec.name,
                 rank,
-                spec.num_ranks,
+                len(self.ranks),
                 device,
                 spec.threads_per_rank,
                 spec.process_group,
@@ -84,7 +90,7 @@ class Processes:
 
     def build(self, told: Sequence[Any], deadline: Deadline) -> list[Flight]:
         """Given the replies to `spawn`: join the ranks and build every role, in the order they were given."""
-        ranks = self.spec.num_ranks
+        ranks = len(self.ranks)
         self.members = [replace(m, facts=facts) for m, facts in zip(self.members, told[:ranks], strict=True)]
         flights = []
         if self.spec.process_group:
@@ -100,7 +106,7 @@ class Processes:
 
     def settle(self, told: Sequence[Any]) -> None:
         """Given the replies to `build`: keep every role's topology. Raises ClusterError when it makes no sense."""
-        ranks = self.spec.num_ranks
+        ranks = len(self.ranks)
         replies = list(told)[ranks if self.spec.process_group else 0 :]
         for index, role in enumerate(self.roles):
             topologies = replies[index * ranks : (index + 1) * ranks]
@@ -113,7 +119,7 @@ class Processes:
 
     def kill(self) -> None:
         """End the processes at once."""
-        failures.kill([member.actor for member in self.members])
+        failures.kill(self.members)
         self.members = []
 
     def restart(self, deadline_s: float) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verl_ray.config.section import Positive, PositiveFloat, Section, Temperature
+from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
 
 
 class RolloutEngineConfig(Section):
@@ -26,6 +26,29 @@ class RolloutEngineConfig(Section):
     """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
 
 
+class SyncConfig(Section):
+    """How weights reach the replicas, and how that is proved."""
+
+    probe_every: Positive | Literal["auto"]
+    """Syncs from one comparison of log-probs, of fixed tokens with the trainer's, to the next; auto = every one on a
+    CPU, every tenth on GPUs. Fingerprints are compared at every sync."""
+    probe_tolerance: PositiveFloat | Literal["auto"]
+    """The largest difference of a log-prob; auto = 0.001 where trainer and rollout compute in float32, else 1."""
+
+
+class HealthConfig(Section):
+    """When a replica is taken for lost, and how often that may happen."""
+
+    interval_s: PositiveFloat
+    """While responses are drawn, each replica is asked this often how it is."""
+    deadline_s: PositiveFloat
+    """One that has not answered for so long is lost."""
+    stall_s: PositiveFloat
+    """One whose engine has been in one step for so long is lost."""
+    max_restarts: NonNegative
+    """Replicas that may be lost from one published policy to the next before the run stops."""
+
+
 class RolloutConfig(RolloutEngineConfig):
     group_size: Positive
     """Responses per prompt."""
@@ -37,5 +60,9 @@ class RolloutConfig(RolloutEngineConfig):
     """-1 = all tokens."""
     stream_rows: Positive
     """Finished responses are handed on to the reward role once this many are ready."""
+    in_flight: Positive
+    """Responses that one replica draws at a time; the others wait for the least loaded one."""
+    sync: SyncConfig
+    health: HealthConfig
     sleep: Literal["auto", "never", "kv_cache", "weights"]
     """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""

@@ -66,6 +66,31 @@ class Rollouts(Rows):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Requests(Batch):
+    """Token sequences to continue, whoever wrote them: a prompt, or a conversation so far."""
+
+    request_id: Int64 = row(np.int64)  # the caller's own; unique in one call
+    seed: Int64 = row(np.int64)  # the same tokens and seed have the same response
+    session: Int64 = row(np.int64)  # requests of one session share a prefix
+    tokens: Array = token(np.int32)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Responses(Batch):
+    """Parts of responses, in the order they were drawn: each token of a request stands in exactly one."""
+
+    request_id: Int64 = row(np.int64)
+    first_token: npt.NDArray[np.int32] = row(np.int32)  # index in its response of the row's first token
+    finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish; UNFINISHED = more to come
+    tokens: Array = token(np.int32)
+    log_probs: Float32 = token(np.float32)  # of each token, as sampled
+    version_spans: Ragged = ragged(np.int64, 2)  # (index in the response of the span's first token, policy version)
+
+
+UNFINISHED = -1
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class Scores(Batch):
     """What the reward role says of each row. No token columns: every row has length 0."""
 

@@ -18,9 +18,10 @@ from verl_ray.data.stages import Float32, Rows
 LENGTHS = (9, 5, 14)
 
 
-def probe_rows(vocab_size: int) -> Rows:
-    """A few rows of tokens from all over the vocabulary, each token but the first under the response mask."""
-    offsets = offsets_of(LENGTHS)
+def probe_rows(vocab_size: int, longest: int = max(LENGTHS)) -> Rows:
+    """A few rows of up to `longest` tokens from all over the vocabulary, each token but the first under the response
+    mask."""
+    offsets = offsets_of(np.minimum(LENGTHS, longest))
     mask = np.ones(int(offsets[-1]), np.bool_)
     mask[offsets[:-1]] = False
     tokens = np.random.default_rng(vocab_size).integers(0, vocab_size, len(mask)).astype(np.int32)

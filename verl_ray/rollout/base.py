@@ -1,14 +1,13 @@
 """The contract of a rollout engine, and the rules of its states, which are the same for every engine.
 
-Invariant: a token is only ever sampled from a completely loaded policy whose version is known; every chunk says which.
-Weights change in a transaction (`begin_update`, `receive`..., `commit`) while no request is in flight. All methods are
-for one thread; only `abort`, `pause`, `resume`, `policy_version` and `unfinished` may be called from others.
-Deliberately not here: which engine a request goes to, scoring, and text.
+Invariant: no token is ever delivered that was not sampled from a completely loaded policy whose version is known; every
+chunk says which. Weights change in a transaction (`begin_update`, `receive`..., `commit`, and `prove` where it was
+announced) while no request is in flight, or all of them are paused. All methods are for one thread (`server` is for
+many). Deliberately not here: which engine a request goes to, scoring, and text.
 """
 
 from __future__ import annotations
 
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,15 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.data.stages import Finish
-from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
+from verl_ray.errors import EngineFailed, RolloutError, VerlRayError, WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address
 
 Part = Literal["weights", "kv_cache"]
-
-_PAUSE_POLL_S = 0.05
+Tokens = npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Request:
     """One prompt to continue. The same seed and prompt give the same tokens, whatever runs beside them."""
 
     request_id: int
-    tokens: npt.NDArray[np.int32]
+    tokens: Tokens
     sampling: Sampling
     seed: int
     stream: bool = False  # chunks as tokens are sampled, instead of one at the end
@@ -58,11 +57,11 @@ class Chunk:
     """Tokens of one request that have not been delivered before: all of them, unless it streams."""
 
     request_id: int
-    tokens: npt.NDArray[np.int32]  # a stop token is included
-    log_probs: npt.NDArray[np.float32]  # of each token
+    tokens: Tokens  # a stop token is included
+    log_probs: Float32  # of each token
     finish: Finish | None  # None = more to come
-    policy_version: int
     first_token: int  # index of tokens[0] in the response
+    version_spans: tuple[tuple[int, int], ...]  # (index in the response of the span's first token, policy version)
 
 
 class Progress(NamedTuple):
@@ -74,23 +73,35 @@ class Progress(NamedTuple):
     finish: Finish | None
 
 
+@dataclass(frozen=True, eq=False)
+class Probe:
+    """Fixed tokens, and what the sender's model says of them: what an engine that holds its weights says too."""
+
+    rows: tuple[Tokens, ...]
+    log_probs: tuple[Float32, ...]  # of each token but a row's first, at temperature 1
+    tolerance: float  # the largest difference that two implementations of one model may have
+
+
 @dataclass(slots=True)
 class _Open:
-    """A request in flight: what it has so far, and how much of that was delivered."""
+    """A request in flight: what it has so far, under which versions, and how much of that was delivered."""
 
     stream: bool
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
+    spans: list[tuple[int, int]] = field(default_factory=list)
     delivered: int = 0
 
 
 @dataclass
 class _Update:
-    """An open weight update: the names still to come, and the fingerprints of those that came."""
+    """An open weight update: the names still to come, the fingerprints of those that came, and, once it is committed,
+    whether only the proof is missing."""
 
     version: int
     missing: set[str]
     fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
+    committed: bool = False
 
 
 class RolloutEngine(ABC):
@@ -104,9 +115,10 @@ class RolloutEngine(ABC):
         self._failure: str | None = None
         self._closed = False
         self._open: dict[int, _Open] = {}
-        self._changed = threading.Condition()  # guards the three below
         self._paused = False
+        self._steps = 0
         self._aborts: set[int] = set()
+        self._due: list[Chunk] = []  # for the next step to deliver
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -133,50 +145,68 @@ class RolloutEngine(ABC):
     def step(self) -> list[Chunk]:
         """One step of every request that fits the batch: new tokens of streamed requests, and what ended.
 
-        While paused it only delivers what was aborted, and waits a moment for `resume` or `abort`.
+        While paused it only delivers what was aborted.
 
         Raises:
-            RolloutError: the engine cannot generate now, or the step failed; it is then of no more use but `close`.
+            RolloutError: the engine cannot generate now.
+            EngineFailed: the step failed; the engine is of no more use but `close`, and nothing is in flight.
         """
+        self._require_alive()
+        chunks, self._due = [*self._due, *self._take_aborted()], []
+        if chunks and (self._version is None or self._asleep):
+            return chunks  # what ended may go out whatever the engine's state
         self._require_generating()
-        chunks = self._take_aborted()
-        with self._changed:
-            if self._paused:
-                if not chunks:
-                    self._changed.wait(_PAUSE_POLL_S)
-                return chunks
-        if not self._open:
+        if self._paused or not self._open:
             return chunks
+        assert self._version is not None  # it can generate
         try:
-            chunks += [chunk for progress in self._advance() if (chunk := self._deliver(progress)) is not None]
+            chunks += self._deliver(self._advance(), self._version)
+            self._steps += 1
         except Exception as error:
             self._failure = f"a step failed: {error!r}"
-            raise RolloutError(f"rollout engine: {self._failure}") from error
+            self._open.clear()
+            self._aborts.clear()
+            raise EngineFailed(f"rollout engine: {self._failure}") from error
         return chunks
 
     @property
     def unfinished(self) -> int:
-        """Requests in flight."""
-        return len(self._open)
+        """Requests in flight, or ended and not delivered yet."""
+        return len(self._open) + sum(chunk.finish is not None for chunk in self._due)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do something."""
+        return bool(self._due or self._aborts or (self._open and not self._paused))
+
+    @property
+    def steps(self) -> int:
+        """Steps that drew tokens so far."""
+        return self._steps
 
     def abort(self, request_ids: Iterable[int] | None = None) -> None:
         """End requests (None: all in flight) early; the next step delivers what they have, as `Finish.ABORTED`.
 
         Ids that are not in flight are ignored: they may just have ended.
         """
-        with self._changed:
-            self._aborts.update(list(self._open) if request_ids is None else request_ids)
-            self._changed.notify_all()
+        self._aborts.update(list(self._open) if request_ids is None else self._open.keys() & set(request_ids))
 
     def pause(self) -> None:
-        """Stop drawing tokens; requests in flight keep what they have."""
-        with self._changed:
-            self._paused = True
+        """Stop drawing tokens; requests in flight keep what they have, also over a weight update."""
+        self._require_alive()
+        self._paused = True
+        self._hold()
 
     def resume(self) -> None:
-        with self._changed:
-            self._paused = False
-            self._changed.notify_all()
+        """Go on; tokens from here on are of the version that is committed now.
+
+        Raises:
+            RolloutError: there are requests to go on with, and none is.
+        """
+        if self._open and self._paused:
+            self._require_generating()
+        self._paused = False
+        self._let_go()
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -209,8 +239,15 @@ class RolloutEngine(ABC):
         return self._version
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
-        """Open a weight update to `version`. From here until `commit` the engine does not generate."""
-        self._require_idle("begin_update")
+        """Open a weight update to `version`. From here until `commit` (or `prove`) the engine does not generate.
+
+        Requests that are paused stay in flight: they keep their tokens and their KV cache, and go on with the new
+        version.
+        """
+        self._require_alive()
+        self._require_no_update("begin_update")
+        if not self._paused:
+            self._require_none_in_flight("begin_update", "let them end, abort them, or pause")
         if "weights" in self._asleep:
             raise RolloutError('begin_update: the weights are asleep; call wake("weights") first')
         self._version = None
@@ -235,11 +272,14 @@ class RolloutEngine(ABC):
             update.fingerprints.update(self._load(bucket, address))
             update.missing.difference_update(names)
 
-    def commit(self, expected: Mapping[str, Fingerprint] | None = None) -> dict[str, Fingerprint]:
+    def commit(
+        self, expected: Mapping[str, Fingerprint] | None = None, *, proof_follows: bool = False
+    ) -> dict[str, Fingerprint]:
         """Close the update: from here on the engine generates with the new version, and from an empty prefix cache.
 
         Args:
             expected: what the sender sent, by parameter; compared with what was received.
+            proof_follows: the engine does not generate before `prove` has succeeded as well.
 
         Returns:
             The fingerprint of every parameter, taken from the tensors that the loader was given.
@@ -249,6 +289,8 @@ class RolloutEngine(ABC):
                 fingerprint differs; each is named. The update is then aborted.
         """
         update = self._require_update("commit")
+        if update.committed:
+            raise WeightSyncError(f"commit: version {update.version} is committed already; prove it")
         with self._aborting_on_error():
             if update.missing:
                 raise WeightSyncError(f"version {update.version}: not received: {sorted(update.missing)}")
@@ -257,15 +299,56 @@ class RolloutEngine(ABC):
                 wrong = [name for name in names if expected.get(name) != update.fingerprints.get(name)]
                 raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}")
             self._finish_load(update.version)
+        if proof_follows:
+            update.committed = True
+        else:
+            self._update = None
+            self._version = update.version
+        return update.fingerprints
+
+    def prove(self, probe: Probe) -> float:
+        """Accept the committed version if the engine's log-probs of fixed tokens are those of the sender.
+
+        It sees what fingerprints cannot: what an engine makes of the weights after it received them. Needs the memory
+        of the KV cache.
+
+        Returns:
+            The largest difference of a log-prob.
+
+        Raises:
+            WeightSyncError: a difference is above the tolerance. The update is then aborted, and so are the requests in
+                flight.
+        """
+        update = self._require_update("prove")
+        if not update.committed:
+            raise WeightSyncError(f"prove: version {update.version} is not committed yet")
+        if self._asleep:
+            raise RolloutError(f"prove: asleep; call {self._wake_calls()} first")
+        with self._aborting_on_error():
+            found, drawn = self._probe(probe.rows)
+            differences = [
+                np.abs(ours - theirs).max(initial=0.0) for ours, theirs in zip(found, probe.log_probs, strict=True)
+            ]
+            worst = int(np.argmax(differences))
+            # A NaN compares as neither: only what is within the tolerance passes.
+            if not differences[worst] <= probe.tolerance:
+                self.abort()
+                raise WeightSyncError(
+                    f"version {update.version}: every weight arrived as it was sent, but the engine computes with "
+                    f"others: of fixed tokens {probe.rows[worst].tolist()} its log-probs differ from the trainer's by "
+                    f"{differences[worst]:.3g}, more than {probe.tolerance:.3g}. {self._suspects()}"
+                )
         self._update = None
         self._version = update.version
-        return update.fingerprints
+        self._due += self._deliver(drawn, update.version)
+        return float(differences[worst])
 
     def abort_update(self) -> None:
         """Give the open update up; the engine has no version until another one is committed. No update: no effect."""
         if self._update is not None:
-            self._update = None
-            self._abandon_load()
+            committed, self._update = self._update.committed, None
+            if not committed:
+                self._abandon_load()
 
     def close(self, *, process_ends: bool = False) -> None:
         """Release everything; the engine is of no more use. Again is no error.
@@ -298,6 +381,21 @@ class RolloutEngine(ABC):
     def _drop(self, request_ids: Sequence[int]) -> None: ...
 
     @abstractmethod
+    def _hold(self) -> None:
+        """Nothing is being computed when this returns; what was in the making is part of the next `_advance`."""
+
+    @abstractmethod
+    def _let_go(self) -> None: ...
+
+    @abstractmethod
+    def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
+        """The log-probs of each row's tokens but the first, and what requests in flight drew meanwhile."""
+
+    def _suspects(self) -> str:
+        """What of the engine could explain a failed proof."""
+        return ""
+
+    @abstractmethod
     def _free(self, parts: frozenset[Part]) -> None: ...
 
     @abstractmethod
@@ -319,24 +417,33 @@ class RolloutEngine(ABC):
 
     def _require_alive(self) -> None:
         if self._failure is not None:
-            raise RolloutError(f"the rollout engine is of no more use, start another: {self._failure}")
+            raise EngineFailed(f"the rollout engine is of no more use, start another: {self._failure}")
 
     def _require_generating(self) -> None:
         self._require_alive()
         if self._update is not None:
-            raise RolloutError(f"cannot generate: the update to version {self._update.version} is open; commit it")
+            missing = "prove it" if self._update.committed else "commit it"
+            raise RolloutError(f"cannot generate: the update to version {self._update.version} is open; {missing}")
         if self._asleep:
-            calls = " and ".join(f'wake("{part}")' for part in sorted(self._asleep, reverse=True))
-            raise RolloutError(f"cannot generate: asleep; call {calls} first")
+            raise RolloutError(f"cannot generate: asleep; call {self._wake_calls()} first")
         if self._version is None:
             raise RolloutError("cannot generate: no policy version is committed; send the weights and commit them")
 
+    def _wake_calls(self) -> str:
+        return " and ".join(f'wake("{part}")' for part in sorted(self._asleep, reverse=True))
+
     def _require_idle(self, verb: str) -> None:
         self._require_alive()
+        self._require_no_update(verb)
+        self._require_none_in_flight(verb, "let them end, or abort them,")
+
+    def _require_no_update(self, verb: str) -> None:
         if self._update is not None:
             raise RolloutError(f"{verb}: the update to version {self._update.version} is open; commit or abort it")
+
+    def _require_none_in_flight(self, verb: str, remedy: str) -> None:
         if self._open:
-            raise RolloutError(f"{verb}: {len(self._open)} requests are in flight; let them end, or abort them, first")
+            raise RolloutError(f"{verb}: {len(self._open)} requests are in flight; {remedy} first")
 
     def _require_update(self, verb: str) -> _Update:
         self._require_alive()
@@ -350,17 +457,21 @@ class RolloutEngine(ABC):
     # --------------------------------------------------------------------------------------------------- delivery
 
     def _take_aborted(self) -> list[Chunk]:
-        with self._changed:
-            ids = [request_id for request_id in self._open if request_id in self._aborts]
-            self._aborts.clear()
+        ids = [request_id for request_id in self._open if request_id in self._aborts]
+        self._aborts.clear()
         if not ids:
             return []
         self._drop(ids)
-        ended = (self._deliver(Progress(request_id, (), (), Finish.ABORTED)) for request_id in ids)
-        return [chunk for chunk in ended if chunk is not None]
+        return self._deliver((Progress(request_id, (), (), Finish.ABORTED) for request_id in ids), None)
 
-    def _deliver(self, progress: Progress) -> Chunk | None:
+    def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
+        """Note what requests have drawn under `version` (None: nothing); the chunks that are due."""
+        return [chunk for one in progress if (chunk := self._note(one, version)) is not None]
+
+    def _note(self, progress: Progress, version: int | None) -> Chunk | None:
         request = self._open[progress.request_id]
+        if progress.tokens and version is not None and (not request.spans or request.spans[-1][1] != version):
+            request.spans.append((len(request.tokens), version))
         request.tokens += progress.tokens
         request.log_probs += progress.log_probs
         if progress.finish is None and not request.stream:
@@ -369,15 +480,21 @@ class RolloutEngine(ABC):
         request.delivered = len(request.tokens)
         if progress.finish is not None:
             del self._open[progress.request_id]
-        assert self._version is not None  # step() has checked
         return Chunk(
             request_id=progress.request_id,
             tokens=np.array(request.tokens[first:], np.int32),
             log_probs=np.array(request.log_probs[first:], np.float32),
             finish=progress.finish,
-            policy_version=self._version,
             first_token=first,
+            version_spans=_spans_from(request.spans, first),
         )
+
+
+def _spans_from(spans: Sequence[tuple[int, int]], first: int) -> tuple[tuple[int, int], ...]:
+    """The part of version spans that begins at token `first`."""
+    kept = [max(i for i, (start, _) in enumerate(spans) if start <= first)] if spans else []
+    later = spans[kept[0] + 1 :] if kept else []
+    return tuple((max(start, first), version) for start, version in [*(spans[i] for i in kept), *later])
 
 
 class _AbortingOnError:

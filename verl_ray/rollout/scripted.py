@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from verl_ray.data.stages import Finish
-from verl_ray.rollout.base import Part, Progress, Request, RolloutEngine
+from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Tokens
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -22,9 +23,17 @@ Script = Callable[[Request], Sequence[tuple[int, float]]]
 
 
 class ScriptedEngine(RolloutEngine):
-    def __init__(self, script: Script, *, initial_version: int | None = None) -> None:
+    def __init__(
+        self,
+        script: Script,
+        *,
+        initial_version: int | None = None,
+        log_probs_of: Callable[[Tokens], Sequence[float]] = lambda tokens: [-1.0] * (len(tokens) - 1),
+    ) -> None:
+        """`log_probs_of`: what it says of the tokens of a probe but the first."""
         super().__init__(initial_version)
         self.weights: dict[str, torch.Tensor] = {}  # as last received
+        self._log_probs_of = log_probs_of
         self._script = script
         self._left: dict[int, list[tuple[int, float]]] = {}
         self._ends: dict[int, Finish] = {}
@@ -54,6 +63,15 @@ class ScriptedEngine(RolloutEngine):
     def _drop(self, request_ids: Sequence[int]) -> None:
         for request_id in request_ids:
             del self._left[request_id], self._ends[request_id]
+
+    def _hold(self) -> None:
+        """Nothing to do: nothing is in the making between two steps."""
+
+    def _let_go(self) -> None:
+        """Nothing to do."""
+
+    def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
+        return [np.array(self._log_probs_of(tokens), np.float32) for tokens in rows], []
 
     def _free(self, parts: frozenset[Part]) -> None:
         if "weights" in parts:

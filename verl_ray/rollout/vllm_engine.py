@@ -17,11 +17,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError
-from verl_ray.rollout.base import Part, Progress, Request, RolloutEngine, Sampling
+from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -30,6 +32,7 @@ from verl_ray.weight_sync.transport import Address
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
     from vllm.v1.engine.core_client import InprocClient
 
 _CPU_BATCHED_TOKENS = 8192
@@ -106,31 +109,19 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"vLLM did not start on {model_path} ({device}): {error}") from error
         self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
         self._params: dict[Sampling, SamplingParams] = {}
+        self._loads = 0
+        self._drained: list[Progress] = []
 
     # ------------------------------------------------------------------------------------------------- generation
 
     def _add(self, requests: Sequence[Request]) -> None:
-        from vllm.v1.engine import EngineCoreRequest
-
-        now = time.time()
         prepared = []
         for request in requests:
             self._check(request)
             params = copy.copy(self._sampling_params(request.sampling))
             params.seed = request.seed
             prepared.append(
-                EngineCoreRequest(
-                    request_id=str(request.request_id),
-                    prompt_token_ids=request.tokens.tolist(),
-                    mm_features=None,
-                    sampling_params=params,
-                    pooling_params=None,
-                    arrival_time=now,
-                    lora_request=None,
-                    cache_salt=None,
-                    data_parallel_rank=None,
-                    session_id=request.session,
-                )
+                _core_request(str(request.request_id), request.tokens, params, str(self._loads), request.session)
             )
         for core_request in prepared:
             self._core.add_request(core_request)
@@ -170,17 +161,52 @@ class VllmEngine(RolloutEngine):
         return self._params[sampling]
 
     def _advance(self) -> Iterator[Progress]:
-        for output in self._core.get_output().outputs:
-            log_probs = output.new_logprobs
-            yield Progress(
-                int(output.request_id),
-                output.new_token_ids,
-                [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
-                None if output.finish_reason is None else _FINISH[str(output.finish_reason)],
-            )
+        drained, self._drained = self._drained, []
+        yield from drained
+        yield from map(_progress, self._core.get_output().outputs)
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         self._core.abort_requests([str(request_id) for request_id in request_ids])
+
+    def _hold(self) -> None:
+        core = self._core.engine_core
+        core.pause_scheduler(mode="keep", clear_cache=False)
+        while core.batch_queue:  # on a GPU the next step may be under way already; it belongs to the present version
+            self._drained += map(_progress, self._core.get_output().outputs)
+
+    def _let_go(self) -> None:
+        self._core.engine_core.resume_scheduler()
+
+    def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        core = self._core.engine_core
+        for number, tokens in enumerate(rows):
+            self._core.add_request(_core_request(f"{_PROBE}{number}", tokens, copy.copy(params), str(self._loads)))
+        was_held = core.is_scheduler_paused()
+        core.resume_scheduler()
+        found: dict[str, list[Float32]] = {}
+        drawn, waiting = [], {f"{_PROBE}{number}" for number in range(len(rows))}
+        while waiting:
+            for output in self._core.get_output().outputs:
+                if not output.request_id.startswith(_PROBE):
+                    drawn.append(_progress(output))
+                    continue
+                if output.new_prompt_logprobs_tensors is not None:
+                    values = output.new_prompt_logprobs_tensors.logprobs[:, 0]
+                    found.setdefault(output.request_id, []).append(values.float().cpu().numpy())
+                if output.finish_reason is not None:
+                    waiting.discard(output.request_id)
+        if was_held:
+            self._hold()
+        return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
+
+    def _suspects(self) -> str:
+        by_rank: list[list[str]] = self._core.collective_rpc("weights_repacked")
+        names = by_rank[0]
+        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+        return f"vLLM repacks the weights of: {shown or 'no module'}"
 
     # ---------------------------------------------------------------------------------------------------- memory
 
@@ -216,7 +242,8 @@ class VllmEngine(RolloutEngine):
 
     def _finish_load(self, version: int) -> None:
         self._core.collective_rpc("weights_finish")
-        if not self._core.reset_prefix_cache():
+        self._loads += 1
+        if not self._open and not self._core.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache")
         self._core.set_weight_version(str(version))
 
@@ -232,6 +259,37 @@ class VllmEngine(RolloutEngine):
         gc.collect()  # before another engine starts in this process, or its groups are torn down with these
 
 
+def _core_request(
+    request_id: str, tokens: Tokens, params: SamplingParams, cache_salt: str, session: str | None = None
+) -> EngineCoreRequest:
+    """`cache_salt`: what was computed under another one is no prefix of this, since it had other weights."""
+    from vllm.v1.engine import EngineCoreRequest
+
+    return EngineCoreRequest(
+        request_id=request_id,
+        prompt_token_ids=tokens.tolist(),
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=time.time(),
+        lora_request=None,
+        cache_salt=cache_salt,
+        data_parallel_rank=None,
+        session_id=session,
+    )
+
+
+def _progress(output: EngineCoreOutput) -> Progress:
+    log_probs = output.new_logprobs
+    return Progress(
+        int(output.request_id),
+        output.new_token_ids,
+        [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
+        None if output.finish_reason is None else _FINISH[str(output.finish_reason)],
+    )
+
+
+_PROBE = "probe-"
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 
 

@@ -83,6 +83,14 @@ class WeightLoader(_Worker):
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
 
+    def weights_repacked(self) -> list[str]:
+        """Modules whose weights vLLM holds in another form than it received them in."""
+        model = self.model_runner.model
+        tied = set(self._weights_tied)
+        names = [name for name, module in model.named_modules() if module in tied or isinstance(module, RoutedExperts)]
+        packed = [name for name, module in model.named_modules() if getattr(module, "cpu_linear", None) is not None]
+        return list(dict.fromkeys([*names, *packed]))
+
     def weights_close(self) -> None:
         for reader in self.__dict__.pop("_weights_readers", {}).values():
             reader.close()

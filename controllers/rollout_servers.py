@@ -1,0 +1,230 @@
+"""The rollout replicas as one: who draws what, and what happens when one of them is lost.
+
+Invariant: every response is drawn once and handed on once, with the same tokens whichever replica draws it; a replica
+that is not at the present policy version gets no request. A replica that died, is stuck or cannot go on is fenced (its
+process ends), what it owes goes to the others, and a new one takes its place once it has the weights. Deliberately not
+here: weights (`publishing.py`) and scores (`generation.py`).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+
+from verl_ray.cluster.failures import Member
+from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
+from verl_ray.cluster.pulse import Pulse
+from verl_ray.cluster.store import put
+from verl_ray.config.rollout import RolloutConfig
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Prompts, Rollouts
+from verl_ray.errors import DeadlineExceeded, EngineFailed, RolloutError, WorkerDied, WorkerError
+from verl_ray.rollout.balancer import Balancer, Item
+from workers.rollout import Generation, RolloutWorker
+
+Replica = WorkerGroup[RolloutWorker]
+
+_TICK_S = 0.5
+
+
+@dataclass(eq=False)
+class _Draw:
+    """What one call of one replica still owes."""
+
+    replica: Replica
+    stream: Stream[Rollouts]
+    owed: set[int]
+
+
+class RolloutServers:
+    """The replicas of a run, of which at least one is there or on its way."""
+
+    def __init__(self, replicas: Sequence[Replica], config: RolloutConfig, start_deadline_s: float) -> None:
+        self._config, self._start_deadline_s = config, start_deadline_s
+        self._pulses = {replica: self._pulse(replica) for replica in replicas}  # of those that are there
+        self._restarts: dict[Replica, Future[None]] = {}
+        self._lost_since_publish = 0
+        self._counts = {"rollout/restarts": 0, "rollout/reissued": 0}
+        self.bring_up: Callable[[Replica], None] | None = None
+        """Gives a new replica the present weights; set by who publishes."""
+
+    # ---------------------------------------------------------------------------------------------------- the whole
+
+    @property
+    def replicas(self) -> tuple[Replica, ...]:
+        """Those that are there now."""
+        return tuple(self._pulses)
+
+    def members(self) -> list[Member]:
+        """Their processes."""
+        return [member for replica in self._pulses for member in replica.members()]
+
+    def gather(self, *, all_of_them: bool = False) -> tuple[Replica, ...]:
+        """Those that are there, with the new ones that have started meanwhile; waits until there is one, or all."""
+        while self._restarts and (all_of_them or not self._pulses):
+            self._return_started()
+            time.sleep(_TICK_S / 10)
+        self._return_started()
+        return self.replicas
+
+    def published(self) -> None:
+        """All that are there hold the same new version."""
+        self._lost_since_publish = 0
+
+    def take_counts(self) -> dict[str, float]:
+        """Replicas restarted and responses drawn again since the last call."""
+        counts = {name: float(count) for name, count in self._counts.items()}
+        self._counts = dict.fromkeys(self._counts, 0)
+        return counts
+
+    def close(self) -> None:
+        """Wait for the replicas that are being restarted, so that they can be ended with the others."""
+        for restart in self._restarts.values():
+            restart.exception()
+        self._restarts.clear()
+
+    # --------------------------------------------------------------------------------------------------- generation
+
+    def generate(self, prompts: Prompts, generation: Generation) -> Iterator[Sharded[Rollouts]]:
+        """Responses to all prompts, in pieces as they finish, in any order.
+
+        Raises:
+            WorkerError: a replica refused, or more were lost than rollout.health.max_restarts allows.
+        """
+        # Consumes the pieces of all draws; waits for the next of any, a restarted replica, or the time to ask how the
+        # replicas are; ends when nothing is owed.
+        size, stored = generation.group_size, put(prompts)
+        position = {group: row for row, group in enumerate(prompts.group_id.tolist())}
+        wanted = {group: set(range(group * size, (group + 1) * size)) for group in position}
+        balancer = Balancer(self._pulses, self._config.in_flight)
+        balancer.add(Item(group, size) for group in position)
+        draws: list[_Draw] = []
+
+        def take_back(replica: Replica) -> None:
+            """What a lost replica owes is drawn next."""
+            balancer.leave(replica)
+            for draw in [draw for draw in draws if draw.replica is replica]:
+                draws.remove(draw)
+                by_group: dict[int, set[int]] = {}
+                for row in draw.owed:
+                    by_group.setdefault(row // size, set()).add(row)
+                wanted.update(by_group)
+                self._counts["rollout/reissued"] += len(draw.owed)
+                balancer.add((Item(group, len(rows)) for group, rows in sorted(by_group.items())), first=True)
+
+        try:
+            while draws or balancer.waiting:
+                for replica in self._see():
+                    take_back(replica)
+                for replica in self._return_started(bring_up=True):
+                    balancer.join(replica)
+                for replica, items in balancer.assign().items():
+                    owed = set().union(*(wanted.pop(item.session) for item in items))
+                    rows = stored.select(np.array([position[item.session] for item in items]))
+                    stream = replica.open_stream(RolloutWorker.generate, rows, generation, np.array(sorted(owed)))
+                    draws.append(_Draw(replica, stream, owed))
+                if not draws:
+                    time.sleep(_TICK_S / 10)
+                    continue
+                try:
+                    ready = next_stream([draw.stream for draw in draws], _TICK_S)
+                    if ready is None:
+                        continue
+                    piece = ready.take()
+                except WorkerError as error:
+                    take_back(self.lose(error))
+                    continue
+                draw = next(draw for draw in draws if draw.stream is ready)
+                if piece is None:
+                    draws.remove(draw)
+                    if draw.owed:
+                        raise RolloutError(f"a replica ended its answers and owes the rows {sorted(draw.owed)}")
+                    continue
+                draw.owed.difference_update(piece.row("row_id").tolist())
+                balancer.done(draw.replica, len(piece))
+                yield piece
+        finally:
+            for draw in draws:
+                draw.stream.end()
+
+    # ---------------------------------------------------------------------------------------------- lost and found
+
+    def lose(self, error: WorkerError) -> Replica:
+        """The replica that failed, which is fenced and started anew, beside everything else.
+
+        Raises `error` if it is not about a replica, or says nothing against the process; or if too many were lost.
+        """
+        replica = next((one for one in self._pulses if one.owns(error)), None)
+        if replica is None or not self._is_lost(replica, error):
+            raise error
+        self._fence(replica, error)
+        return replica
+
+    def _is_lost(self, replica: Replica, error: WorkerError) -> bool:
+        if isinstance(error, DeadlineExceeded):  # the work may just be too much for the deadline
+            return not replica.answers(self._config.health.deadline_s)
+        return isinstance(error, WorkerDied) or isinstance(error.__cause__, EngineFailed)
+
+    def _see(self) -> list[Replica]:
+        """Ask how the replicas are; those that were lost just now."""
+        lost = []
+        for replica, pulse in list(self._pulses.items()):
+            try:
+                status = pulse.beat()
+                stalled_s = status.health[replica.role].stalled_s if status else 0.0
+                if stalled_s > self._config.health.stall_s:
+                    raise pulse.late("a step of the engine", stalled_s, "rollout.health.stall_s")
+            except WorkerError as error:
+                replica.fail(error)
+                self._fence(replica, error)
+                lost.append(replica)
+        return lost
+
+    def _fence(self, replica: Replica, error: WorkerError) -> None:
+        health = self._config.health
+        del self._pulses[replica]
+        self._lost_since_publish += 1
+        self._counts["rollout/restarts"] += 1
+        if self._lost_since_publish > health.max_restarts:
+            error.add_note(f"more than rollout.health.max_restarts = {health.max_restarts} replicas were lost in a row")
+            raise error
+        print(f"warning: {error.role} rank {error.rank} on {error.node} is lost and starts again: {error.what}",
+              file=sys.stderr, flush=True)  # fmt: skip
+        restart: Future[None] = Future()
+        self._restarts[replica] = restart
+
+        def start_again() -> None:
+            try:
+                replica.restart(self._start_deadline_s)
+                restart.set_result(None)
+            except BaseException as failure:
+                restart.set_exception(failure)
+
+        threading.Thread(target=start_again, name=f"restart of rollout {error.rank}", daemon=True).start()
+
+    def _return_started(self, *, bring_up: bool = False) -> list[Replica]:
+        """Take in what has started again, with the present weights if asked; those that are there now, but were not."""
+        returned = []
+        for replica in [replica for replica, restart in self._restarts.items() if restart.done()]:
+            self._restarts.pop(replica).result()
+            self._pulses[replica] = self._pulse(replica)
+            if bring_up:
+                if self.bring_up is None:
+                    raise RolloutError("a rollout replica has started again, and nobody can give it the weights")
+                try:
+                    self.bring_up(replica)
+                except WorkerError as error:
+                    self.lose(error)
+                    continue
+            returned.append(replica)
+        return returned
+
+    def _pulse(self, replica: Replica) -> Pulse:
+        health = self._config.health
+        return Pulse(replica, health.interval_s, health.deadline_s, "rollout.health.deadline_s")

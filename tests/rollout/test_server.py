@@ -1,0 +1,178 @@
+"""Many callers, one engine: answers, aborts, the three pauses, and what is told of health."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from verl_ray.data.stages import Finish
+from verl_ray.errors import EngineFailed, RolloutError
+from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
+from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.server import RolloutServer
+
+
+class Gated(ScriptedEngine):
+    """Draws a token each time the gate is opened for one; `free` takes the gate away. Closed, a step draws nothing, or
+    does not end if it `hangs`."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda asked: [(int(asked.tokens[0]) + i, -0.5) for i in range(1000)], initial_version=3)
+        self.gate = threading.Semaphore(0)
+        self.is_free = self.hangs = False
+        self.drawn = 0
+        self.thread = threading.get_ident()
+
+    def free(self) -> None:
+        self.is_free = True
+        self.gate.release()
+
+    def _advance(self) -> Iterator[Progress]:
+        assert threading.get_ident() == self.thread
+        if self.is_free or self.gate.acquire(timeout=60 if self.hangs else 0.002):
+            self.drawn += 1
+            yield from super()._advance()
+
+
+@pytest.fixture
+def engine() -> list[Gated]:
+    return []
+
+
+@pytest.fixture
+def server(engine: list[Gated]) -> Iterator[RolloutServer]:
+    def start() -> Gated:
+        engine.append(Gated())
+        return engine[0]
+
+    server = RolloutServer(start)
+    yield server
+    engine[0].free()
+    server.close()
+
+
+def request(number: int, tokens: int, *, first: int = 10, stream: bool = False) -> Request:
+    return Request(number, np.array([first], np.int32), Sampling(1.0, 1.0, -1, tokens, ()), seed=0, stream=stream)
+
+
+def soon(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.002)
+
+
+def joined(chunks: list[Chunk]) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for chunk in chunks:
+        found.setdefault(chunk.request_id, []).extend(chunk.tokens.tolist())
+    return found
+
+
+def test_each_caller_gets_its_own_answers_under_its_own_ids(server: RolloutServer, engine: list[Gated]) -> None:
+    first = server.respond([request(1, 3), request(2, 1, first=20)])
+    second = server.respond([request(1, 2, first=30, stream=True)])
+    engine[0].free()
+    assert joined([chunk for chunks in second for chunk in chunks]) == {1: [30, 31]}
+    assert joined([chunk for chunks in first for chunk in chunks]) == {1: [10, 11, 12], 2: [20]}
+    assert (server.health().in_flight, server.health().policy_version) == (0, 3)
+    with pytest.raises(RolloutError, match="request ids must be unique in one call"):
+        server.respond([request(1, 1), request(1, 1)])
+
+
+def test_requests_are_queued_before_anybody_listens_and_one_that_stops_listening_aborts_its_own(
+    server: RolloutServer, engine: list[Gated]
+) -> None:
+    left, kept = server.respond([request(1, 900, stream=True)]), server.respond([request(1, 3, stream=True)])
+    assert server.health().in_flight == 2
+    engine[0].gate.release()
+    assert len(next(left)) == 1
+    left.close()
+    engine[0].free()
+    assert joined([chunk for chunks in kept for chunk in chunks]) == {1: [10, 11, 12]}
+    soon(lambda: server.health().in_flight == 0)
+
+
+def test_an_abort_ends_requests_where_they_are(server: RolloutServer, engine: list[Gated]) -> None:
+    answers = server.respond([request(1, 900), request(2, 900)])
+    engine[0].gate.release(2)
+    soon(lambda: engine[0].drawn == 2)
+    server.abort([2, 77])
+    (chunk,) = next(answers)
+    assert (chunk.request_id, chunk.finish, len(chunk.tokens)) == (2, Finish.ABORTED, 2)
+    server.abort()
+    ((chunk,),) = list(answers)
+    assert (chunk.request_id, chunk.finish, len(chunk.tokens)) == (1, Finish.ABORTED, 2)
+
+
+@pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
+def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
+    server: RolloutServer, engine: list[Gated], mode: str
+) -> None:
+    answers = server.respond([request(1, 4)])
+    engine[0].gate.release(2)
+    soon(lambda: engine[0].drawn == 2)
+    with ThreadPoolExecutor(2) as pool:
+        pausing = pool.submit(server.pause, mode)  # type: ignore[arg-type]
+        soon(lambda: pausing.done() or mode == "wait")
+        engine[0].free()
+        pausing.result(10)
+        later = pool.submit(lambda: [chunk for chunks in server.respond([request(5, 1)]) for chunk in chunks])
+        steps = server.health().steps
+        time.sleep(0.1)
+        assert server.health().steps == steps and not later.done()
+        if mode != "keep":
+            ((chunk,),) = list(answers)
+            assert chunk.finish == (Finish.ABORTED if mode == "abort" else Finish.LENGTH)
+            assert len(chunk.tokens) == (4 if mode == "wait" else 2)
+            assert server.health().in_flight == 0
+        else:
+            assert server.health().in_flight == 1
+        server.resume()
+        assert joined(later.result(10)) == {5: [10]}
+        if mode == "keep":
+            ((chunk,),) = list(answers)
+            assert (chunk.finish, chunk.tokens.tolist()) == (Finish.LENGTH, [10, 11, 12, 13])
+
+
+def test_health_tells_of_a_step_that_does_not_end(server: RolloutServer, engine: list[Gated]) -> None:
+    assert server.health().stalled_s == 0
+    engine[0].hangs = True
+    server.respond([request(1, 2)])
+    soon(lambda: server.health().stalled_s > 0.05)
+    engine[0].free()
+    soon(lambda: server.health().stalled_s == 0)
+
+
+def test_what_fails_is_told_to_everybody_who_waits() -> None:
+    def broken(asked: Request) -> list[tuple[int, float]]:
+        return [] if asked.tokens[0] == 13 else [(1, -1.0)] * 50
+
+    server = RolloutServer(lambda: ScriptedEngine(broken, initial_version=0))
+    server.pause("keep")
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(lambda n=n: list(server.respond([request(1, 50, first=n)]))) for n in (10, 13)]
+        time.sleep(0.05)
+        server.resume()
+        for one in waiting:
+            with pytest.raises(EngineFailed, match="a step failed: IndexError"):
+                one.result(10)
+    with pytest.raises(EngineFailed, match="of no more use, start another: a step failed"):
+        server.respond([request(2, 1)])
+    server.close()
+    server.close()
+    with pytest.raises(EngineFailed, match="it was closed"):
+        server.run(lambda engine: engine.policy_version)
+
+
+def test_an_engine_that_does_not_start_says_so() -> None:
+    def start() -> ScriptedEngine:
+        raise RolloutError("no such model")
+
+    with pytest.raises(RolloutError, match="no such model"):
+        RolloutServer(start)
