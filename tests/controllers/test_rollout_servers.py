@@ -1,0 +1,184 @@
+"""Replicas that are killed and stopped while they draw: nothing is lost, nothing is drawn twice, and they come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from controllers.ppo import Trainer
+from controllers.rollout_servers import RolloutServers
+from tests.controllers.runs import Inputs, Samplers, servers_of, start_some, training
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.store import put, read
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
+from verl_ray.errors import WeightSyncError, WorkerDied, WorkerError
+from verl_ray.rollout.base import Sampling
+from workers.rollout import RolloutWorker
+
+pytestmark = [pytest.mark.cluster, pytest.mark.vllm, pytest.mark.timeout(400)]
+
+PROMPTS, GROUP = 24, 2
+
+
+@pytest.fixture(scope="module")
+def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """A trainer with two replicas, each of which draws eight responses at a time and hands every one on."""
+    folder = tmp_path_factory.mktemp("servers")
+    config = inputs.config(
+        "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
+        "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
+        "rollout.health.deadline_s=3", "rollout.health.max_restarts=1",
+    )  # fmt: skip
+    groups, by_name = start_some(config, folder, sampling=True)
+    with groups:
+        servers = servers_of(config, groups)
+        with training(config, Samplers(servers, by_name["reward"])) as trainer:
+            trainer.publish(0)
+            yield trainer
+            servers.close()
+
+
+def drawn(run: Trainer, at_first_piece: Callable[[], None] = lambda: None) -> tuple[Rollouts, list[Rollouts]]:
+    """All rollouts by row id, and the pieces they came in."""
+    what = run.producer.training()
+    what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
+    pieces: list[Sharded[Rollouts]] = []
+    for piece in run.servers.generate(run.prompts.all(PROMPTS), what):
+        pieces.append(piece)
+        if len(pieces) == 1:
+            at_first_piece()
+    whole = Sharded.concat(pieces)
+    order = np.argsort(whole.row("row_id"), kind="stable")
+    return read(whole.select(order), 60), [read(piece, 60) for piece in pieces]
+
+
+def pid(run: Trainer, replica: int) -> int:
+    facts = run.servers.replicas[replica].members()[0].facts
+    assert facts is not None
+    return facts.pid
+
+
+def test_two_replicas_share_the_work_and_draw_each_response_once(run: Trainer) -> None:
+    rows, pieces = drawn(run)
+    assert rows.row_id.tolist() == list(range(PROMPTS * GROUP))
+    assert sorted(Rollouts.concat(pieces).row_id.tolist()) == rows.row_id.tolist()
+    assert set(rows.response_length.tolist()) == {24}
+    again, _ = drawn(run)
+    assert again.tokens.tolist() == rows.tokens.tolist()
+    assert again.rollout_log_probs.tolist() == rows.rollout_log_probs.tolist()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
+    run: Trainer, capsys: pytest.CaptureFixture[str], how: signal.Signals
+) -> None:
+    expected, _ = drawn(run)
+    version = 1 if how == signal.SIGKILL else 2
+    run.publish(version)
+    run.servers.take_counts()
+    victim = run.servers.replicas[1]
+    process = pid(run, 1)
+    rows, pieces = drawn(run, lambda: os.kill(process, how))
+    assert sorted(Rollouts.concat(pieces).row_id.tolist()) == list(range(PROMPTS * GROUP)) == rows.row_id.tolist()
+    assert rows.tokens.tolist() == expected.tokens.tolist()  # the same seeds, so the same responses
+    assert set(rows.version_spans.values[:, 1].tolist()) == {version}
+    counts = run.servers.take_counts()
+    assert counts["rollout/restarts"] == 1 and 1 <= counts["rollout/reissued"] <= 8
+    warned = capsys.readouterr().err
+    reason = "the process died during generate" if how == signal.SIGKILL else "rollout.health.deadline_s"
+    assert "rollout rank 1" in warned and reason in warned
+
+    assert victim in run.servers.gather(all_of_them=True)
+    assert pid(run, 1) != process and not _alive(process)
+    run.publish(version)  # also to the one that was away
+    rows, _ = drawn(run)
+    assert rows.tokens.tolist() == expected.tokens.tolist()
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [version] * 2
+    steps = [one.status()[0].health["rollout"].steps for one in run.servers.replicas]
+    assert min(steps) > 20  # both of them draw
+
+
+def test_a_replica_that_dies_while_weights_arrive_gets_them_all_the_same(run: Trainer) -> None:
+    os.kill(pid(run, 0), signal.SIGKILL)
+    run.publish(5)
+    run.servers.gather(all_of_them=True)
+    run.publish(5)
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
+
+
+def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
+    replica = run.servers.replicas[0]
+    run.publish(6)
+    asked = Requests(
+        offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
+        tokens=np.array([3, 4, 5, 6], np.int32),
+    )  # fmt: skip
+    sampling = Sampling(1.0, 1.0, -1, 20, ())
+    alone = _whole([read(part, 60) for part in _respond(replica, asked, sampling)])
+    parts: list[Responses] = []
+    for part in _respond(replica, asked, sampling):
+        parts.append(read(part, 60))
+        if len(parts) == 5:
+            for one in run.servers.replicas:
+                one.broadcast(RolloutWorker.pause, "keep").result()
+            run.publish(7)
+            for one in run.servers.replicas:
+                one.broadcast(RolloutWorker.resume).result()
+    whole = _whole(parts)
+    assert whole.tokens.tolist() == alone.tokens.tolist()  # the weights are the same, so nothing else may change
+    versions = whole.version_spans.values[:, 1]
+    assert versions[0] == 6 and versions[-1] == 7 and sorted(versions) == versions.tolist()
+    assert whole.finish.tolist()[-1] == Finish.LENGTH
+
+
+def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Trainer) -> None:
+    run.publisher._tolerance, kept = 1e-12, run.publisher._tolerance
+    try:
+        with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
+            run.publish(8)
+        assert isinstance(caught.value.__cause__, WeightSyncError)
+    finally:
+        run.publisher._tolerance = kept
+    with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
+        drawn(run)
+
+
+def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
+    for replica in run.servers.replicas:
+        replica.restart(120)
+    servers = RolloutServers(run.servers.replicas, run.config.rollout, start_deadline_s=120)
+    run.servers = run.publisher._servers = servers
+    servers.bring_up = run.publisher._bring_up
+    run.publish(9)
+    doomed = [pid(run, 0), pid(run, 1)]
+
+    def kill_both() -> None:
+        for process in doomed:
+            os.kill(process, signal.SIGKILL)
+
+    with pytest.raises(WorkerDied, match="rollout rank") as caught:
+        drawn(run, kill_both)
+    assert "more than rollout.health.max_restarts = 1 replicas" in caught.value.__notes__[0]
+
+
+def _respond(replica: object, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:
+    return replica.stream(RolloutWorker.respond, put(asked), sampling)  # type: ignore[attr-defined]
+
+
+def _whole(parts: list[Responses]) -> Responses:
+    return Responses.concat(parts)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
