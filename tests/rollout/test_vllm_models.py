@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from transformers import PreTrainedModel
 
+from verl_ray.errors import WeightSyncError
 from verl_ray.models.tiny import Architecture
-from verl_ray.rollout.base import Request, Sampling, generate
+from verl_ray.rollout.base import Probe, Request, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 
 pytestmark = pytest.mark.vllm
@@ -59,13 +60,20 @@ def test_synced_weights_are_what_is_sampled_from(
         publish(engine, model, version)
         assert _worst(engine, model, reference_log_probs) < 1e-4
     assert _worst(engine, second, reference_log_probs) > 0.1
-    # Tied heads and experts are right because the loader mends them, and these log-probs show where it does not.
-    reload_as_vllm_does(engine, second)
-    difference = _worst(engine, second, reference_log_probs)
-    assert difference < 1e-4 if vllm_is_right else difference > 0.1
+    # Tied heads and experts are right because the loader mends them; a proof finds where it does not.
+    publish(engine, second, 3, proof_follows=True)
+    reload_as_vllm_does(engine, first)
+    row = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
+    probe = Probe((row,), (reference_log_probs(first, row[:1], row[1:]),), 1e-4)
+    if vllm_is_right:
+        assert engine.prove(probe) < 1e-4
+    else:
+        with pytest.raises(WeightSyncError, match=r"version 3: every weight arrived as it was sent, but .*vLLM repacks"):
+            engine.prove(probe)
+        assert engine.policy_version is None
     engine.sleep("weights")
     engine.wake("weights")
-    publish(engine, second, 3)
+    publish(engine, second, 4)
     engine.wake("kv_cache")
     assert _worst(engine, second, reference_log_probs) < 1e-4
 
