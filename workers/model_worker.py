@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import time
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -15,7 +16,6 @@ import torch.distributed as dist
 
 from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
-from verl_ray.checkpoint.sharded import Saving, load, save
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
@@ -25,6 +25,9 @@ from verl_ray.models.probe import plain_outputs, probe_rows
 from verl_ray.ops.outputs import Outputs
 from verl_ray.profiling.flops import peak_flops_per_s, training_flops
 from verl_ray.profiling.memory import DeviceMemory, device_memory
+
+if TYPE_CHECKING:  # imported where it is used: the driver imports this module too, and saves nothing itself
+    from verl_ray.checkpoint.sharded import Saving
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,14 @@ class ModelWorker:
 
     def save(self, path: str) -> None:
         """Write this rank's shards of the engine's state under `path`."""
+        from verl_ray.checkpoint.sharded import save
+
         save(self.engine.state(), path)
 
     def begin_save(self, path: str) -> None:
         """The same behind what comes next: what is written is the state as it is now."""
+        from verl_ray.checkpoint.sharded import Saving
+
         if self._saving_group is None and self.context.num_ranks > 1:
             self._saving_group = dist.new_group(backend="gloo")
         self._saving = Saving(self.engine.state(), path, self._saving_group)
@@ -103,6 +110,8 @@ class ModelWorker:
 
     def load(self, path: str) -> None:
         """Take the engine's state from a checkpoint that any layout wrote."""
+        from verl_ray.checkpoint.sharded import load
+
         state = self.engine.state()
         load(state, path)
         self.engine.load_state(state)

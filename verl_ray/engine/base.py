@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
@@ -21,11 +21,13 @@ from verl_ray.config.backends import Backend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.models.role_model import HeadKind
 from verl_ray.ops.outputs import Outputs
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice
+
+if TYPE_CHECKING:  # the driver describes engines and holds none: models take a second to import
+    from verl_ray.models.role_model import HeadKind
 
 
 @dataclass(frozen=True)
