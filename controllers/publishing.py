@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-from controllers.resources import WIRE_BUCKET_BYTES
+from controllers.ledger import WIRE_BUCKET_BYTES
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.rollout import RolloutConfig
@@ -45,7 +45,7 @@ class Publisher:
                 f"{sorted(hosts)}. Give the cluster one node with room for both"
             )
         self._actor, self._rollout = actor, rollout
-        self._sleep = config.sleep if config.sleep != "auto" else ("weights" if sharing else "never")
+        self._sleep = config.frees(shares_a_gpu=bool(sharing))
         self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
         self._buckets = plan_buckets(self._manifest, WIRE_BUCKET_BYTES)

@@ -15,8 +15,10 @@ from typing import Any
 
 import yaml
 
-from controllers.build import System, start
+from controllers.build import Shape, System, start
 from controllers.evaluator import Evaluator
+from controllers.ledger import ledger
+from controllers.ledger_table import ledger_table, print_tables
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
@@ -57,6 +59,7 @@ def train(config: Config) -> int:
 def run(config: Config, session: Session, recovery: Recovery) -> int:
     """One job on an open cluster."""
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    print_tables(ledger_table(ledger(config, on_gpus=Shape.of(session).gpus > 0)))
     if not isinstance(config, RLConfig):
         return train_supervised(config, session, recovery)
     prepare(config, session)

@@ -31,6 +31,7 @@ from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.memory import CallPeaks, PeakWatch
 
 COLLECTIVE, CONTROL = "collective", "control"
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
@@ -121,6 +122,7 @@ class WorkerHost:
         self._ended_streams: set[str] = set()
         self._listener: socket.socket | None = None
         self._joined = not seat.process_group
+        self._memory = PeakWatch(on_device=seat.device != "cpu")
 
     # ------------------------------------------------------------------------------------------- collective lane
 
@@ -167,7 +169,8 @@ class WorkerHost:
         """Run one method: its batch (stored by Ray) and the batch's receipt, or None and any other value."""
         self._running = request.role, request.method, time.monotonic()
         try:
-            answer = self._bound(request)(*self._arguments(request), **request.kwargs)
+            with self._memory(request.role, request.method):
+                answer = self._bound(request)(*self._arguments(request), **request.kwargs)
             if not self._answers(request):
                 return None, None
             return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
@@ -180,12 +183,13 @@ class WorkerHost:
         """Run one generator method: each batch that it yields, followed by its receipt."""
         self._running = request.role, request.method, time.monotonic()
         try:
-            for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
-                if stream_id in self._ended_streams:
-                    break
-                if self._answers(request):
-                    yield piece
-                    yield Receipt.of(piece)
+            with self._memory(request.role, request.method):
+                for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
+                    if stream_id in self._ended_streams:
+                        break
+                    if self._answers(request):
+                        yield piece
+                        yield Receipt.of(piece)
         except Exception as error:
             yield None
             yield self._failure(error)
@@ -227,6 +231,10 @@ class WorkerHost:
         process = psutil.Process()
         since = running and (running[0], running[1], time.monotonic() - running[2])
         return Status(process.pid, process.memory_info().rss, since)
+
+    def memory(self) -> CallPeaks:
+        """What this process held at most in each call that ended since this was asked last."""
+        return self._memory.take()
 
     def stacks(self) -> str:
         """The Python stacks of all threads but this one, the one that runs a worker's method first."""

@@ -5,15 +5,16 @@ Invariant: all groups are up, or nothing is left of any. Deliberately not here: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from verl_ray.cluster.calls import Deadline
-from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.calls import Deadline, collect
+from verl_ray.cluster.group import CALL_KEY, WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
 from verl_ray.cluster.processes import START_KEY, Processes, Role, close, start
+from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")
 
@@ -24,12 +25,20 @@ class Groups:
     def __init__(self, sets: Sequence[Processes], places: Sequence[Place], call_deadline_s: float) -> None:
         self._sets = sets
         self._places = places
+        self._call_deadline_s = call_deadline_s
         self._groups: dict[str, WorkerGroup[Any]] = {
             role.name: WorkerGroup(role.name, one, call_deadline_s) for one in sets for role in one.roles
         }
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
         return cast(WorkerGroup[W], self._groups[role.name])
+
+    def ask_memory(self) -> Callable[[], list[CallPeaks]]:
+        """Ask all processes what they held in the calls that ended since this was asked last; they answer while they
+        are busy. Returns what waits for the answers."""
+        deadline = Deadline.of(self._call_deadline_s, CALL_KEY)
+        flights = [flight for one in self._sets for flight in one.ask_memory(deadline)]
+        return lambda: collect(flights)
 
     def close(self) -> None:
         """Close all workers, end their processes and give the bundles back. Closing twice is closing once."""
