@@ -16,11 +16,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from controllers.footprints import CERTAIN, Bytes, Footprint, Part, Work, engine_footprint, footprint
-from controllers.machine import GIB
+from controllers.machine import GIB, MIB
 from controllers.model_directories import Engine, engines, reads_values
 from controllers.model_sizes import ModelSize, size_of
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend
+from verl_ray.config.backends import EngineBackend, FsdpBackend
 from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config, RLConfig
@@ -38,10 +38,15 @@ PROCESS_BYTES: Mapping[Kind, int] = {
     "reward": int(0.25 * GIB),
 }
 """Memory of a process alone (unique set size) but for its model: in runs of a model of 0.1 million parameters on a CPU
-it was 303, 504 and 279 MiB, of 458, 665 and 418 MiB resident; rounded down."""
+it was 303, 504 and 279 MiB; rounded down."""
 
-LIBRARY_BYTES = 160 << 20
-"""Of a process's resident set, pages of libraries that all processes share: once per machine, in each one's figure."""
+RESIDENT_BYTES: Mapping[Kind, int] = {
+    "trainer": 460 * MIB,
+    "rollout": 670 * MIB,
+    "judge": 670 * MIB,
+    "reward": 420 * MIB,
+}
+"""The same with the libraries that processes share: 458, 665 and 418 MiB in those runs."""
 
 CONTEXT_BYTES = GIB // 2
 """What CUDA and its libraries take of a device for every process that uses it."""
@@ -107,7 +112,7 @@ class Ledger:
         included: resident on a CPU, on its device where there is one."""
         home = next(one for one in self.processes if role in one.roles)
         beside = sum(_sum(self.uses[one][phase].held) for one in home.roles if one != role)
-        alone = 0 if self.on_gpus else PROCESS_BYTES[home.kind] + LIBRARY_BYTES
+        alone = 0 if self.on_gpus else RESIDENT_BYTES[home.kind]
         return alone + beside + self.uses[role][phase].computing()
 
     def is_told(self, role: str, phase: Phase) -> bool:
@@ -206,7 +211,11 @@ def _trainer(
             kept: Bytes = {**own.held, "gradients": working.get("gradients", 0)}
             yield phase, Use({}, moved, kept)
         elif moves and phase == "generate":
-            yield phase, Use({}, working, own.held)
+            # Gradients are none then: their buffers are given back, but for the buckets of torch's DDP, which stay.
+            stay: Bytes = {}
+            if isinstance(role.backend, EngineBackend):
+                stay = {"gradients": own.held.get("gradients", 0)}
+            yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part != "gradients"})
         else:
             yield phase, Use(own.held, working)
 

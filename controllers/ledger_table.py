@@ -50,6 +50,6 @@ def ledger_table(found: Ledger) -> Table:
     table.add_section()
     blank = [""] * len(parts)
     if found.on_gpus:
-        table.add_row("fullest device", *blank, *(shown(found.device(phase)) for phase in found.phases))
-    table.add_row("host, all ranks", *blank, *(shown(found.machine(phase)) for phase in found.phases))
+        table.add_row("device", *blank, *(shown(found.device(phase)) for phase in found.phases))
+    table.add_row("host", *blank, *(shown(found.machine(phase)) for phase in found.phases))
     return table

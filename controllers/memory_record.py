@@ -6,8 +6,8 @@ others are waited for. Deliberately not here: the prediction (`ledger.py`), and 
 
 `memory/<role>/<phase>_gib` is what the process of a rank held at most while that role did its part of a phase, on the
 rank that held most: its resident set on a CPU, what torch gave out on its device where there is one. Roles that share a
-process are in each other's figures. `memory/<role>/<phase>_predicted_gib` is the ledger's figure for the same. Of the
-phase publish it is the last one before the step, whose policy the step samples from.
+process are in each other's figures. `memory/<role>/<phase>_predicted_gib` is the ledger's figure for the same. Of each
+phase it is the last that had ended: of publish the one before the step, whose policy the step samples from.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class MemoryRecord:
         self._ledger = ledger(config, on_gpus=on_gpus)
         self._groups = groups
         self._told: Callable[[], list[CallPeaks]] | None = None
+        self._last: dict[tuple[str, Phase], int] = {}
         self._warned: set[tuple[str, Phase]] = set()
 
     def ask(self) -> None:
@@ -69,10 +70,11 @@ class MemoryRecord:
         self._told = self._groups.ask_memory()
 
     def metrics(self) -> Metrics:
-        """What was measured in the calls that had ended when they were asked, and what was predicted."""
+        """What was measured in the last calls that had ended when they were asked, and what was predicted."""
         told, self._told = self._told, None
+        self._last |= peaks(self._ledger, told() if told else ())
         metrics: Metrics = {}
-        for (role, phase), measured in peaks(self._ledger, told() if told else ()).items():
+        for (role, phase), measured in self._last.items():
             predicted = self._ledger.predicted(role, phase)
             metrics[f"memory/{role}/{phase}_gib"] = measured / GIB
             metrics[f"memory/{role}/{phase}_predicted_gib"] = predicted / GIB

@@ -19,6 +19,7 @@ from controllers.build import Shape, System, start
 from controllers.evaluator import Evaluator
 from controllers.ledger import ledger
 from controllers.ledger_table import ledger_table, print_tables
+from controllers.memory_record import MemoryRecord
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
@@ -110,6 +111,7 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
     make_trainer: MakeTrainer = sft_trainer(config) if isinstance(config, SFTConfig) else preference_trainer(config)
     with start(config, session) as system, recording(config, recovery) as trackers:
         trainer = make_trainer(system)
+        memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
         evaluates = config.run.evaluate_every > 0
         done = recovery.restore(trainer)
         if done == 0 and evaluates:
@@ -118,7 +120,8 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
             heed_signals()
             if trainer.finished:
                 break
-            metrics = trainer.step()
+            memory.ask()  # of the step before: answered while this one is computed
+            metrics = trainer.step() | memory.metrics()
             recovery.finish()
             if evaluates and due(number, config.run.evaluate_every, config.run.total_steps):
                 metrics |= trainer.evaluate()
