@@ -12,7 +12,7 @@ host while rollouts are drawn, and the rollout engine sleeps while they work; bo
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from controllers.footprints import CERTAIN, Bytes, Footprint, Part, Work, engine_footprint, footprint
@@ -111,9 +111,10 @@ class Ledger:
         """What the process of a rank holds at most while this role does its part of a phase, the roles beside it
         included: resident on a CPU, on its device where there is one."""
         home = next(one for one in self.processes if role in one.roles)
-        beside = sum(_sum(self.uses[one][phase].held) for one in home.roles if one != role)
-        alone = 0 if self.on_gpus else RESIDENT_BYTES[home.kind]
-        return alone + beside + self.uses[role][phase].computing()
+        held = sum(_sum(self.uses[one][phase].held) for one in home.roles)
+        if self.on_gpus:
+            return held + _sum(self.uses[role][phase].working)
+        return RESIDENT_BYTES[home.kind] + held + self._kept(home)
 
     def is_told(self, role: str, phase: Phase) -> bool:
         """Whether the process of a rank can say what it holds then. Not of a tensor-parallel engine, whose ranks are
@@ -154,9 +155,16 @@ class Ledger:
     def _computing(self, one: Processes, phase: Phase, certain: bool) -> int:
         """Of one rank's process, but for the process itself."""
         uses = [self.uses[role][phase] for role in one.roles if role in self.uses]
-        return sum(_sum(use.held, certain) for use in uses) + max(
-            (_sum(use.working, certain) for use in uses), default=0
-        )
+        held = sum(_sum(use.held, certain) for use in uses)
+        if not self.on_gpus and not certain:
+            return held + self._kept(one)
+        return held + max((_sum(use.working, certain) for use in uses), default=0)
+
+    def _kept(self, one: Processes) -> int:
+        """On a CPU: what the C library once got for a computation, it keeps for the next one. Measured: after its first
+        update a process of a model of 20 million parameters held 1.9 GiB in every phase, 1.2 before."""
+        uses = (use for role in one.roles for use in self.uses.get(role, {}).values())
+        return max((_sum(use.working) for use in uses), default=0)
 
 
 def ledger(config: Config, *, on_gpus: bool) -> Ledger:
@@ -171,8 +179,10 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
         print_ = footprint(role, model, forward, update, device)
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
-        wire = wire_bytes(rl) if name == "actor" and rl is not None else 0
-        uses[name] = dict(_trainer(print_, role, grades=grades, moves=moves, wire=wire, on_gpus=on_gpus))
+        wire = _mapped_bytes(rl) if name == "actor" and rl is not None and not on_gpus else 0
+        if wire:
+            print_ = replace(print_, held={**print_.held, "buffers": wire})
+        uses[name] = dict(_trainer(print_, role, grades=grades, moves=moves, on_gpus=on_gpus))
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
         uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
@@ -187,14 +197,24 @@ def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
 
 
 def wire_bytes(config: RLConfig) -> int:
-    """Shared memory through which weights travel, as the trainer holds them."""
+    """Shared memory through which weights travel."""
+    return WIRE_SLOTS * min(_sent_bytes(config), WIRE_BUCKET_BYTES)
+
+
+def _sent_bytes(config: RLConfig) -> int:
+    """All weights, as the trainer holds them."""
     actor = config.actor
     width = 2 if actor.backend.kind == "megatron" and actor.backend.dtype == "bfloat16" else 4
-    return WIRE_SLOTS * min(width * model_size("actor", actor, config).parameters, WIRE_BUCKET_BYTES)
+    return width * model_size("actor", actor, config).parameters
+
+
+def _mapped_bytes(config: RLConfig) -> int:
+    """Of the wire, what the memory of every process counts that has used it: it stays open. On a CPU alone."""
+    return min(_sent_bytes(config), wire_bytes(config))
 
 
 def _trainer(
-    own: Footprint, role: ModelRole, *, grades: bool, moves: bool, wire: int, on_gpus: bool
+    own: Footprint, role: ModelRole, *, grades: bool, moves: bool, on_gpus: bool
 ) -> Iterator[tuple[Phase, Use]]:
     """A role on a training backend. `moves`: its state is on the host while rollouts are drawn."""
     stays = on_gpus and isinstance(role.backend, FsdpBackend) and role.backend.host_parameters
@@ -204,8 +224,6 @@ def _trainer(
             working = own.forward
         elif phase == "learn":
             working = own.update
-        elif phase == "publish" and wire and not on_gpus:
-            working = {"buffers": wire}
         if stays:
             moved: Bytes = {part: size for part, size in working.items() if part != "gradients"}
             kept: Bytes = {**own.held, "gradients": working.get("gradients", 0)}
@@ -240,8 +258,9 @@ def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: 
         held: Bytes = {part: size for part, size in found.held.items() if part not in asleep}
         working: Bytes = found.forward if phase == "generate" else {}
         if phase == "publish" and policy:
-            mapped = 0 if device == "cuda" else wire_bytes(config)
-            working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel + mapped}
+            working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel}
+        if policy and device == "cpu":
+            held = {**held, "buffers": held.get("buffers", 0) + _mapped_bytes(config)}
         yield phase, Use(held, working)
 
 

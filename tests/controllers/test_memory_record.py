@@ -48,7 +48,7 @@ def test_what_is_far_above_the_prediction_is_told_once(capsys: pytest.CaptureFix
     assert first["memory/actor/learn_gib"] == 5 and 0.4 < first["memory/actor/learn_predicted_gib"] < 1
     told = capsys.readouterr().err
     assert "a rank of actor held 5.00 GiB in the phase learn, and 0.8" in told
-    assert "critic" in told and told.count("warning") == 5  # of 1 GiB, 0.5 were predicted
+    assert told.count("warning") == 4 and "critic" not in told  # 1 GiB of 0.81 is within the margin
     for _ in range(2):
         record.ask()
         assert record.metrics() == first  # what no call has changed stays
