@@ -70,7 +70,6 @@ def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, 
         assert [sorted(one.by_call) for one in told] == [called, called, [("rollout", "count"), ("rollout", "pid")]]
         for one in told[:2]:
             assert one.by_call["actor", "import_torch"] - one.by_call["actor", "pid"] > 30 << 20
-            assert one.now <= max(one.by_call.values())
         assert [one.by_call for one in groups.ask_memory()()] == [{}, {}, {}]
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == ["closed-actor-0", "closed-actor-1", "closed-critic-0", "closed-critic-1", "closed-rollout-0"]
