@@ -176,13 +176,12 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
     for name, role in config.model_roles.items():
         model = model_size(name, role, config)
         forward, update = _work(name, config)
-        print_ = footprint(role, model, forward, update, device)
+        own = footprint(role, model, forward, update, device)
+        if name == "actor" and rl is not None and not on_gpus:
+            own = replace(own, held={**own.held, "buffers": _mapped_bytes(rl)})
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
-        wire = _mapped_bytes(rl) if name == "actor" and rl is not None and not on_gpus else 0
-        if wire:
-            print_ = replace(print_, held={**print_.held, "buffers": wire})
-        uses[name] = dict(_trainer(print_, role, grades=grades, moves=moves, on_gpus=on_gpus))
+        uses[name] = dict(_trainer(own, role, grades=grades, moves=moves, on_gpus=on_gpus))
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
         uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
