@@ -11,10 +11,11 @@ import sys
 from collections.abc import Sequence
 from typing import TextIO
 
-from rich.console import Console
 from rich.table import Table
 
 from controllers.composition import examine
+from controllers.ledger import ledger
+from controllers.ledger_table import ledger_table, print_tables
 from controllers.machine import Machine, machine_of
 from controllers.preflight import Findings, preflight
 from verl_ray.config.algebra import batch_algebra
@@ -24,8 +25,6 @@ from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
-
-_WIDTH = 110  # of tables where there is no terminal to ask
 
 
 def checked(
@@ -62,10 +61,10 @@ def _together(of_configuration: Sequence[Problem], of_machine: Sequence[Problem]
 def check(config_name: str, overrides: Sequence[str], config_dir: str | None) -> int:
     """Print what the run would be, and return 0; raise ConfigError with all problems otherwise."""
     config, findings = checked(config_name, overrides, config_dir)
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(_batch_table(config))
-    console.print(_role_table(config))
-    for line in _resources(config, machine_of(config)):
+    machine = machine_of(config)
+    predicted = ledger(config, on_gpus=machine is not None and machine.gpus > 0)
+    print_tables(_batch_table(config), _role_table(config), ledger_table(predicted))
+    for line in _resources(machine):
         print(line)
     print_warnings(findings.warnings, sys.stdout)
     print(f"{config.run.name} can run; it writes to {config.run.dir}")
@@ -138,7 +137,7 @@ def _backend(role: ModelRole) -> str:
     return f"megatron {described(backend, role.num_ranks)}" if isinstance(backend, MegatronBackend) else backend.kind
 
 
-def _resources(config: Config, machine: Machine | None) -> list[str]:
+def _resources(machine: Machine | None) -> list[str]:
     if machine is None:
         return ["resources: asked of the cluster when the run starts"]
     return [

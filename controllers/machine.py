@@ -6,6 +6,8 @@ run needs of it (`resources.py`).
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import os
 import shutil
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ class Machine:
     gpus: int
     memory_bytes: int
     shm_free_bytes: int
+    gpu_memory_bytes: int | None = None
+    """Of the smallest GPU; None where there is none, or its driver does not say."""
 
     @staticmethod
     def here() -> Machine:
@@ -33,6 +37,7 @@ class Machine:
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             memory_bytes=_memory_bytes(),
             shm_free_bytes=shutil.disk_usage("/dev/shm").free,
+            gpu_memory_bytes=_gpu_memory_bytes(),
         )
 
 
@@ -48,3 +53,31 @@ def _memory_bytes() -> int:
         return min(total, int(Path("/sys/fs/cgroup/memory.max").read_text()))
     except (OSError, ValueError):  # no limit reads "max"
         return total
+
+
+class _GpuMemory(ctypes.Structure):
+    """nvmlMemory_t, in bytes."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def _gpu_memory_bytes() -> int | None:
+    """As the driver's own library (NVML) says, which needs neither torch nor a context on the device."""
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+    except OSError:
+        return None
+    if nvml.nvmlInit_v2():
+        return None
+    found: list[int] = []
+    with contextlib.suppress(AttributeError):
+        count = ctypes.c_uint()
+        nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        for index in range(count.value):
+            device, memory = ctypes.c_void_p(), _GpuMemory()
+            if not nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(device)) and not nvml.nvmlDeviceGetMemoryInfo(
+                device, ctypes.byref(memory)
+            ):
+                found.append(memory.total)
+    nvml.nvmlShutdown()
+    return min(found, default=None)

@@ -1,7 +1,7 @@
 """What the directories of models must hold for a configuration, read from their JSON files and tensor headers.
 
 Invariant: no tensor is read, nothing is looked up on a hub, and torch is not needed; a file that is not there says
-nothing. Deliberately not here: memory for the parameters (`resources.py`), and loading them (`verl_ray.models`).
+nothing. Deliberately not here: memory for the parameters (`ledger.py`), and loading them (`verl_ray.models`).
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _sequence_problems(config: Config) -> Iterator[Problem]:
 def _embedding_problems(config: Config) -> Iterator[Problem]:
     """Tied embeddings are one parameter, used before and behind the layers: it cannot be gathered apart."""
     for name, role in config.model_roles.items():
-        if not isinstance(role.backend, FsdpBackend) or not role.backend.embedding_units or _reads_values(name):
+        if not isinstance(role.backend, FsdpBackend) or not role.backend.embedding_units or reads_values(name):
             continue
         shapes = _shapes(role.model.path, config)
         if shapes and LANGUAGE_HEAD not in shapes:
@@ -212,7 +212,7 @@ def _has_experts(path: str) -> bool:
     return _json(Path(path).expanduser() / "config.json").get("model_type") in WITH_EXPERTS
 
 
-def _reads_values(role: str) -> bool:
+def reads_values(role: str) -> bool:
     """Whether a role's model has a value head in place of the language head."""
     return role == "critic" or role.startswith("reward")
 
@@ -225,7 +225,7 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
     """Whether a model gives one number per text. A critic's, or one that is to become a reward model, may give none."""
     fix = "Give a sequence-classification model with one label; `train --config-name reward_model` makes one."
     for name, role in config.model_roles.items():
-        if not _reads_values(name):
+        if not reads_values(name):
             continue
         key, path, shapes = f"{name}.model.path", role.model.path, tensor_shapes(role.model.path)
         labels = shapes[VALUE_HEAD][0] if VALUE_HEAD in shapes else None
@@ -264,7 +264,7 @@ def _token_ids(path: str) -> dict[object, object]:
 
 def settings_of(path: str, config: Config) -> dict[str, object]:
     """config.json of a model that is there, or what the run will write into that of the one it makes."""
-    model = _made(path, config)
+    model = made_model(path, config)
     if model is None:
         return _json(Path(path).expanduser() / "config.json")
     return {
@@ -276,7 +276,7 @@ def settings_of(path: str, config: Config) -> dict[str, object]:
 
 def _shapes(path: str, config: Config) -> dict[str, list[int]]:
     """Tensors of a model that is there, or of a layer and the head of the one that the run makes."""
-    model = _made(path, config)
+    model = made_model(path, config)
     if model is None:
         return tensor_shapes(path)
     hidden, inner = model.hidden_size, model.intermediate_size
@@ -290,7 +290,8 @@ def _shapes(path: str, config: Config) -> dict[str, list[int]]:
     return {f"model.layers.0.{name}.weight": shape for name, shape in layer.items()} | head
 
 
-def _made(path: str, config: Config) -> TinyModelConfig | None:
+def made_model(path: str, config: Config) -> TinyModelConfig | None:
+    """What the run will make in this directory; None where the model must be there."""
     prepare = config.prepare if isinstance(config, RLConfig) else None
     return prepare.model if prepare is not None and path == config.model.path else None
 
@@ -303,10 +304,9 @@ def _json(path: Path) -> dict[str, object]:
     return content if isinstance(content, dict) else {}
 
 
-def parameter_count(path: str, *, of_experts: bool = False) -> int:
-    """Parameters in the safetensors of a model directory, or its experts' alone; 0 where there are none yet."""
-    shapes = tensor_shapes(path).items()
-    return sum(math.prod(shape) for name, shape in shapes if not of_experts or ".experts." in name)
+def parameter_count(path: str) -> int:
+    """Parameters in the safetensors of a model directory; 0 where there are none yet."""
+    return sum(math.prod(shape) for shape in tensor_shapes(path).values())
 
 
 def tensor_shapes(path: str) -> dict[str, list[int]]:

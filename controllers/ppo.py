@@ -19,6 +19,7 @@ from controllers.evaluator import Evaluator
 from controllers.generation import Producer
 from controllers.gradients import GradientWatch
 from controllers.measures import Metrics
+from controllers.memory_record import MemoryRecord
 from controllers.publishing import Publisher
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import judge
@@ -75,6 +76,7 @@ class Trainer:
         self.publisher = Publisher(
             system.actor, system.rollout, config, sharing=models if shared else (), has_gpus=system.has_gpus
         )
+        self.memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
         self.buffer = RolloutBuffer(SYNCHRONOUS)
         self.timers = Timers()
         self.policy_version = -1
@@ -90,7 +92,9 @@ class Trainer:
             scores = self.shaping.shape(raw)
             credit = self.assign_credit(rollouts, scores, measured)
             metrics = self.learn(number, rollouts, credit, measured)
+            self.memory.ask()  # answered while weights are published
             metrics |= self.publish(number)
+            metrics |= self.memory.metrics()
         return metrics | measures.of_scores(self.shaping.weigh(raw), raw) | self.record(rollouts, credit)
 
     # ------------------------------------------------------------------------------------ the parts, in order

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from controllers.resources import WIRE_BUCKET_BYTES
+from controllers.ledger import WIRE_BUCKET_BYTES
 from controllers.rollout_servers import Replica, RolloutServers
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
@@ -57,7 +57,7 @@ class Publisher:
         servers.bring_up = self._bring_up
         self._version, self._syncs = -1, 0
         rollout = config.rollout
-        self._sleep = rollout.sleep if rollout.sleep != "auto" else ("weights" if sharing else "never")
+        self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
         self._buckets = plan_buckets(self._manifest, WIRE_BUCKET_BYTES)

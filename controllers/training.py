@@ -15,8 +15,11 @@ from typing import Any
 
 import yaml
 
-from controllers.build import System, start
+from controllers.build import Shape, System, start
 from controllers.evaluator import Evaluator
+from controllers.ledger import ledger
+from controllers.ledger_table import ledger_table, print_tables
+from controllers.memory_record import MemoryRecord
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
@@ -57,6 +60,7 @@ def train(config: Config) -> int:
 def run(config: Config, session: Session, recovery: Recovery) -> int:
     """One job on an open cluster."""
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
+    print_tables(ledger_table(ledger(config, on_gpus=Shape.of(session).gpus > 0)))
     if not isinstance(config, RLConfig):
         return train_supervised(config, session, recovery)
     prepare(config, session)
@@ -107,6 +111,7 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
     make_trainer: MakeTrainer = sft_trainer(config) if isinstance(config, SFTConfig) else preference_trainer(config)
     with start(config, session) as system, recording(config, recovery) as trackers:
         trainer = make_trainer(system)
+        memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
         evaluates = config.run.evaluate_every > 0
         done = recovery.restore(trainer)
         if done == 0 and evaluates:
@@ -115,7 +120,8 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
             heed_signals()
             if trainer.finished:
                 break
-            metrics = trainer.step()
+            memory.ask()  # of the step before: answered while this one is computed
+            metrics = trainer.step() | memory.metrics()
             recovery.finish()
             if evaluates and due(number, config.run.evaluate_every, config.run.total_steps):
                 metrics |= trainer.evaluate()

@@ -52,7 +52,7 @@ class UpdateReport:
     peak_flops_per_s: float | None = None
     """Of this rank's device; None where it is not known."""
     memory: DeviceMemory | None = None
-    """Of this rank's device, with the peaks of the step; None without one."""
+    """Of this rank's device, with the peaks since the call began; None without one."""
 
 
 class ModelWorker:
@@ -86,7 +86,7 @@ class ModelWorker:
         flops = 0.0
         if self._shape is not None:
             flops = training_flops(self._shape, rows.lengths, frozen=self._adapted) / self.engine.peers
-        return UpdateReport(loss, step, seconds, flops, self._peak_flops_per_s, device_memory(reset_peak=True))
+        return UpdateReport(loss, step, seconds, flops, self._peak_flops_per_s, device_memory())
 
     def save(self, path: str) -> None:
         """Write this rank's shards of the engine's state under `path`."""

@@ -64,6 +64,13 @@ def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, 
         groups[actor].broadcast(Echo.import_torch).result()
         assert groups[actor].broadcast(Echo.threads).result() == [(1, "1"), (1, "1")]
         assert groups[rollout].scatter(Echo.count, put(rows_of([3]))).result() == [3]
+        told = groups.ask_memory()()  # of each process, whatever its roles
+        called = [("actor", "import_torch"), ("actor", "pid"), ("actor", "threads"), ("critic", "context_of"),
+                  ("critic", "pid")]  # fmt: skip
+        assert [sorted(one.by_call) for one in told] == [called, called, [("rollout", "count"), ("rollout", "pid")]]
+        for one in told[:2]:
+            assert one.by_call["actor", "import_torch"] - one.by_call["actor", "pid"] > 30 << 20
+        assert [one.by_call for one in groups.ask_memory()()] == [{}, {}, {}]
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == ["closed-actor-0", "closed-actor-1", "closed-critic-0", "closed-critic-1", "closed-rollout-0"]
     wait_until_released(cluster)

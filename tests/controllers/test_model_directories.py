@@ -128,7 +128,7 @@ def test_the_rollout_engine_fits_the_model(tmp_path: Path, model: Path, data: Pa
     settings = {"num_attention_heads": 8, "hidden_size": 128, "max_position_embeddings": 2048}
     (tmp_path / "config.json").write_text(json.dumps(settings))
     assert "head size is 16" in found(preflight(ppo(tmp_path, data), BIG))["model.path"]
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=GIB, shm_free_bytes=GIB)
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(ppo(tmp_path, data), on_gpu).problems == []
 
 
@@ -176,7 +176,7 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
         "model.path": "the model's hidden size is 48, which the rollout engine's experts do not take on a CPU | "
         "Take a multiple of 32, or a GPU; supervised runs train this one on a CPU, too."
     }
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=GIB, shm_free_bytes=GIB)
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(ppo(experts, data), on_gpu).problems == []
     supervised = [f"model.path={experts}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
     supervised.append("run.evaluate_every=0")

@@ -10,8 +10,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from controllers.ledger import WIRE_BUCKET_BYTES
 from controllers.ppo import Trainer
-from controllers.resources import WIRE_BUCKET_BYTES
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers
 from verl_ray.cluster.store import read

@@ -44,6 +44,7 @@ global_seqlen/mean
 training/global_step training/epoch training/rollout_probs_diff_mean training/rollout_probs_diff_max
 training/rollout_probs_diff_std training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl
 weight_sync/bytes weight_sync/bytes_per_s weight_sync/verified
+memory/actor/learn_gib memory/actor/learn_predicted_gib memory/rollout/generate_gib
 reward_health/ok reward_health/timeout reward_health/exception reward_health/nonfinite reward_health/none
 """
 
@@ -83,6 +84,13 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["training/rollout_actor_probs_pearson_corr"] > 0.9999
         assert line["timing_s/controller"] < line["timing_s/step"]
+        measured = {
+            name: value for name, value in line.items() if name.startswith("memory/") and "predicted" not in name
+        }
+        assert {name.split("/")[1] for name in measured} == {"actor", "critic", "reference", "rollout"}
+        for name, value in measured.items():  # of a process's own memory nearly all: the model is small
+            assert value == pytest.approx(line[name.replace("_gib", "_predicted_gib")], rel=0.2), name
+    assert "predicted: the machine is fullest in the phase" in ended.stdout
 
     logged = wandb_history(run_dir)
     assert [item["training/global_step"] for item in logged] == [0, 1, 2, 3]

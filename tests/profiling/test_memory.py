@@ -7,10 +7,12 @@ import time
 
 import numpy as np
 import psutil
+import pytest
 import torch
 
 from verl_ray.profiling.memory import (
     GIB,
+    PeakWatch,
     TreeMemorySampler,
     device_memory,
     host_used_gib,
@@ -41,6 +43,27 @@ def test_the_peak_of_this_process_is_kept_when_the_memory_is_gone() -> None:
     del array
     grown = own_peak_bytes() - held - missing
     assert 60 * MIB < grown < 80 * MIB
+
+
+@pytest.mark.parametrize("may_forget", [True, False])
+def test_each_call_has_the_peak_of_its_own_time(may_forget: bool) -> None:
+    watch = PeakWatch(on_device=False)
+    if not may_forget:
+        watch._forget = None  # as where /proc/self/clear_refs cannot be written
+    before = watch.take().now
+    with watch("actor", "outer"):
+        with watch("critic", "large"):
+            array = np.ones(96 * MIB, dtype=np.uint8)
+            del array
+        with watch("critic", "small"):
+            array = np.ones(32 * MIB, dtype=np.uint8)
+    told = watch.take()
+    grown = {name: (told.by_call[name] - before) / MIB for name in told.by_call}
+    assert 28 < grown["critic", "small"] < 60 and 28 < (told.now - before) / MIB < 60
+    if may_forget:
+        assert 90 < grown["critic", "large"] < 120 and 90 < grown["actor", "outer"] < 120
+    del array
+    assert watch.take().by_call == {}
 
 
 # Each generation holds 64 MiB of its own; the child starts the grandchild, and both wait for their stdin to end.

@@ -145,6 +145,15 @@ def collect(flights: Sequence[Flight]) -> list[Any]:
     return [replies[flight.reply] for flight in flights]
 
 
+def answered(flights: Sequence[Flight]) -> list[Any]:
+    """The replies that come within their deadlines; failures and what is late are left out."""
+    left = min((flight.deadline.left_s for flight in flights), default=0.0)
+    ready, _ = ray.wait([f.reply for f in flights], num_returns=len(flights), timeout=left) if flights else ([], [])
+    there = set(ready)
+    replies = [receive(flight) for flight in flights if flight.reply in there]
+    return [reply for reply in replies if not isinstance(reply, WorkerError)]
+
+
 def receive(flight: Flight) -> Any:
     """One rank's reply, which is there already, or the error it amounts to."""
     try:

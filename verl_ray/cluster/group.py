@@ -31,7 +31,7 @@ R = TypeVar("R", bound=Batch)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-_KEY = "run.call_deadline_s"
+CALL_KEY = "run.call_deadline_s"
 
 
 class WorkerGroup(Generic[W]):
@@ -299,7 +299,7 @@ class WorkerGroup(Generic[W]):
         return len(calls)
 
     def _deadline(self, deadline_s: float | None) -> Deadline:
-        return Deadline.of(self.deadline_s if deadline_s is None else deadline_s, _KEY)
+        return Deadline.of(self.deadline_s if deadline_s is None else deadline_s, CALL_KEY)
 
     def _request(
         self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object], deadline: Deadline

@@ -33,6 +33,7 @@ from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.memory import CallPeaks, PeakWatch
 
 COLLECTIVE, SERVING, CONTROL = "collective", "serving", "control"
 LANES = {COLLECTIVE: 1, SERVING: 16, CONTROL: 1}
@@ -142,6 +143,7 @@ class WorkerHost:
         self._ended_streams: set[str] = set()
         self._listener: socket.socket | None = None
         self._joined = not seat.process_group
+        self._memory = PeakWatch(on_device=seat.device != "cpu")
 
     # ------------------------------------------------------------------------------------------- collective lane
 
@@ -248,6 +250,10 @@ class WorkerHost:
         health = {role: worker.health() for role, worker in self._workers.items() if hasattr(worker, "health")}
         return Status(process.pid, process.memory_info().rss, since, health)
 
+    def memory(self) -> CallPeaks:
+        """What this process held at most in each call that ended since this was asked last."""
+        return self._memory.take()
+
     def stacks(self) -> str:
         """The Python stacks of all threads but this one, the one that runs a worker's method first."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -274,15 +280,15 @@ class WorkerHost:
 
     @contextlib.contextmanager
     def _doing(self, request: Request) -> Iterator[None]:
-        """Note what the collective lane does."""
-        if request.lane != COLLECTIVE:
-            yield
-            return
-        self._running = request.role, request.method, time.monotonic()
+        """Note what the collective lane does, and the memory that it takes on any lane."""
+        if request.lane == COLLECTIVE:
+            self._running = request.role, request.method, time.monotonic()
         try:
-            yield
+            with self._memory(request.role, request.method):
+                yield
         finally:
-            self._running = None
+            if request.lane == COLLECTIVE:
+                self._running = None
 
     def _bound(self, request: Request) -> Callable[..., Any]:
         if request.incarnation != self._seat.incarnation:

@@ -5,17 +5,20 @@ Invariant: all groups are up, or nothing is left of any. Deliberately not here: 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from verl_ray.cluster.calls import Deadline
+from verl_ray.cluster.calls import Deadline, answered
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
 from verl_ray.cluster.processes import START_KEY, Processes, Role, close, start
+from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")
+
+_MEMORY_S = 2.0
 
 
 class Groups:
@@ -36,6 +39,13 @@ class Groups:
     def replicas(self, role: Role[W]) -> tuple[WorkerGroup[W], ...]:
         """The groups of a role whose processes are replicas, one each."""
         return tuple(self._groups[role.name])
+
+    def ask_memory(self) -> Callable[[], list[CallPeaks]]:
+        """Ask all processes what they held in the calls that ended since this was asked last; they answer while they
+        are busy. Returns what waits a moment for the answers; those of processes that are lost are left out."""
+        deadline = Deadline.of(_MEMORY_S, "the limit for a record that nothing depends on")
+        flights = [flight for one in self._sets for flight in one.ask_memory(deadline)]
+        return lambda: answered(flights)
 
     def close(self) -> None:
         """Close all workers, end their processes and give the bundles back. Closing twice is closing once."""

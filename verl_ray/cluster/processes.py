@@ -113,6 +113,12 @@ class Processes:
             check_topologies(role.name, topologies)
             self.topologies[role.name] = topologies
 
+    def ask_memory(self, deadline: Deadline) -> list[Flight]:
+        """Of every rank its `CallPeaks`, also while it is busy."""
+        there = [member for member in self.members if member.facts is not None]
+        flights = [self._ask(member, "memory", CONTROL, deadline) for member in there]
+        return [replace(flight, method="memory") for flight in flights]
+
     def close(self) -> list[Any]:
         """Ask every worker to close; references to wait for."""
         return [m.actor.close.options(concurrency_group=COLLECTIVE).remote() for m in self.members]

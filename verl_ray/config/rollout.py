@@ -65,4 +65,12 @@ class RolloutConfig(RolloutEngineConfig):
     sync: SyncConfig
     health: HealthConfig
     sleep: Literal["auto", "never", "kv_cache", "weights"]
-    """What a replica frees while the trainer works; auto = weights on a GPU it shares with the trainer, else never."""
+    """What a replica frees while the trainer works: nothing, the cache, or the weights too, which are then not copied
+    anywhere (vLLM's sleep level 2): each sync brings new ones. auto = weights on a GPU it shares with the trainer, else
+    never."""
+
+    def frees(self, *, shares_a_gpu: bool) -> Literal["never", "kv_cache", "weights"]:
+        """What `sleep` amounts to."""
+        if self.sleep == "auto":
+            return "weights" if shares_a_gpu else "never"
+        return self.sleep

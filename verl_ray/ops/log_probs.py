@@ -18,16 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 
 from verl_ray.errors import EngineError
+from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.ops.vocab_parallel import Summary, VocabularySlice
-
-CHUNK_LOGITS = {"cpu": 2**22, "cuda": 2**28}
-"""Logits of one chunk, by device type. CPU: 16 MiB in float32 stays in the last-level cache (smaller chunks made the
-head's products slow, larger ones the softmax, by up to 2 times each). GPU: 1 GiB, enough tokens to fill its products.
-"""
-
-KEPT_LOGITS = 2**26
-"""Up to this many logits (256 MiB in float32) are kept for the backward pass; more are recomputed chunk by chunk.
-Recomputing repeats the head's product, a third more work in the head, which only pays where memory is the limit."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,14 @@ proportional set sizes (PSS), in which a page shared by n of them counts 1/n in 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import os
+import re
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -103,6 +106,85 @@ class AnonymousGrowth:
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
             self._most = max(self._most, anonymous_bytes())
+
+
+@dataclass(frozen=True)
+class CallPeaks:
+    """The memory of a process as `PeakWatch` saw it, in bytes."""
+
+    now: int
+    by_call: dict[tuple[str, str], int]
+    """(role, method) -> the most that the process held while it ran, since this was last taken."""
+
+
+class PeakWatch:
+    """What this process holds at most while each of its calls runs (they may overlap): `with watch(role, method):`.
+
+    On a CPU that is the resident set, whose highest value the kernel keeps and forgets when told to; where it may not
+    be told, one that did not rise above an earlier one is taken to be what there is at the end. On a device it is what
+    torch's allocator gave out there. Measured: 29 microseconds per call on a CPU. Linux alone.
+    """
+
+    def __init__(self, *, on_device: bool) -> None:
+        self._on_device = on_device
+        self._status = os.open("/proc/self/status", os.O_RDONLY)
+        self._forget: int | None = None
+        with contextlib.suppress(OSError):
+            self._forget = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        self._highest = 0
+        self._lock = threading.Lock()
+        self._running: dict[object, int] = {}
+        self._peaks: dict[tuple[str, str], int] = {}
+
+    @contextlib.contextmanager
+    def __call__(self, role: str, method: str) -> Iterator[None]:
+        call = object()
+        with self._lock:
+            self._see()
+            self._running[call] = 0
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._see()
+                peak = self._running.pop(call)
+                self._peaks[role, method] = max(peak, self._peaks.get((role, method), 0))
+
+    def take(self) -> CallPeaks:
+        """The peaks of the calls that ended since this was called last."""
+        with self._lock:
+            peaks, self._peaks = self._peaks, {}
+            return CallPeaks(self._see(), peaks)
+
+    def _see(self) -> int:
+        """Tell the calls that run of the peak since the last time; what is held now, in bytes."""
+        peak, now = self._device() if self._on_device else self._resident()
+        for call, seen in self._running.items():
+            self._running[call] = max(seen, peak)
+        return now
+
+    def _resident(self) -> tuple[int, int]:
+        status = os.pread(self._status, 8192, 0)
+        highest, now = (1024 * int(found) for found in _RESIDENT.findall(status))
+        if self._forget is not None:
+            try:
+                os.pwrite(self._forget, b"5", 0)
+                return highest, now
+            except OSError:
+                self._forget = None
+        peak = highest if highest > self._highest else now
+        self._highest = highest
+        return peak, now
+
+    def _device(self) -> tuple[int, int]:
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return 0, 0
+        memory = device_memory(reset_peak=True)
+        return (0, 0) if memory is None else (memory.peak_allocated_bytes, memory.allocated_bytes)
+
+
+_RESIDENT = re.compile(rb"Vm(?:HWM|RSS):\s+(\d+) kB")  # in this order
 
 
 def tree_pss_bytes(root_pid: int) -> int:

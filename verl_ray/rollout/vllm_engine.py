@@ -37,14 +37,22 @@ if TYPE_CHECKING:
 
 _CPU_BATCHED_TOKENS = 8192
 
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Where torch reads the settings of its allocator."""
 
-def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str, str]:
+_EXPANDABLE = ("expandable_segments:true", "expandable_segments:1")
+
+
+def environment(
+    device: str, threads: int, tensor_parallel: int = 1, given: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """The environment variables that a process needs before it imports torch, to hold a `VllmEngine`.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of each rank of the engine.
         tensor_parallel: ranks of the engine.
+        given: the variables that the process has, some of which it may not keep; None = those of this one.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is stepped by its owner: starts in 3 s instead of 40
@@ -56,7 +64,23 @@ def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str
     if device == "cpu":
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits 8-15 s for a compiler
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tensor_parallel == 1 else _cores(threads, tensor_parallel)
+    else:
+        variables |= _without_expandable_segments(os.environ if given is None else given)
     return variables
+
+
+def _without_expandable_segments(given: Mapping[str, str]) -> dict[str, str]:
+    """The allocator's settings for a process that sleeps. What vLLM puts to sleep lies in a memory pool of its own, and
+    torch's expandable segments are not for such pools (pytorch#147851): vLLM 0.32 turns them off while it fills one,
+    earlier ones refuse to start. Trainers, whose environment this is not, may have them."""
+    changed: dict[str, str] = {}
+    for name in ALLOCATOR_VARIABLES:
+        settings = [one.strip() for one in given.get(name, "").split(",") if one.strip()]
+        kept = [one for one in settings if one.lower().replace(" ", "") not in _EXPANDABLE]
+        if kept != settings:
+            changed[name] = ",".join(kept)
+            print(f"warning: the rollout engine runs without expandable_segments of {name}: it cannot sleep with them")
+    return changed
 
 
 def _cores(threads: int, ranks: int) -> str:

@@ -1,0 +1,125 @@
+"""Who holds what in which phase, and what that makes of a device and of a host."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers.composition import compose
+from controllers.ledger import PROCESS_BYTES, RESIDENT_BYTES, Ledger, Phase, ledger, wire_bytes
+from controllers.ledger_table import ledger_table, print_tables
+from controllers.machine import GIB
+from tests.controllers.findings import NO_GAIN, judged, ppo
+from verl_ray.config.schema import RLConfig
+
+
+def made(*overrides: str, on_gpus: bool = True) -> Ledger:
+    """Of a run that makes its model, of 789,888 parameters: 256 rows of at most 16 + 8 tokens."""
+    return ledger(compose("quickstart", list(overrides)), on_gpus=on_gpus)
+
+
+PARAMETERS = 4 * (2 * 128 * 192 + 64 + 3 * 128 * 384 + 256) + 128 + 14 * 128
+CACHE = GIB // 16
+
+
+def held(found: Ledger, role: str) -> dict[Phase, int]:
+    return {phase: sum(found.uses[role][phase].held.values()) for phase in found.phases}
+
+
+def test_roles_that_share_gpus_take_turns_with_the_rollout_engine() -> None:
+    found, weights = made(), 4 * PARAMETERS
+    assert held(found, "actor") == {"generate": 0, "measure": 3 * weights, "learn": 3 * weights, "publish": 3 * weights}
+    assert sum(found.uses["actor"]["generate"].host.values()) == 3 * weights
+    assert held(found, "rollout") == {"generate": weights + CACHE, "measure": 0, "learn": 0, "publish": weights}
+
+
+def test_what_sleeps_is_what_the_configuration_says() -> None:
+    weights = 4 * PARAMETERS
+    for sleep, in_learn, in_publish in (
+        ("never", weights + CACHE, weights + CACHE), ("kv_cache", weights, weights), ("weights", 0, weights)
+    ):  # fmt: skip
+        phases = held(made(f"rollout.sleep={sleep}"), "rollout")
+        assert (phases["learn"], phases["publish"]) == (in_learn, in_publish)
+    apart = made("placement=separate")
+    assert held(apart, "rollout")["learn"] == weights + CACHE  # its devices are its own: it never sleeps
+    assert held(apart, "actor")["generate"] == 3 * weights
+
+
+def test_gradients_of_ddp_stay_on_the_device_and_parameters_of_a_host_never_come() -> None:
+    assert held(made("actor.num_ranks=2"), "actor")["generate"] == 4 * PARAMETERS
+    found = made("backend=fsdp", "backend.host_parameters=true")
+    assert set(held(found, "actor").values()) == {0}
+    assert sum(found.uses["actor"]["learn"].host.values()) == 16 * PARAMETERS  # gradients, too
+
+
+def test_a_device_holds_all_that_share_it_and_roles_of_one_process_compute_in_turn() -> None:
+    found = made()
+    uses = {role: found.uses[role]["learn"] for role in ("actor", "critic", "reference")}
+    working = [sum(use.working.values()) for use in uses.values()]
+    together = sum(sum(use.held.values()) for use in uses.values()) + max(working)
+    assert found.predicted("actor", "learn") == together - max(working) + working[0]
+    assert found.device("learn") == together + 2 * (GIB // 2)  # and a context of each of two processes
+    # 3 x 4 bytes of the actor and the critic each, 4 of the reference, and gradients of one of them
+    assert found.device("learn", certain=True) == (12 + 12 + 4 + 4) * PARAMETERS
+    apart = made("placement=separate")
+    assert apart.device("learn", certain=True) == CACHE + 4 * PARAMETERS  # the cache is more than the actor's 16
+
+
+def test_on_a_cpu_everything_is_the_hosts_on_all_ranks() -> None:
+    found = made("actor.num_ranks=2", on_gpus=False)
+    assert found.device("learn") == 0
+    processes = 2 * PROCESS_BYTES["trainer"] + PROCESS_BYTES["rollout"] + PROCESS_BYTES["reward"]
+    # With two ranks each holds gradients of the actor and the critic, in buckets that stay.
+    state = 2 * (16 + 16 + 4) * PARAMETERS + 4 * PARAMETERS + CACHE
+    assert found.machine("learn", certain=True) == found.machine("measure", certain=True) == processes + state
+    assert found.machine("learn") > processes + state
+    # What was needed for an update is kept; and the actor has the wire open.
+    kept = max(sum(use.working.values()) for role in ("actor", "critic") for use in found.uses[role].values())
+    every = RESIDENT_BYTES["trainer"] + (16 + 16 + 4 + 4) * PARAMETERS + kept
+    assert found.predicted("reference", "publish") == found.predicted("actor", "learn") == every
+
+
+def test_the_wire_is_open_where_weights_are_written_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = compose("quickstart")
+    assert isinstance(config, RLConfig)
+    assert wire_bytes(config) == 2 * 4 * PARAMETERS
+    # Of two slots one bucket fills one; of buckets of 1 MB, two are full.
+    for bucket, mapped in ((1 << 30, 4 * PARAMETERS), (10**6, 2 * 10**6)):
+        monkeypatch.setattr("controllers.ledger.WIRE_BUCKET_BYTES", bucket)
+        found = made(on_gpus=False)
+        assert {found.uses["actor"][phase].of("buffers") for phase in found.phases} == {mapped}
+        assert found.uses["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128  # and the head, packed
+
+
+def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:
+    found = ledger(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
+    assert held(found, "reward") == dict.fromkeys(found.phases, 3 * GIB + 4 * 120)
+    graded = ledger(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
+    assert held(graded, "reward")["generate"] == 480  # its weights stay on the device
+    assert not graded.is_told("reward", "generate") or graded.predicted("reward", "generate") > 0
+
+
+def test_a_supervised_run_has_two_phases(model: Path, data: Path) -> None:
+    found = ledger(
+        compose("sft", [f"model.path={model}", f"data.train_path={data}/train.jsonl", "data.validation_path=null",
+                        "run.evaluate_every=0"]),
+        on_gpus=False,
+    )  # fmt: skip
+    assert found.phases == ("measure", "learn")
+    assert found.fullest(on_device=False, certain=True) == ("learn", PROCESS_BYTES["trainer"] + 16 * 120)
+
+
+def test_what_a_process_cannot_tell_is_not_asked() -> None:
+    assert made(on_gpus=False).is_told("rollout", "publish")
+    assert not made().is_told("rollout", "publish") and made().is_told("rollout", "generate")
+    assert not made("rollout.tensor_parallel=2", on_gpus=False).is_told("rollout", "generate")
+    assert not made("reward=http", "reward.url=http://h/s", NO_GAIN).is_told("reward", "generate")
+
+
+def test_the_table_names_the_fullest_phase(capsys: pytest.CaptureFixture[str]) -> None:
+    print_tables(ledger_table(made(on_gpus=False)))
+    out = capsys.readouterr().out
+    assert "predicted: the machine is fullest in the phase generate, 1.4" in out
+    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["reference"]]
+    assert row[1:5] == ["3.01", "-", "-", "-"] and row[-1] == row[-2] == "3.01"
