@@ -21,7 +21,7 @@ class Pulse:
 
     def __init__(self, group: WorkerGroup[Any], interval_s: float, deadline_s: float, key: str) -> None:
         """`key`: the setting that `deadline_s` comes from."""
-        (self._member,) = group.members()
+        self._group = group
         self._interval_s, self._deadline_s, self._key = interval_s, deadline_s, key
         self._asked: Any = None
         self._since = time.monotonic()
@@ -36,7 +36,8 @@ class Pulse:
         now = time.monotonic()
         if self._asked is None:
             if now - self._since >= self._interval_s:
-                lane = self._member.actor.status.options(concurrency_group=CONTROL)
+                (member,) = self._group.members()
+                lane = member.actor.status.options(concurrency_group=CONTROL)
                 self._asked, self._since = lane.remote(), now
             return None
         ready, _ = ray.wait([self._asked], timeout=0)
@@ -45,7 +46,7 @@ class Pulse:
             try:
                 status: Status = ray.get(asked)
             except ray.exceptions.RayError as error:
-                raise failures.died(self._member, "status", error) from error
+                raise failures.died(self._group.members()[0], "status", error) from error
             return status
         if now - self._since > self._deadline_s:
             raise self.late("the control lane", now - self._since, self._key)
@@ -53,4 +54,4 @@ class Pulse:
 
     def late(self, what: str, waited_s: float, key: str) -> WorkerError:
         """The error for something of this process that takes too long."""
-        return failures.late([self._member], what, waited_s, key)
+        return failures.late(self._group.members(), what, waited_s, key)
