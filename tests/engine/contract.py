@@ -645,7 +645,7 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     torch_alone = family == "torch"
-    found: dict[str, Any] = {} if torch_alone else {"layouts": check_layouts(ranks)}
+    found: dict[str, Any] = {} if torch_alone else {"layouts": check_layouts(ranks), "apex": "apex" in sys.modules}
     if world == 4 and torch_alone:
         found["hybrid"] = check_hybrid(ranks)
     if world > 1 and torch_alone:

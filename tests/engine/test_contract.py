@@ -1,6 +1,7 @@
 """Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -50,6 +51,27 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+APEX = """
+import torch
+
+class FusedAdam(torch.optim.Adam):  # not AdamW, and it takes what Apex's takes
+    def __init__(self, adam_w_mode, **settings):
+        super().__init__(**settings)
+
+FusedSGD = torch.optim.SGD
+"""
+
+
+def environment(folder: Path, family: str, world: int) -> dict[str, str]:
+    """Of the process of one rank: one of megatron's has an Apex to import, which must make no difference."""
+    if (family, world) != ("megatron", 1):
+        return {**os.environ}
+    (folder / "beside" / "apex").mkdir(parents=True)
+    (folder / "beside" / "apex" / "__init__.py").touch()
+    (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "beside"), os.environ.get("PYTHONPATH", "")])}
+
+
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
     """What each rank found, by number of ranks."""
@@ -58,6 +80,7 @@ def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
         subprocess.Popen(
             [sys.executable, "-m", contract.__name__, family, str(rank), str(world), str(folder)],
             cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT,
+            env=environment(folder, family, world),
         )
         for (family, rank, world), output in zip(contract.PLACES, outputs, strict=True)
     ]  # fmt: skip
@@ -539,6 +562,11 @@ def test_the_sharded_weights_are_the_ones_read_after_a_forward_pass(folder: Path
     expected = dict(reference_model(folder, "qwen3").named_parameters())
     for one in (one["fsdp"]["check_training"]["held after forward"] for world in (1, 2) for one in found[world]):
         assert all(torch.equal(one[name].double(), value) for name, value in expected.items())
+
+
+def test_apex_is_left_alone_where_it_is_installed(found: dict[int, list[dict[str, Any]]]) -> None:
+    """What one rank of megatron found, it found with Apex beside it, whose Adam would keep no count of a shard."""
+    assert [one["apex"] for world in (1, 2) for one in found[world]] == [True, False, False]
 
 
 def test_weight_decay_spares_norms(results: Any) -> None:
