@@ -455,7 +455,8 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """States that other backends and other numbers of ranks wrote; four ranks read some of them."""
+    """States that other backends and other numbers of ranks wrote; four ranks read some of them. What the second step
+    finds was made by the moments and the counts of steps that were read."""
     rows = rows_of()
     found = {}
     for writer, world in WRITERS if ranks.world < 4 else READ_BY_FOUR:
@@ -463,7 +464,7 @@ def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
         mine = ranks.of(engine, rows)
         load(engine, ranks.folder / f"state_{writer}_{world}")
         weights = ranks.weights(engine)
-        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 1)}
+        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
     return found
 
 
@@ -629,7 +630,7 @@ WRITERS = (
     ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
     ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4), ("megatron_fsdp", 1), ("megatron_fsdp", 2),
 )  # fmt: skip
-READ_BY_FOUR = (("engine", 1), ("fsdp", 2), ("tp2 pp2", 4))
+READ_BY_FOUR = (("engine", 1), ("fsdp", 2), ("tp2 sp", 2), ("tp2 pp2", 4))
 
 
 def models_of(kind: str) -> tuple[str, ...]:

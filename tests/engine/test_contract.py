@@ -523,7 +523,7 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
                 assert torch.equal(other["weights"][name], value), (writer, name)
             close(other["loss"], read[0]["loss"])
             close(other["norm"], read[0]["norm"])
-            assert other["lr"] == pytest.approx([rate_of(2)])
+            assert other["lr"] == pytest.approx([rate_of(2), rate_of(3)])
 
 
 @pytest.mark.parametrize(
