@@ -537,6 +537,8 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
         ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
         trained.export(str(ranks.folder / f"export_{model}_{kind}_{ranks.world}"))
         found[f"exported {model}"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+        new = ranks.engine(kind, model, dtype="bfloat16")
+        new.export(str(ranks.folder / f"export_new_{model}_{kind}_{ranks.world}"))
     return found
 
 

@@ -595,6 +595,18 @@ def test_an_export_is_what_transformers_computes_with(
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
 
 
+@pytest.mark.parametrize("model", contract.EXPORTED)
+def test_what_learns_is_float32_behind_a_computation_in_bfloat16(
+    folder: Path, place: tuple[str, int], results: Any, model: str
+) -> None:
+    """So an export before the first step is the model that was read, to the bit."""
+    expected = load_file(folder / model / "model.safetensors")
+    exported = load_file(folder / f"export_new_{model}_{place[0]}_{place[1]}" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+    assert any(bool((value != value.bfloat16().float()).any()) for value in expected.values())
+
+
 @pytest.mark.parametrize(("head", "reference"), [("policy", "adapter"), ("value", "adapter, value")])
 def test_an_adapter_learns_as_with_peft(adapted: Any, naive: Any, head: str, reference: str) -> None:
     for rank in adapted[1]:

@@ -95,6 +95,19 @@ def clip_and_step(optimizer: Any, norm: float, limit: float | None, rate: float)
     optimizer.step_with_ready_grads()
 
 
+def restore(optimizer: Any) -> None:
+    """Back to the device from the host. Weights that learn in the type that computes are those that compute, of which
+    megatron-core has made copies by then."""
+    optimizer.restore_from_cpu()
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for models, shards in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+            for model, shard in zip(models, shards, strict=True):
+                run = part._get_model_param_range_map(model)["param"]
+                shard.data = model.detach().view(-1)[run.start : run.end]
+
+
 def shards_of(optimizer: Any, parameters: Mapping[nn.Parameter, Mapped]) -> Iterator[Shard]:
     """What this rank's optimizer steps: runs of flattened parameters, in float32."""
     for parameter, mapped in parameters.items():
