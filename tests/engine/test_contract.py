@@ -48,6 +48,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             intermediate_size=96, tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
+    config.write_text(config.read_text().replace('"silu"', '"swish"'))
     return root
 
 

@@ -8,6 +8,9 @@ FAMILIES = ("gemma", "llama", "qwen2", "qwen3", "qwen3_moe")
 IN_MEGATRON = ("llama", "qwen2", "qwen3", "qwen3_moe")
 """Those whose weights have a place in megatron-core's model."""
 
+ACTIVATIONS_IN_MEGATRON = ("silu", "swish")
+"""Values of hidden_act that its model computes: the two names of one function."""
+
 WITH_EXPERTS = ("qwen3_moe",)
 """Those whose layers choose among experts."""
 

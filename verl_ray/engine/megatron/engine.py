@@ -36,7 +36,7 @@ from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap
 from verl_ray.engine.module_engine import adam, manifest_of
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
 from verl_ray.errors import EngineError, ModelError
-from verl_ray.models.families import IN_MEGATRON
+from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.names import Box, pieces
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
@@ -124,10 +124,10 @@ class MegatronEngine(PackedEngine):
             )
 
         activation = self.described.hf.config.hidden_act
-        if activation != "silu":
+        if activation not in ACTIVATIONS_IN_MEGATRON:
             raise ModelError(
-                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes silu here, so take "
-                f"fsdp or engine as {spec.role}.backend"
+                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes "
+                f"{ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as {spec.role}.backend"
             )
         factor = cast(Any, self.described.backbone.rotary_emb).attention_scaling
         if factor != 1:
