@@ -404,14 +404,14 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     }
 
 
-def check_non_finite(ranks: Ranks, kind: str) -> dict[str, Any]:
-    rows = rows_of()
-    mine = rows.select(ranks.mine(rows))
-    engine = ranks.engine(kind)
+def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
+    engine = ranks.engine(kind, **settings)
+    mine = ranks.of(engine, rows_of())
     ranks.train(engine, mine, POLICY, 2)
     before = ranks.weights(engine)
     assert mine.advantages is not None
-    bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf)) if ranks.rank == 0 else mine
+    bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf))
+    bad = bad if engine.topology.row_index == 0 else mine
     _, step = ranks.step(engine, bad, POLICY)
     after = ranks.weights(engine)
     _, next_step = ranks.step(engine, mine, POLICY)
@@ -513,6 +513,47 @@ def check_layouts(ranks: Ranks) -> dict[str, Any]:
         engine.export(str(ranks.folder / f"export_{name}"))
         found[name]["trained"] = ranks.weights(engine)
     return found
+
+
+def check_held(ranks: Ranks) -> dict[str, Any]:
+    """What every other way to share out a model holds, exports before it learns, and writes."""
+    rows, found = rows_of(), {}
+    for name, (model, layout) in HELD[ranks.world].items():
+        engine = ranks.engine("megatron", model, **layout)
+        mine = ranks.of(engine, rows)
+        before = ranks.weights(engine)
+        engine.export(str(ranks.folder / f"held_{name}"))
+        trained = ranks.train(engine, mine, POLICY, 2)
+        folder = ranks.folder / f"state_{name}_{ranks.world}"
+        sharded.save(engine.state(), str(folder))
+        never_stopped = ranks.train(engine, mine, POLICY, 1)
+        resumed = ranks.engine("megatron", model, **layout)
+        load(resumed, folder)
+        found[name] = {
+            "model": model,
+            "before": before,
+            "trained": trained,
+            "never stopped": never_stopped,
+            "resumed": ranks.train(resumed, mine, POLICY, 1),
+        }
+    return found
+
+
+def check_four(ranks: Ranks) -> dict[str, Any]:
+    """A step that is not finite, and pairs of rows, where four ranks hold a quarter of the model each."""
+    layout: dict[str, Any] = LAYOUTS[4]["tp2 pp2"]
+    engine = ranks.engine("megatron", head="value", micro_batch_tokens_per_rank=60, **layout)
+    return {
+        "non-finite": check_non_finite(ranks, "megatron", **layout),
+        "preferences": ranks.train(engine, pairs_of(), PREFERENCE),
+    }
+
+
+def check_continued(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """From what fsdp exported; megatron shares out its experts."""
+    engine = ranks.engine(kind, "export_qwen3_moe_fsdp_2", **HELD[2]["ep2"][1] if kind == "megatron" else {})
+    weights = ranks.weights(engine)
+    return {"weights": weights, **ranks.train(engine, ranks.of(engine, rows_of()), POLICY, 2)}
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -626,6 +667,21 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {"tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}},
 }
 """Of megatron, that write."""
+HELD: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    1: {},
+    2: {
+        "ep2": ("qwen3_moe", {"expert_parallel": 2}),
+        "tp2 sp etp2": (
+            "wide_qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+        ),
+        "tp2 tied": ("wide_qwen2", {"tensor_parallel": 2}),
+        "pp2 vpp2 tied": ("wide_qwen2", {"pipeline_parallel": 2, "virtual_stages": 2}),
+        "cp2": ("wide_qwen2", {"context_parallel": 2}),
+        "tp2 bfloat16": ("wide_qwen2", {"tensor_parallel": 2, "dtype": "bfloat16"}),
+    },
+    4: {"pp2 ep2": ("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2})},
+}  # fmt: skip
+"""By name: a model, and the layout that holds it."""
 PLACES = tuple((family, rank, world) for family in FAMILIES for world in (1, 2, 4) for rank in range(world))
 """Every process: its family, rank and number of ranks."""
 WRITERS = (
@@ -648,7 +704,11 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     torch_alone = family == "torch"
-    found: dict[str, Any] = {} if torch_alone else {"layouts": check_layouts(ranks), "apex": "apex" in sys.modules}
+    found: dict[str, Any] = {}
+    if not torch_alone:
+        found = {"layouts": check_layouts(ranks), "held": check_held(ranks), "apex": "apex" in sys.modules}
+        if world == 4:
+            found |= check_four(ranks)
     if world == 4 and torch_alone:
         found["hybrid"] = check_hybrid(ranks)
     if world > 1 and torch_alone:
@@ -665,6 +725,8 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         time.sleep(0.05)
     for kind in kinds:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
+        if world == 2 and kind in ("fsdp", "megatron"):
+            found[kind]["check_continued"] = check_continued(ranks, kind)
     if world == 4:
         of_four = LAYOUTS_OF_FOUR[family]
         found[f"elsewhere {family}"] = [check_elsewhere(ranks, FAMILIES[family][-1], **how) for how in of_four]

@@ -48,6 +48,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             intermediate_size=96, tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    for family, tied, layers in (("qwen2", True, 4), ("qwen3_moe", False, 2)):  # with key heads for two ranks
+        sizes = TinyModelConfig(
+            hidden_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
+            tie_embeddings=tied,
+        )  # fmt: skip
+        make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
     config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
     config.write_text(config.read_text().replace('"silu"', '"swish"'))
     return root
@@ -544,6 +550,51 @@ def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
         assert given["resumed"] == given["never stopped"]
         close(given["never stopped"]["norm"][:1], naive["qwen3"]["norm"][2:])
     assert exported.keys() == expected.keys()
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(world, name) for world, layouts in contract.HELD.items() for name in layouts]
+)
+def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
+    folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
+) -> None:
+    """What learns, too, where it computes in another type. That each element has one owner is asserted where the shards
+    are put together."""
+    exported = load_file(folder / f"held_{layout}" / "model.safetensors")
+    for rank in found[world]:
+        given = rank["held"][layout]
+        expected = load_file(folder / given["model"] / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        for name, value in expected.items():
+            computes = value.bfloat16().float() if layout.endswith("bfloat16") else value
+            assert torch.equal(given["before"][name], computes), name
+            assert torch.equal(exported[name], value), name
+        assert given["resumed"] == given["never stopped"]
+        if given["model"] == "wide_qwen2":
+            whole = found[2][0]["held"]["cp2"]["trained"]
+            tolerance = BFLOAT16 if layout.endswith("bfloat16") else EXACT
+            close(given["trained"]["loss"], whole["loss"], tolerance)
+            close(given["trained"]["norm"], whole["norm"], tolerance)
+
+
+def test_four_ranks_of_megatron_skip_and_compare_rows_as_one(
+    found: dict[int, list[dict[str, Any]]], naive: Any
+) -> None:
+    for rank in found[4]:
+        bad, pairs = rank["non-finite"], rank["preferences"]
+        assert bad["skipped"] == "the gradient of model.embed_tokens.weight is not finite on rank 0"
+        assert bad["unchanged"] and bad["changed later"]
+        close(pairs["loss"], naive["preferences"]["loss"])
+        close(pairs["norm"], naive["preferences"]["norm"])
+
+
+def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
+    exported = load_file(folder / "export_qwen3_moe_fsdp_2" / "model.safetensors")
+    for rank in found[2]:
+        given, plain = (rank[kind]["check_continued"] for kind in ("megatron", "fsdp"))
+        assert all(torch.equal(given["weights"][name], value) for name, value in exported.items())
+        close(given["loss"], plain["loss"])
+        close(given["norm"], plain["norm"])
 
 
 def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
