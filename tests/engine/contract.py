@@ -542,8 +542,11 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
 def check_four(ranks: Ranks) -> dict[str, Any]:
     """A step that is not finite, and pairs of rows, where four ranks hold a quarter of the model each."""
     layout: dict[str, Any] = LAYOUTS[4]["tp2 pp2"]
-    engine = ranks.engine("megatron", head="value", micro_batch_tokens_per_rank=60, **layout)
+    engine: Any = ranks.engine("megatron", head="value", micro_batch_tokens_per_rank=60, **layout)
+    groups = engine.layout.groups
+    backends = [one._get_backend(torch.device("cpu")) for one in (groups.tp, groups.pp, groups.dp, groups.expt_dp)]
     return {
+        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
         "non-finite": check_non_finite(ranks, "megatron", **layout),
         "preferences": ranks.train(engine, pairs_of(), PREFERENCE),
     }

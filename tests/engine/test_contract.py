@@ -588,6 +588,10 @@ def test_four_ranks_of_megatron_skip_and_compare_rows_as_one(
         close(pairs["norm"], naive["preferences"]["norm"])
 
 
+def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(rank["timeouts"] == pytest.approx([contract.DEADLINE_S] * 4) for rank in found[4])
+
+
 def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
     exported = load_file(folder / "export_qwen3_moe_fsdp_2" / "model.safetensors")
     for rank in found[2]:
