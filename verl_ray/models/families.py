@@ -14,5 +14,9 @@ ACTIVATIONS_IN_MEGATRON = ("silu", "swish")
 WITH_EXPERTS = ("qwen3_moe",)
 """Those whose layers choose among experts."""
 
+WITH_QUERY_NORM = ("qwen3", "qwen3_moe")
+"""Those that norm the queries and keys of each head."""
+
+EMBEDDINGS = "model.embed_tokens.weight"
 VALUE_HEAD = "score.weight"  # the name it has in Hugging Face's sequence-classification models
 LANGUAGE_HEAD = "lm_head.weight"  # a checkpoint with tied embeddings has none
