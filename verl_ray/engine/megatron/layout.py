@@ -53,7 +53,7 @@ class Layout:
                 expert_tensor_parallel_size=backend.expert_tensor_parallel,
                 create_gloo_process_groups=False,
                 # else half an hour, whatever the run gives its collective operations
-                distributed_timeout_minutes=_timeout_s() / 60,  # type: ignore[arg-type]
+                distributed_timeout_minutes=_timeout_s() / 60,
             )
             # nothing here is random; but what is computed again asks for these streams
             tensor_parallel.model_parallel_cuda_manual_seed(1)

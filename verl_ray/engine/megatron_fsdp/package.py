@@ -26,12 +26,12 @@ HIDDEN = "megatron.core"
 def _hidden(name: str) -> Iterator[None]:
     """Inside, neither this package nor anything in it can be imported, even if it was before."""
     before: dict[str, Any] = {known: sys.modules[known] for known in sys.modules if f"{known}.".startswith(f"{name}.")}
-    sys.modules |= dict.fromkeys({name, *before})
+    sys.modules.update(dict.fromkeys({name, *before}))  # type: ignore[arg-type]
     try:
         yield
     finally:
         del sys.modules[name]
-        sys.modules |= before
+        sys.modules.update(before)
 
 
 with _hidden(HIDDEN):
