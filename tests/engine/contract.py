@@ -709,7 +709,7 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
     torch_alone = family == "torch"
     found: dict[str, Any] = {}
     if not torch_alone:
-        found = {"layouts": check_layouts(ranks), "held": check_held(ranks), "apex": "apex" in sys.modules}
+        found = {"layouts": check_layouts(ranks), "held": check_held(ranks)}
         if world == 4:
             found |= check_four(ranks)
     if world == 4 and torch_alone:
@@ -733,6 +733,8 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
     if world == 4:
         of_four = LAYOUTS_OF_FOUR[family]
         found[f"elsewhere {family}"] = [check_elsewhere(ranks, FAMILIES[family][-1], **how) for how in of_four]
+    if not torch_alone:
+        found["apex"] = "apex" in sys.modules
     torch.save(found, folder / f"found_{family}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
