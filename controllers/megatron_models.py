@@ -19,13 +19,10 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
 from verl_ray.engine.packages import INSTALL, missing_packages
 from verl_ray.errors import Problem
-from verl_ray.models.families import FAMILIES, IN_MEGATRON, WITH_EXPERTS
+from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, FAMILIES, IN_MEGATRON, WITH_EXPERTS
 
 BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "qwen3_moe": ("attention_bias",)}
 """Settings that add biases for which megatron-core's model has no place: it has those of queries, keys and values."""
-
-ACTIVATIONS = ("silu", "swish")
-"""The two names of the one that is computed."""
 
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3")
 """Those that only turn queries and keys; others also scale them, or turn long rows otherwise."""
@@ -68,9 +65,9 @@ def _unmapped(path: str, settings: Mapping[str, object]) -> Iterator[tuple[str, 
     for name in BIASES.get(str(family), ()):
         if settings.get(name):
             yield f"{path} sets {name}, and megatron-core's model has no place for those biases", ""
-    activation = settings.get("hidden_act", ACTIVATIONS[0])
-    if family in IN_MEGATRON and activation not in ACTIVATIONS:
-        yield f"{path} sets hidden_act={activation}, and {ACTIVATIONS[0]} is what this backend computes", ""
+    activation = settings.get("hidden_act", ACTIVATIONS_IN_MEGATRON[0])
+    if family in IN_MEGATRON and activation not in ACTIVATIONS_IN_MEGATRON:
+        yield f"{path} sets hidden_act={activation}, and {ACTIVATIONS_IN_MEGATRON[0]} is what this backend computes", ""
     for kind in sorted(_rotary_types(settings) - set(ROTARY_TYPES)):
         rule = f"{path} has rotary positions of type {kind}, which also scale attention: this backend does not"
         yield rule, ""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
-from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
+from verl_ray.models.families import EMBEDDINGS, FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS, WITH_QUERY_NORM
 
 MADE_VOCABULARY = len(ALPHABET) + 2  # padding and the end of a text
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer_config.json")
@@ -80,6 +80,9 @@ def _model_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
         yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
     if not any(directory.glob("*.safetensors")):
         yield Problem(key, path, "this directory has no *.safetensors", "Save the weights as safetensors.")
+    if (other := _other_tensor(settings, tensor_shapes(path))) is not None:
+        fix = "Give the directory that `save_pretrained` wrote, with nothing of another model in it."
+        yield Problem(key, path, f"its tensors are not of the model that its config.json describes: {other}", fix)
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         fix = f"Put the model's tokenizer beside it ({either(TOKENIZER_FILES[:3])})."
         yield Problem(key, path, "this directory has no tokenizer", fix)
@@ -90,6 +93,42 @@ def _model_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
         length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else config.longest_row[1]
         rule = f"the model has {most} positions, and a row may have {longest} tokens"
         yield Problem(key, path, rule, f"Lower {length} by {longest - most}, or take another model.")
+
+
+def _other_tensor(settings: Mapping[str, object], shapes: Mapping[str, list[int]]) -> str | None:
+    """The first of a few tensors by which architectures differ that is not as the settings have it. What is told of a
+    layer is compared where its queries are there; loading compares everything."""
+    family, hidden, vocabulary = (settings.get(name) for name in ("model_type", "hidden_size", "vocab_size"))
+    heads, layers = settings.get("num_attention_heads"), settings.get("num_hidden_layers")
+    numbers = (hidden, vocabulary, heads, layers)
+    if family not in FAMILIES or not all(isinstance(number, int) for number in numbers):
+        return None
+    hidden, vocabulary, heads, layers = (int(str(number)) for number in numbers)
+    size = int(str(settings.get("head_dim") or hidden // heads))
+    attention = "model.layers.0.self_attn."
+    expected: dict[str, list[int] | None] = {EMBEDDINGS: [vocabulary, hidden]} if EMBEDDINGS in shapes else {}
+    if f"{attention}q_proj.weight" in shapes:
+        biased = family == "qwen2" or bool(settings.get("attention_bias"))
+        expected |= {
+            f"{attention}q_proj.weight": [heads * size, hidden],
+            f"{attention}q_proj.bias": [heads * size] if biased else None,
+            f"{attention}q_norm.weight": [size] if family in WITH_QUERY_NORM else None,
+            f"model.layers.{layers - 1}.input_layernorm.weight": [hidden],
+            f"model.layers.{layers}.input_layernorm.weight": None,
+        }
+        if family not in WITH_EXPERTS:
+            expected["model.layers.0.mlp.gate.weight"] = None
+        elif settings.get("decoder_sparse_step", 1) == 1 and not settings.get("mlp_only_layers"):
+            expected["model.layers.0.mlp.gate_proj.weight"] = None
+    for name, shape in expected.items():
+        found = shapes.get(name)
+        if found != shape:
+            return f"{name} {_said(found)}, and would {_said(shape, 'be absent', 'have')}"
+    return None
+
+
+def _said(shape: list[int] | None, absent: str = "is absent", has: str = "has") -> str:
+    return absent if shape is None else f"{has} shape {shape}"
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,9 @@ from controllers.machine import GIB, Machine
 from controllers.model_directories import parameter_count
 from controllers.preflight import preflight
 from tests.controllers.findings import BIG, NO_GAIN, found, judged, ppo
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny
 
 
 def test_parameters_are_counted_from_the_headers(model: Path) -> None:
@@ -28,6 +31,47 @@ def test_an_incomplete_model_directory_says_what_it_lacks(tmp_path: Path, data: 
         "this directory has no tokenizer",
         "the model has 1000 positions, and a row may have 1536 tokens",
     ]
+
+
+def test_tensors_of_another_model_are_told_apart(tmp_path: Path, data: Path) -> None:
+    """Each family's own directory, and what is said of it under the config.json of others."""
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=32,
+        tie_embeddings=True,
+    )  # fmt: skip
+    character_tokenizer(tmp_path / "tokenizer", "0123456789")
+    made = {
+        family: make_tiny(family, tmp_path / family, tmp_path / "tokenizer", sizes, seed=0)  # type: ignore[arg-type]
+        for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
+    }
+    of = {family: json.loads((path / "config.json").read_text()) for family, path in made.items()}
+    long = {"max_position_embeddings": 4096, "hidden_act": "silu"}
+
+    def said(tensors: str, **settings: object) -> str | None:
+        (made[tensors] / "config.json").write_text(json.dumps(settings | long))
+        inputs = [f"model.path={made[tensors]}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
+        findings = preflight(compose("sft", [*inputs, "run.evaluate_every=0", "backend=megatron"]), BIG)
+        return found(findings).get("model.path", "").partition("describes: ")[2].partition(" |")[0] or None
+
+    assert [said(family, **of[family]) for family in made] == [None] * 4
+    layer = "model.layers.0."
+    for tensors, told, expected in (
+        ("llama", of["qwen3"], f"{layer}self_attn.q_norm.weight is absent, and would have shape [32]"),
+        ("qwen3", of["llama"], f"{layer}self_attn.q_norm.weight has shape [32], and would be absent"),
+        ("qwen3", of["qwen2"], f"{layer}self_attn.q_proj.bias is absent, and would have shape [64]"),
+        ("qwen2", of["llama"], f"{layer}self_attn.q_proj.bias has shape [64], and would be absent"),
+        ("qwen3_moe", of["qwen3"], f"{layer}mlp.gate.weight has shape [4, 64], and would be absent"),
+        ("qwen3", of["qwen3_moe"], f"{layer}mlp.gate_proj.weight has shape [32, 64], and would be absent"),
+        ("llama", of["llama"] | {"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is absent, and would"
+         " have shape [64]"),
+        ("llama", of["llama"] | {"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight has shape [64], and "
+         "would be absent"),
+        ("llama", of["llama"] | {"vocab_size": 99}, "model.embed_tokens.weight has shape [12, 64], and would have "
+         "shape [99, 64]"),
+        ("llama", of["llama"] | {"head_dim": 16}, f"{layer}self_attn.q_proj.weight has shape [64, 64], and would have "
+         "shape [32, 64]"),
+    ):  # fmt: skip
+        assert said(tensors, **told) == expected
 
 
 def test_a_role_with_a_model_of_its_own_is_checked_under_its_key(model: Path, data: Path) -> None:

@@ -404,14 +404,14 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     }
 
 
-def check_non_finite(ranks: Ranks, kind: str) -> dict[str, Any]:
-    rows = rows_of()
-    mine = rows.select(ranks.mine(rows))
-    engine = ranks.engine(kind)
+def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
+    engine = ranks.engine(kind, **settings)
+    mine = ranks.of(engine, rows_of())
     ranks.train(engine, mine, POLICY, 2)
     before = ranks.weights(engine)
     assert mine.advantages is not None
-    bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf)) if ranks.rank == 0 else mine
+    bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf))
+    bad = bad if engine.topology.row_index == 0 else mine
     _, step = ranks.step(engine, bad, POLICY)
     after = ranks.weights(engine)
     _, next_step = ranks.step(engine, mine, POLICY)
@@ -455,7 +455,8 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """States that other backends and other numbers of ranks wrote; four ranks read some of them."""
+    """States that other backends and other numbers of ranks wrote; four ranks read some of them. What the second step
+    finds was made by the moments and the counts of steps that were read."""
     rows = rows_of()
     found = {}
     for writer, world in WRITERS if ranks.world < 4 else READ_BY_FOUR:
@@ -463,7 +464,7 @@ def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
         mine = ranks.of(engine, rows)
         load(engine, ranks.folder / f"state_{writer}_{world}")
         weights = ranks.weights(engine)
-        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 1)}
+        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
     return found
 
 
@@ -514,6 +515,50 @@ def check_layouts(ranks: Ranks) -> dict[str, Any]:
     return found
 
 
+def check_held(ranks: Ranks) -> dict[str, Any]:
+    """What every other way to share out a model holds, exports before it learns, and writes."""
+    rows, found = rows_of(), {}
+    for name, (model, layout) in HELD[ranks.world].items():
+        engine = ranks.engine("megatron", model, **layout)
+        mine = ranks.of(engine, rows)
+        before = ranks.weights(engine)
+        engine.export(str(ranks.folder / f"held_{name}"))
+        trained = ranks.train(engine, mine, POLICY, 2)
+        folder = ranks.folder / f"state_{name}_{ranks.world}"
+        sharded.save(engine.state(), str(folder))
+        never_stopped = ranks.train(engine, mine, POLICY, 1)
+        resumed = ranks.engine("megatron", model, **layout)
+        load(resumed, folder)
+        found[name] = {
+            "model": model,
+            "before": before,
+            "trained": trained,
+            "never stopped": never_stopped,
+            "resumed": ranks.train(resumed, mine, POLICY, 1),
+        }
+    return found
+
+
+def check_four(ranks: Ranks) -> dict[str, Any]:
+    """A step that is not finite, and pairs of rows, where four ranks hold a quarter of the model each."""
+    layout: dict[str, Any] = LAYOUTS[4]["tp2 pp2"]
+    engine: Any = ranks.engine("megatron", head="value", micro_batch_tokens_per_rank=60, **layout)
+    groups = engine.layout.groups
+    backends = [one._get_backend(torch.device("cpu")) for one in (groups.tp, groups.pp, groups.dp, groups.expt_dp)]
+    return {
+        "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
+        "non-finite": check_non_finite(ranks, "megatron", **layout),
+        "preferences": ranks.train(engine, pairs_of(), PREFERENCE),
+    }
+
+
+def check_continued(ranks: Ranks, kind: str) -> dict[str, Any]:
+    """From what fsdp exported; megatron shares out its experts."""
+    engine = ranks.engine(kind, "export_qwen3_moe_fsdp_2", **HELD[2]["ep2"][1] if kind == "megatron" else {})
+    weights = ranks.weights(engine)
+    return {"weights": weights, **ranks.train(engine, ranks.of(engine, rows_of()), POLICY, 2)}
+
+
 def load(engine: Engine, folder: Path) -> None:
     state = engine.state()
     sharded.load(state, str(folder))
@@ -536,6 +581,8 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
         ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
         trained.export(str(ranks.folder / f"export_{model}_{kind}_{ranks.world}"))
         found[f"exported {model}"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+        new = ranks.engine(kind, model, dtype="bfloat16")
+        new.export(str(ranks.folder / f"export_new_{model}_{kind}_{ranks.world}"))
     return found
 
 
@@ -623,13 +670,28 @@ LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     4: {"tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}},
 }
 """Of megatron, that write."""
+HELD: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
+    1: {},
+    2: {
+        "ep2": ("qwen3_moe", {"expert_parallel": 2}),
+        "tp2 sp etp2": (
+            "wide_qwen3_moe", {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+        ),
+        "tp2 tied": ("wide_qwen2", {"tensor_parallel": 2}),
+        "pp2 vpp2 tied": ("wide_qwen2", {"pipeline_parallel": 2, "virtual_stages": 2}),
+        "cp2": ("wide_qwen2", {"context_parallel": 2}),
+        "tp2 bfloat16": ("wide_qwen2", {"tensor_parallel": 2, "dtype": "bfloat16"}),
+    },
+    4: {"pp2 ep2": ("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2})},
+}  # fmt: skip
+"""By name: a model, and the layout that holds it."""
 PLACES = tuple((family, rank, world) for family in FAMILIES for world in (1, 2, 4) for rank in range(world))
 """Every process: its family, rank and number of ranks."""
 WRITERS = (
     ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
     ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4), ("megatron_fsdp", 1), ("megatron_fsdp", 2),
 )  # fmt: skip
-READ_BY_FOUR = (("engine", 1), ("fsdp", 2), ("tp2 pp2", 4))
+READ_BY_FOUR = (("engine", 1), ("fsdp", 2), ("tp2 sp", 2), ("tp2 pp2", 4))
 
 
 def models_of(kind: str) -> tuple[str, ...]:
@@ -645,7 +707,11 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
     torch_alone = family == "torch"
-    found: dict[str, Any] = {} if torch_alone else {"layouts": check_layouts(ranks)}
+    found: dict[str, Any] = {}
+    if not torch_alone:
+        found = {"layouts": check_layouts(ranks), "held": check_held(ranks)}
+        if world == 4:
+            found |= check_four(ranks)
     if world == 4 and torch_alone:
         found["hybrid"] = check_hybrid(ranks)
     if world > 1 and torch_alone:
@@ -662,9 +728,13 @@ def main(family: str, rank: int, world: int, folder: Path) -> None:
         time.sleep(0.05)
     for kind in kinds:
         found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
+        if world == 2 and kind in ("fsdp", "megatron"):
+            found[kind]["check_continued"] = check_continued(ranks, kind)
     if world == 4:
         of_four = LAYOUTS_OF_FOUR[family]
         found[f"elsewhere {family}"] = [check_elsewhere(ranks, FAMILIES[family][-1], **how) for how in of_four]
+    if not torch_alone:
+        found["apex"] = "apex" in sys.modules
     torch.save(found, folder / f"found_{family}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tests.engine import contract
 from verl_ray.checkpoint import sharded
+from verl_ray.config.roles import LoraConfig
 
 KIND = "megatron_fsdp"
 STRATEGIES = ("none", "optimizer", "optimizer_gradients", "all")
@@ -131,6 +132,11 @@ def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
         halved = ranks.engine(KIND, MODEL, dtype="bfloat16", **settings)
         found[name]["bfloat16"] = ranks.train(halved, mine, contract.POLICY, 1)
         found[name]["exact"] = all(value.dtype == torch.float32 for _, value in halved.shards(before))
+    if ranks.world == 4:  # of which two hold nothing of what learns
+        small = LoraConfig(rank=1, alpha=2, targets=("q_proj",))
+        found["small adapter"] = [
+            ranks.train(ranks.engine(kind, MODEL, lora=small), mine, contract.POLICY, 2) for kind in (KIND, "engine")
+        ]
     return found
 
 

@@ -1,6 +1,7 @@
 """Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
 
 import math
+import os
 import subprocess
 import sys
 import time
@@ -47,7 +48,36 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             intermediate_size=96, tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    for family, tied, layers in (("qwen2", True, 4), ("qwen3_moe", False, 2)):  # with key heads for two ranks
+        sizes = TinyModelConfig(
+            hidden_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
+            tie_embeddings=tied,
+        )  # fmt: skip
+        make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
+    config.write_text(config.read_text().replace('"silu"', '"swish"'))
     return root
+
+
+APEX = """
+import torch
+
+class FusedAdam(torch.optim.Adam):  # not AdamW, and it takes what Apex's takes
+    def __init__(self, adam_w_mode, **settings):
+        super().__init__(**settings)
+
+FusedSGD = torch.optim.SGD
+"""
+
+
+def environment(folder: Path, family: str, world: int) -> dict[str, str]:
+    """Of the process of one rank: one of megatron's has an Apex to import, which must make no difference."""
+    if (family, world) != ("megatron", 1):
+        return {**os.environ}
+    (folder / "beside" / "apex").mkdir(parents=True)
+    (folder / "beside" / "apex" / "__init__.py").touch()
+    (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
+    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "beside"), os.environ.get("PYTHONPATH", "")])}
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +88,7 @@ def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
         subprocess.Popen(
             [sys.executable, "-m", contract.__name__, family, str(rank), str(world), str(folder)],
             cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT,
+            env=environment(folder, family, world),
         )
         for (family, rank, world), output in zip(contract.PLACES, outputs, strict=True)
     ]  # fmt: skip
@@ -500,7 +531,7 @@ def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[i
                 assert torch.equal(other["weights"][name], value), (writer, name)
             close(other["loss"], read[0]["loss"])
             close(other["norm"], read[0]["norm"])
-            assert other["lr"] == pytest.approx([rate_of(2)])
+            assert other["lr"] == pytest.approx([rate_of(2), rate_of(3)])
 
 
 @pytest.mark.parametrize(
@@ -521,6 +552,55 @@ def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
     assert exported.keys() == expected.keys()
 
 
+@pytest.mark.parametrize(
+    ("world", "layout"), [(world, name) for world, layouts in contract.HELD.items() for name in layouts]
+)
+def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
+    folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
+) -> None:
+    """What learns, too, where it computes in another type. That each element has one owner is asserted where the shards
+    are put together."""
+    exported = load_file(folder / f"held_{layout}" / "model.safetensors")
+    for rank in found[world]:
+        given = rank["held"][layout]
+        expected = load_file(folder / given["model"] / "model.safetensors")
+        assert exported.keys() == expected.keys()
+        for name, value in expected.items():
+            computes = value.bfloat16().float() if layout.endswith("bfloat16") else value
+            assert torch.equal(given["before"][name], computes), name
+            assert torch.equal(exported[name], value), name
+        assert given["resumed"] == given["never stopped"]
+        if given["model"] == "wide_qwen2":
+            whole = found[2][0]["held"]["cp2"]["trained"]
+            tolerance = BFLOAT16 if layout.endswith("bfloat16") else EXACT
+            close(given["trained"]["loss"], whole["loss"], tolerance)
+            close(given["trained"]["norm"], whole["norm"], tolerance)
+
+
+def test_four_ranks_of_megatron_skip_and_compare_rows_as_one(
+    found: dict[int, list[dict[str, Any]]], naive: Any
+) -> None:
+    for rank in found[4]:
+        bad, pairs = rank["non-finite"], rank["preferences"]
+        assert bad["skipped"] == "the gradient of model.embed_tokens.weight is not finite on rank 0"
+        assert bad["unchanged"] and bad["changed later"]
+        close(pairs["loss"], naive["preferences"]["loss"])
+        close(pairs["norm"], naive["preferences"]["norm"])
+
+
+def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
+    assert all(rank["timeouts"] == pytest.approx([contract.DEADLINE_S] * 4) for rank in found[4])
+
+
+def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
+    exported = load_file(folder / "export_qwen3_moe_fsdp_2" / "model.safetensors")
+    for rank in found[2]:
+        given, plain = (rank[kind]["check_continued"] for kind in ("megatron", "fsdp"))
+        assert all(torch.equal(given["weights"][name], value) for name, value in exported.items())
+        close(given["loss"], plain["loss"])
+        close(given["norm"], plain["norm"])
+
+
 def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
     """That each element has one owner is asserted where the shards are put together."""
     for model in ("qwen3", "llama", "qwen3_moe"):
@@ -539,6 +619,11 @@ def test_the_sharded_weights_are_the_ones_read_after_a_forward_pass(folder: Path
     expected = dict(reference_model(folder, "qwen3").named_parameters())
     for one in (one["fsdp"]["check_training"]["held after forward"] for world in (1, 2) for one in found[world]):
         assert all(torch.equal(one[name].double(), value) for name, value in expected.items())
+
+
+def test_apex_is_left_alone_where_it_is_installed(found: dict[int, list[dict[str, Any]]]) -> None:
+    """What one rank of megatron found, it found with Apex beside it, whose Adam would keep no count of a shard."""
+    assert [one["apex"] for world in (1, 2) for one in found[world]] == [True, False, False]
 
 
 def test_weight_decay_spares_norms(results: Any) -> None:
@@ -565,6 +650,18 @@ def test_an_export_is_what_transformers_computes_with(
     agree(results[0]["check_weights"][f"exported {model}"]["log_probs"], reference_model(folder, name))
     files = {path.name for path in (folder / name).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+
+
+@pytest.mark.parametrize("model", contract.EXPORTED)
+def test_what_learns_is_float32_behind_a_computation_in_bfloat16(
+    folder: Path, place: tuple[str, int], results: Any, model: str
+) -> None:
+    """So an export before the first step is the model that was read, to the bit."""
+    expected = load_file(folder / model / "model.safetensors")
+    exported = load_file(folder / f"export_new_{model}_{place[0]}_{place[1]}" / "model.safetensors")
+    assert exported.keys() == expected.keys()
+    assert all(torch.equal(exported[name], value) for name, value in expected.items())
+    assert any(bool((value != value.bfloat16().float()).any()) for value in expected.values())
 
 
 @pytest.mark.parametrize(("head", "reference"), [("policy", "adapter"), ("value", "adapter, value")])

@@ -116,6 +116,13 @@ def test_each_rank_holds_what_the_formula_says(found: Found) -> None:
         assert 0.97 * expected < most < 1.06 * expected, name  # buckets are padded to whole rows per rank
 
 
+def test_a_rank_may_hold_nothing_of_what_learns(found: Found) -> None:
+    for rank in found[4]:
+        given, plain = rank["small adapter"]
+        close(given["loss"], plain["loss"])
+        close(given["norm"], plain["norm"])
+
+
 def test_states_go_on_alike_on_other_numbers_of_ranks_in_other_strategies(found: Found) -> None:
     """Also those that were copied first, and written behind the training."""
     written = {name: found[world][0][name] for name, world in PLACES}
@@ -218,7 +225,7 @@ def test_gloo_alone_gathers_no_parts_of_different_sizes(found: Found) -> None:
 
 
 def test_megatron_core_beside_the_package_does_no_harm() -> None:
-    """In a process of its own: first as this project imports it, then as it comes."""
+    """In a process of its own: as this project imports it, before it and behind it, and as it comes."""
     code = """
 import sys
 from dataclasses import fields
@@ -226,8 +233,16 @@ from verl_ray.engine.megatron_fsdp import package
 mine = package.DistributedDataParallelConfig
 assert not [name for name in sys.modules if name.startswith("megatron.")], "megatron-core is left alone"
 import megatron.core.distributed as core
-for name in [name for name in sys.modules if name.startswith("megatron_fsdp")]:
-    del sys.modules[name]
+
+def forget():
+    for name in [name for name in sys.modules if name.startswith(("megatron_fsdp", "verl_ray.engine.megatron_fsdp"))]:
+        del sys.modules[name]
+
+forget()
+from verl_ray.engine.megatron_fsdp import package
+assert package.DistributedDataParallelConfig is not core.DistributedDataParallelConfig, "it is hidden"
+assert sys.modules["megatron.core.distributed"] is core, "and back"
+forget()
 import megatron_fsdp
 theirs = sys.modules["megatron_fsdp.fully_shard"].DistributedDataParallelConfig
 assert theirs is core.DistributedDataParallelConfig is not mine

@@ -28,9 +28,9 @@ def group(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", contract.KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in contract.KINDS), ("megatron", "float32")])
 def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
-    kind: str, group: None, tmp_path: Path
+    kind: str, dtype: str, group: None, tmp_path: Path
 ) -> None:
     character_tokenizer(tmp_path / "tokenizer", "0123456789+=")
     sizes = TinyModelConfig(
@@ -38,7 +38,7 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
         tie_embeddings=False,
     )  # fmt: skip
     make_tiny("qwen3", tmp_path / "model", tmp_path / "tokenizer", sizes, seed=0)
-    spec: EngineSpec = contract.Ranks(0, 1, tmp_path).spec(kind, "model", dtype="bfloat16")
+    spec: EngineSpec = contract.Ranks(0, 1, tmp_path).spec(kind, "model", dtype=dtype)
     engine: Any = build_engine(spec, device=torch.device("cuda", 0), rank=0, world_size=1)
     rows = contract.rows_of()
     engine.forward_backward(rows, contract.POLICY)
@@ -46,8 +46,8 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     names = [parameter.name for parameter in engine.manifest().sent]
     held = 4 * sum(parameter.numel for parameter in engine.manifest().sent)  # float32
     before = {place.name: value.clone() for place, value in engine.shards(names)}
-    norm = engine.forward_backward(rows, contract.POLICY).loss
-    engine.optimizer.zero_grad()
+    loss = engine.forward_backward(rows, contract.POLICY).loss
+    engine._zero_gradients()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
     engine.place(params="host", optimizer="host")
@@ -56,4 +56,6 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     assert released > 0.95 * 3 * held  # the weights and AdamW's two moments, as the driver of the device sees it
     engine.place(params="device", optimizer="device")
     assert all(torch.equal(before[place.name], value) for place, value in engine.shards(names))
-    assert engine.forward_backward(rows, contract.POLICY).loss == norm
+    assert engine.forward_backward(rows, contract.POLICY).loss == loss
+    engine.optimizer_step()  # of the weights that compute, not of copies
+    assert engine.forward_backward(rows, contract.POLICY).loss != loss

@@ -33,6 +33,7 @@ def test_experts_are_apart_in_a_checkpoint() -> None:
         (f"{EXPERTS}.1.gate_proj.weight", (1, 0, 0), (3, 5)),
         (f"{EXPERTS}.1.up_proj.weight", (1, 3, 0), (3, 5)),
     ]
+    assert pieces(f"{EXPERTS}.gate_up_proj", (2, 6, 5), (slice(1, 2), slice(0, 3), slice(0, 5))) == gates[2:]
     downs = pieces(f"{EXPERTS}.down_proj", (2, 5, 3))
     assert [(piece.name, piece.shape) for piece in downs] == [
         (f"{EXPERTS}.0.down_proj.weight", (5, 3)),
@@ -76,7 +77,7 @@ def test_however_a_parameter_is_cut_its_tensors_are_put_together(
     for first, last in pairwise(cuts):
         box = tuple(slice(first, last) if d == dim else slice(0, side) for d, side in enumerate(shape))
         local = whole[box]
-        for piece in pieces(name, shape):
+        for piece in pieces(name, shape, box):
             here, there = piece.overlap(box)
             part = tensors[piece.name][there]
             assert bool((part == -1).all())  # nobody else's

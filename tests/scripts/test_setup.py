@@ -25,7 +25,7 @@ def test_it_installs_torch_then_the_lock_then_the_package_and_then_nothing(check
     assert "--no-deps setuptools==" in tools
     assert lock.endswith("--no-deps --no-build-isolation -r requirements-cpu.lock")
     assert package.endswith("--editable .")
-    assert "vllm" in imports
+    assert "vllm" in imports and "megatron_fsdp" in imports
     assert re.search(r"setup: done in \d+ s", output)
     assert checkout.run("scripts/setup") == (0, "")
     assert checkout.notes() == []

@@ -144,7 +144,7 @@ class PackedEngine(Engine):
 
     @abstractmethod
     def _whole_parameters(self) -> Iterator[Tensor]:
-        """Each tensor that is sent, put together one at a time; on ranks other than 0 anything, as often."""
+        """Each tensor that is exported, put together one at a time; on ranks other than 0 anything, as often."""
 
     @abstractmethod
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
@@ -229,9 +229,14 @@ class PackedEngine(Engine):
         if adapter:
             raise EngineError(f"the {self.spec.role} learned without an adapter: {self.spec.role}.lora.rank is 0")
         tensors = self._whole_parameters()
-        self._write(Path(path), self._config.save_pretrained, self._manifest.sent, tensors, stem="model")
+        self._write(Path(path), self._config.save_pretrained, self._exported, tensors, stem="model")
 
     # ------------------------------------------------------------------------------------------------- inside
+
+    @property
+    def _exported(self) -> Sequence[Parameter]:
+        """The tensors of an export."""
+        return self._manifest.sent
 
     def _write(
         self,

@@ -43,9 +43,9 @@ class Piece:
         return here, tuple(there[dropped:])
 
 
-def pieces(name: str, shape: Sequence[int]) -> tuple[Piece, ...]:
+def pieces(name: str, shape: Sequence[int], box: Box | None = None) -> tuple[Piece, ...]:
     """The tensors of a checkpoint that make up the module's parameter of this name and shape; none for an adapter's,
-    which is no part of the model."""
+    which is no part of the model. Of experts, those in the box alone."""
     if is_adapter(name):
         return ()
     experts = _EXPERTS.fullmatch(name)
@@ -58,7 +58,7 @@ def pieces(name: str, shape: Sequence[int]) -> tuple[Piece, ...]:
     rows //= len(names)
     return tuple(
         Piece(f"{prefix}.{expert}.{part}.weight", (expert, i * rows, 0), (1, rows, columns), (rows, columns))
-        for expert in range(count)
+        for expert in (range(count) if box is None else range(count)[box[0]])
         for i, part in enumerate(names)
     )
 

@@ -258,13 +258,14 @@ def fill_box(
     if name in new and name not in checkpoint:
         local.copy_(torch.empty(tuple(shape)).normal_(0, new[name], generator=_generator(seed, name))[box])
         return
-    for piece in pieces(name, shape):
+    alone = isinstance(checkpoint, CheckpointReader)  # else all ranks read the same together
+    for piece in pieces(name, shape, box if alone else None):
         if checkpoint.shape(piece.name) != piece.shape:
             found = checkpoint.shape(piece.name)
             raise ModelError(f"model.path: {piece.name} has shape {found}, expected {piece.shape}")
         here, there = piece.overlap(box)
         part = local[here]
-        if part.numel() or not isinstance(checkpoint, CheckpointReader):
+        if part.numel() or not alone:
             part.copy_(checkpoint.read(piece.name, there).view(part.shape))
 
 

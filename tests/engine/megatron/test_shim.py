@@ -19,13 +19,14 @@ import torch, torch.distributed as dist
 from tests.engine import contract
 from verl_ray.engine.build import build_engine
 
-kind, device, folder = sys.argv[1:]
-dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_{kind}_{device}", rank=0, world_size=1)
-spec = contract.Ranks(0, 1, contract.Path(folder)).spec(kind)
-try:
-    build_engine(spec, device=torch.device(device), rank=0, world_size=1)
-except Exception as error:  # on a machine without a GPU
-    assert device == "cuda", error
+kinds, device, folder = sys.argv[1:]
+dist.init_process_group("gloo", init_method=f"file://{folder}/meeting_{kinds}_{device}", rank=0, world_size=1)
+for kind in kinds.split(","):
+    spec = contract.Ranks(0, 1, contract.Path(folder)).spec(kind)
+    try:
+        build_engine(spec, device=torch.device(device), rank=0, world_size=1)
+    except Exception as error:  # on a machine without a GPU
+        assert device == "cuda", error
 print("shim" if "verl_ray.engine.megatron.shim" in sys.modules else "no shim", torch.cuda.current_device.__module__)
 """
 ANSWERS = """
@@ -81,16 +82,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("kind", "device", "expected"),
+    ("kinds", "device", "expected"),
     [
-        ("engine", "cpu", "no shim torch.cuda"),
-        ("fsdp", "cpu", "no shim torch.cuda"),
+        ("engine,fsdp", "cpu", "no shim torch.cuda"),
         ("megatron", "cpu", "shim verl_ray.engine.megatron.shim"),
-        ("megatron", "cuda", "no shim torch.cuda"),
+        ("megatron_fsdp", "cpu", "shim verl_ray.engine.megatron.shim"),
+        ("megatron,megatron_fsdp", "cuda", "no shim torch.cuda"),
     ],
 )
-def test_only_megatron_without_a_gpu_loads_it(folder: Path, kind: str, device: str, expected: str) -> None:
-    command = [sys.executable, "-c", LOADS, kind, device, str(folder)]
+def test_only_megatron_without_a_gpu_loads_it(folder: Path, kinds: str, device: str, expected: str) -> None:
+    command = [sys.executable, "-c", LOADS, kinds, device, str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines()[-1] == expected

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -30,19 +31,25 @@ from verl_ray.engine.collect import collected
 from verl_ray.engine.megatron.experts import RoutedRows, reported
 from verl_ray.engine.megatron.layout import Axis, layout_of
 from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary, transformer_config
-from verl_ray.engine.megatron.optimizer import MOMENTS, clip_and_step, make_optimizer, shards_of
+from verl_ray.engine.megatron.optimizer import MOMENTS, clip_and_step, make_optimizer, restore, shards_of
 from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
 from verl_ray.engine.module_engine import adam, manifest_of
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
 from verl_ray.errors import EngineError, ModelError
-from verl_ray.models.families import IN_MEGATRON
-from verl_ray.models.names import Box, Piece, pieces
+from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
+from verl_ray.models.names import Box, pieces
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
-from verl_ray.weight_sync.manifest import Manifest, Slice
+from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
+
+Held = tuple[str, Box, Callable[[], Tensor]]
+"""A box of one of the model's parameters, by its name, and what stands there, which may move meanwhile."""
+
+Parts = dict[str, list[tuple[Slice, Callable[[], Tensor], Box]]]
+"""By name in a checkpoint: a slice, and the box of what is held where it stands."""
 
 
 class MegatronEngine(PackedEngine):
@@ -63,6 +70,7 @@ class MegatronEngine(PackedEngine):
         self.described = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head)
         self._refuse_unmapped()
         self._manifest = _in_dtype(manifest_of(self.described)[0], backend.dtype)
+        self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
         self.describe(self.described)
         layers = range(self._config.num_hidden_layers) if self._routed else ()
         self._expert_layers = [layer + 1 for layer in layers if has_experts(self._config, layer)]
@@ -91,9 +99,10 @@ class MegatronEngine(PackedEngine):
             )
         if self._optimizer is not None:
             self._zero_gradients()  # their memory holds anything yet
-        self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
+            if self.dtype != torch.float32:
+                self._fill_main(source)
         self._refuse_incomplete()
-        self._owned = self._pieces_owned()
+        self._owned = self._by_piece(self._regions_owned())
         self.steps = 0
         self._rng = self._seeded(spec.seed)
         self._random_states = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -115,10 +124,10 @@ class MegatronEngine(PackedEngine):
             )
 
         activation = self.described.hf.config.hidden_act
-        if activation != "silu":
+        if activation not in ACTIVATIONS_IN_MEGATRON:
             raise ModelError(
-                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes silu here, so take "
-                f"fsdp or engine as {spec.role}.backend"
+                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes "
+                f"{ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as {spec.role}.backend"
             )
         factor = cast(Any, self.described.backbone.rotary_emb).attention_scaling
         if factor != 1:
@@ -166,21 +175,23 @@ class MegatronEngine(PackedEngine):
         """Each parameter from the tensors that it is made of, of which only this rank's part is read."""
         new, unused = self.described.heads_of_others
         check_fit(self.described.hf, source, new=new, unused=unused)
-        shapes = {name: value.shape for name, value in self.described.hf.named_parameters()}
         for parameter, mapped in self._mapped.items():
             rows = 0
             for region in mapped.regions:
-                fill_box(
-                    _rows(parameter, region),
-                    region.box,
-                    region.name,
-                    shapes[region.name],
-                    source,
-                    new=new,
-                    seed=self.spec.seed,
-                )
+                self._read(_rows(parameter, region), region.box, region.name, source)
                 rows += region.shape[0]
             parameter[rows:].zero_()  # words that only fill up
+
+    def _fill_main(self, source: CheckpointReader) -> None:
+        """What learns, where that is not what computes: megatron-core made it from values already rounded."""
+        for one in shards_of(self._optimizer, self._mapped):
+            for name, box, run in one.parts():
+                self._read(one.main[run].view(_sides(box)), box, name, source)
+
+    def _read(self, local: Tensor, box: Box, name: str, source: CheckpointReader) -> None:
+        """A box of the model's parameter of this name into `local`."""
+        new, _ = self.described.heads_of_others
+        fill_box(local, box, name, self._shapes[name], source, new=new, seed=self.spec.seed)
 
     # --------------------------------------------------------------------------------------------- computation
 
@@ -300,31 +311,41 @@ class MegatronEngine(PackedEngine):
 
     # -------------------------------------------------------------------------------------------- weights, state
 
-    def _pieces_owned(self) -> dict[str, list[tuple[nn.Parameter, Region, Piece]]]:
-        """By name in a checkpoint: the parameters, regions and pieces that this rank sends."""
+    def _regions_owned(self) -> Iterator[Held]:
+        """What this rank sends: in the type that computes, as rollouts do."""
         layout = self.layout
-        found: dict[str, list[tuple[nn.Parameter, Region, Piece]]] = defaultdict(list)
         for parameter, mapped in self._mapped.items():
             first_copy = layout.expert_dp.rank == 0 if mapped.expert else layout.dp.rank == layout.cp.rank == 0
             for region in mapped.regions if mapped.owned and first_copy else ():
-                for piece in pieces(region.name, self._shapes[region.name]):
-                    if all(side.start < side.stop for side in piece.overlap(region.box)[1]):
-                        found[piece.name].append((parameter, region, piece))
+                yield region.name, region.box, functools.partial(_rows, parameter, region)
+
+    def _main_owned(self) -> Iterator[Held]:
+        """What this rank exports: in float32, as it learns."""
+        for one in shards_of(self._optimizer, self._mapped):
+            for name, box, run in one.parts() if one.mapped.owned else ():
+                yield name, box, functools.partial(one.main[run].view, _sides(box))
+
+    def _by_piece(self, held: Iterable[Held]) -> Parts:
+        found: Parts = defaultdict(list)
+        for name, box, value in held:
+            for piece in pieces(name, self._shapes[name], box):
+                here, there = piece.overlap(box)
+                if all(side.start < side.stop for side in there):
+                    place = Slice(piece.name, tuple(side.start for side in there), tuple(_sides(there)))
+                    found[piece.name].append((place, value, here))
         return found
 
     @torch.no_grad()
     def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
-        for name in names:
-            for parameter, region, piece in self._owned.get(name, ()):
-                here, there = piece.overlap(region.box)
-                shape = tuple(side.stop - side.start for side in there)
-                yield (
-                    Slice(name, tuple(side.start for side in there), shape),
-                    _rows(parameter, region)[here].view(shape),
-                )
+        return _parts(self._owned, names)
+
+    @property
+    def _exported(self) -> Sequence[Parameter]:
+        return self._manifest.sent if self._optimizer is None else _in_dtype(self._manifest, "float32").sent
 
     def _whole_parameters(self) -> Iterator[Tensor]:
-        return collected(self._manifest.sent, self.shards, self.device)
+        owned = self._owned if self._optimizer is None else self._by_piece(self._main_owned())
+        return collected(self._exported, functools.partial(_parts, owned), self.device)
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
@@ -396,7 +417,7 @@ class MegatronEngine(PackedEngine):
                 # gradients are none between steps, and go with the parameters
                 buffer.offload_to_cpu() if to_host["params"] else buffer.reload_from_cpu()
         if not to_host["optimizer"]:
-            self._optimizer.restore_from_cpu()
+            restore(self._optimizer)
 
 
 def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
@@ -410,6 +431,12 @@ def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
         positions=np.concatenate([rows.positions, np.arange(missing)]),
         offsets=np.append(rows.offsets, len(rows.tokens) + missing),
     )
+
+
+def _parts(owned: Parts, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+    for name in names:
+        for place, value, here in owned.get(name, ()):
+            yield place, value()[here].view(place.shape)
 
 
 def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:

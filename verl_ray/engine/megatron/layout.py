@@ -52,6 +52,8 @@ class Layout:
                 expert_model_parallel_size=backend.expert_parallel,
                 expert_tensor_parallel_size=backend.expert_tensor_parallel,
                 create_gloo_process_groups=False,
+                # else half an hour, whatever the run gives its collective operations
+                distributed_timeout_minutes=_timeout_s() / 60,
             )
             # nothing here is random; but what is computed again asks for these streams
             tensor_parallel.model_parallel_cuda_manual_seed(1)
@@ -79,6 +81,14 @@ class Layout:
         finally:
             self._globals = _taken()
             vars(parallel_state).update(before)
+
+
+def _timeout_s() -> float:
+    """Of the group of all ranks, whose half on the host every run has."""
+    assert dist.group.WORLD is not None
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))
+    seconds: float = backend.options._timeout.total_seconds()
+    return seconds
 
 
 def _taken() -> dict[str, Any]:

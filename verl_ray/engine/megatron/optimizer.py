@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import megatron.core.optimizer
 import torch
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
@@ -19,9 +20,14 @@ from torch import Tensor, nn
 
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron.weight_map import Mapped
+from verl_ray.errors import EngineError
 from verl_ray.models.names import Box
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+
+# TransformerEngine's and Apex's, which megatron-core prefers where they are installed, count the steps of a group, not
+# of a shard: what is saved and loaded here would be none of theirs.
+megatron.core.optimizer.USING_PYTORCH_OPTIMIZER = True
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,12 @@ def make_optimizer(config: OptimizerConfig, modules: Sequence[Any], dtype: torch
         group["weight_decay"] = config.weight_decay * group["wd_mult"]
         group["fused"] = True
     for part in optimizer.chained_optimizers:
+        if not part.is_stub_optimizer and not isinstance(part.optimizer, torch.optim.AdamW):
+            made = f"{type(part.optimizer).__module__}.{type(part.optimizer).__name__}"
+            raise EngineError(
+                f"megatron-core steps with {made}, and the state that this backend saves is torch.optim.AdamW's: take "
+                f"megatron-core 0.16.1, or fsdp or engine as backend"
+            )
         for shard in part.get_parameters():
             part.optimizer.state[shard] = {
                 "step": torch.zeros((), dtype=torch.float32, device=shard.device),
@@ -81,6 +93,19 @@ def clip_and_step(optimizer: Any, norm: float, limit: float | None, rate: float)
     for group in optimizer.param_groups:
         group["lr"] = rate
     optimizer.step_with_ready_grads()
+
+
+def restore(optimizer: Any) -> None:
+    """Back to the device from the host. Weights that learn in the type that computes are those that compute, of which
+    megatron-core has made copies by then."""
+    optimizer.restore_from_cpu()
+    for part in optimizer.chained_optimizers:
+        if part.is_stub_optimizer:
+            continue
+        for models, shards in zip(part.model_fp32_groups, part.shard_fp32_groups, strict=True):
+            for model, shard in zip(models, shards, strict=True):
+                run = part._get_model_param_range_map(model)["param"]
+                shard.data = model.detach().view(-1)[run.start : run.end]
 
 
 def shards_of(optimizer: Any, parameters: Mapping[nn.Parameter, Mapped]) -> Iterator[Shard]:

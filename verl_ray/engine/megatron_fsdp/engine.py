@@ -116,7 +116,8 @@ class MegatronFsdpEngine(ModuleEngine):
         limit = self.spec.optimizer.max_grad_norm
         if limit is not None:
             found = [gradient for _, gradient in self._gradients() if gradient is not None]
-            torch._foreach_mul_(found, min(1.0, limit / (norm + 1e-6)))
+            if found:  # a rank may hold nothing of what learns
+                torch._foreach_mul_(found, min(1.0, limit / (norm + 1e-6)))
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step(sync_grad_before_optimizer_step=False)  # type: ignore[call-arg]

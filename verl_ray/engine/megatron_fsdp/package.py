@@ -24,17 +24,14 @@ HIDDEN = "megatron.core"
 
 @contextlib.contextmanager
 def _hidden(name: str) -> Iterator[None]:
-    """Inside, this package cannot be imported, even if it was before."""
-    absent = object()
-    before: Any = sys.modules.get(name, absent)
-    sys.modules[name] = None  # type: ignore[assignment]
+    """Inside, neither this package nor anything in it can be imported, even if it was before."""
+    before: dict[str, Any] = {known: sys.modules[known] for known in sys.modules if f"{known}.".startswith(f"{name}.")}
+    sys.modules.update(dict.fromkeys({name, *before}))  # type: ignore[arg-type]
     try:
         yield
     finally:
-        if before is absent:
-            del sys.modules[name]
-        else:
-            sys.modules[name] = before
+        del sys.modules[name]
+        sys.modules.update(before)
 
 
 with _hidden(HIDDEN):
