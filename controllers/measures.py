@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
+from verl_ray.algorithms.correction import APPLIED, correction_metrics
+from verl_ray.algorithms.mismatch import COMPARED, mismatch_metrics
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
@@ -24,8 +25,6 @@ from verl_ray.rewards.shaping import Graded, component
 from workers.model_worker import UpdateReport
 
 Metrics = dict[str, float]
-
-FLOAT32_NOISE = 1e-6  # of a variance that is a difference of means of float32 probabilities
 
 
 def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
@@ -116,14 +115,16 @@ def moments(statistics: Statistics, tokens: int) -> Moments:
 
 
 def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
-    """Losses of a role's optimizer steps, each reported by every rank: token means over all of them."""
+    """Losses of a role's optimizer steps, each reported by every rank: token means over all of them. Not the mismatch,
+    of which not all of them may speak (`of_mismatch`)."""
     reports = [sum((rank.loss for rank in ranks), LossReport()) for ranks in updates]
     steps = [ranks[0].step for ranks in updates]
     norms = [step.grad_norm for step in steps if step.skipped is None]
     everything = sum(reports, LossReport())
+    means = everything.means()
     return {
-        **mismatch(everything.means()),
-        **everything.maxima,
+        **{name: value for name, value in means.items() if not name.startswith((COMPARED, APPLIED))},
+        **correction_metrics(means, everything.maxima),
         f"{role}/loss": float(np.mean([report.loss for report in reports])),
         f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
         f"{role}/lr": steps[-1].lr,
@@ -167,21 +168,10 @@ def utilisation(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics
     return metrics
 
 
-def mismatch(means: Metrics) -> Metrics:
-    """Trainer beside sampler: standard deviation and correlation in place of the moments they are made of."""
-    found = {name: value for name, value in means.items() if not name.startswith(MISMATCH_MOMENTS)}
-    if len(found) == len(means):
-        return found
-    of = {name.removeprefix(MISMATCH_MOMENTS): value for name, value in means.items()}
-    spread = of["difference_squared"] - of["training/rollout_probs_diff_mean"] ** 2
-    actor, rollout = (of[f"{name}_squared"] - of[name] ** 2 for name in ("actor", "rollout"))
-    varies = min(actor, rollout) > FLOAT32_NOISE
-    covariance = of["product"] - of["actor"] * of["rollout"]
-    correlation = covariance / math.sqrt(actor * rollout) if varies else math.nan
-    return found | {
-        "training/rollout_probs_diff_std": math.sqrt(max(spread, 0.0)),
-        "training/rollout_actor_probs_pearson_corr": correlation,
-    }
+def of_mismatch(updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
+    """Trainer beside sampler, in these optimizer steps."""
+    report = sum((rank.loss for ranks in updates for rank in ranks), LossReport())
+    return mismatch_metrics(report.means(), report.maxima)
 
 
 def of_preferences(chosen: npt.NDArray[np.float64], rejected: npt.NDArray[np.float64]) -> Metrics:

@@ -20,6 +20,7 @@ from controllers.generation import Producer
 from controllers.gradients import GradientWatch
 from controllers.measures import Metrics
 from controllers.memory_record import MemoryRecord
+from controllers.mismatch import MismatchWatch
 from controllers.publishing import Publisher
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import judge
@@ -81,6 +82,7 @@ class Trainer:
         self.timers = Timers()
         self.policy_version = -1
         self.gradients = GradientWatch(config.run.max_skipped_steps)
+        self.mismatch = MismatchWatch(config, self.producer.training().sampling)
 
     def step(self, number: int) -> Metrics:
         """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
@@ -157,7 +159,9 @@ class Trainer:
                     about, value, deadline_s=deadline_s(),
                 ))  # fmt: skip
         if number > config.algorithm.critic_warmup_steps:
-            policy = PolicyObjective(config.algorithm, config.rollout.temperature, self.kl.coefficient)
+            policy = PolicyObjective(
+                config.algorithm, config.rollout.temperature, self.kl.coefficient, self.mismatch.corrects
+            )
             whitening = self.whitening(rollouts, credit)
             for rows, about in self.mini_batches(number, config.actor, config.algorithm, rollouts, credit):
                 old, reference = (
@@ -174,6 +178,9 @@ class Trainer:
                     reports = wait_all(updates)
                 self.gradients.see(role, reports)
                 metrics |= measures.of_updates(role, reports)
+                if role == "actor":  # without old log-probs, later updates say what earlier ones learned, too
+                    metrics |= measures.of_mismatch(reports if measured.old is not None else reports[:1])
+                    self.mismatch.see(number, metrics, reports, self.policy_version)
         if config.algorithm.kl.place != "none":
             metrics |= self._charge(credit)
         return metrics
@@ -225,6 +232,7 @@ class Trainer:
             "kl": self.kl.state(),
             "shaping": self.shaping.state(),
             "gradients": self.gradients.state(),
+            "mismatch": self.mismatch.state(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -232,6 +240,7 @@ class Trainer:
         self.kl.load_state(state["kl"])
         self.shaping.load_state(state["shaping"])
         self.gradients.load_state(state["gradients"])
+        self.mismatch.load_state(state["mismatch"])
 
     # -------------------------------------------------------------------------------------------- mini-batches
 
@@ -272,9 +281,13 @@ class Trainer:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """One update per batch makes the old log-probs equal to the fresh ones; the reward's divergence needs them."""
-        actor, rows = self.config.actor, self.config.data.prompts_per_step * self.config.rollout.group_size
-        return actor.epochs > 1 or (actor.mini_batch_size or rows) < rows or self.config.algorithm.kl.place == "reward"
+        """One update per batch makes the old log-probs equal to the fresh ones, and in the two-policy form the
+        sampler's take their place; the reward's divergence needs them all the same."""
+        config = self.config
+        actor, rows = config.actor, config.data.prompts_per_step * config.rollout.group_size
+        several = actor.epochs > 1 or (actor.mini_batch_size or rows) < rows
+        replaced = self.mismatch.corrects and config.algorithm.correction.form == "two_policy"
+        return (several and not replaced) or config.algorithm.kl.place == "reward"
 
     @property
     def charges_whole_responses(self) -> bool:

@@ -68,6 +68,10 @@ class EngineFailed(RolloutError):
     """A rollout engine that is of no more use: it has to be started again."""
 
 
+class MismatchError(VerlRayError):
+    """The trainer and the sampler hold policies that are further apart than the run allows; names the likely cause."""
+
+
 class RewardError(VerlRayError):
     """Misuse of, or a failure inside, the reward role; a score that failed is a value, not this."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from verl_ray.algorithms.credit import assign, diverge
@@ -89,7 +91,8 @@ class ActorWorker(ModelWorker):
             ref_log_probs=None if reference is None else reference.log_probs,
             advantages=advantages,
         )
-        return self.learn(batch, objective)
+        versions = rows.version_spans.values[:, 1]
+        return replace(self.learn(batch, objective), oldest_version=int(versions.min()) if len(versions) else None)
 
     # ----------------------------------------------------------------------------------- supervised training
 

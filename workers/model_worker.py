@@ -53,6 +53,8 @@ class UpdateReport:
     """Of this rank's device; None where it is not known."""
     memory: DeviceMemory | None = None
     """Of this rank's device, with the peaks since the call began; None without one."""
+    oldest_version: int | None = None
+    """The oldest policy version that sampled a token of this rank's rows, where they are rollouts."""
 
 
 class ModelWorker:

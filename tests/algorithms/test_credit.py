@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import log_probs_of, rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.credit import assign, diverge, judge, statistics
 from verl_ray.config.algorithm import AlgorithmConfig
@@ -21,7 +22,7 @@ def algorithm(advantage: str, kl: dict[str, object] = KL, **changes: object) -> 
         "name": "test", "advantage": advantage, "gamma": None, "lam": None, "whiten_advantages": False,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
         "aggregation_horizon": None, "entropy_coefficient": 0.0, "kl": kl, "value_loss": None,
-        "critic_warmup_steps": 0, "truncated": "score",
+        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score",
     }  # fmt: skip
     return AlgorithmConfig.model_validate(values | changes)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, ppo_clip, reinforce, value_loss
 from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, PolicyLossName
 
@@ -121,7 +122,7 @@ def algorithm(policy_loss: PolicyLossName, **clips: float | None) -> AlgorithmCo
         name="test", advantage="grpo", gamma=None, lam=None, whiten_advantages=False, policy_loss=policy_loss,
         clip_low=clips.get("clip_low"), clip_high=clips.get("clip_high"), dual_clip=clips.get("dual_clip"),
         aggregation="token_mean", aggregation_horizon=None, entropy_coefficient=0.0, kl=none, value_loss=None,
-        critic_warmup_steps=0, truncated="score",
+        critic_warmup_steps=0, correction=NO_CORRECTION, mismatch=NO_LIMIT, truncated="score",
     )  # fmt: skip
 
 

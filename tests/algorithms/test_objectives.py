@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.corrections import NO_CORRECTION, NO_LIMIT
+from verl_ray.algorithms.mismatch import COMPARED
 from verl_ray.algorithms.objectives import LossInputs, PolicyObjective, SupervisedObjective, ValueObjective
-from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
+from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 ROW = torch.tensor([0, 0])
@@ -34,6 +36,8 @@ def algorithm(place: str = "none", estimator: str | None = None, **settings: Any
         "entropy_coefficient": 0.0,
         "value_loss": None,
         "critic_warmup_steps": 0,
+        "correction": NO_CORRECTION,
+        "mismatch": NO_LIMIT,
         "truncated": "score",
     }
     kl = KLConfig(place=place, estimator=estimator, coefficient=None, controller=None, target=None, horizon=None)
@@ -102,10 +106,94 @@ def test_how_far_the_sampler_was_is_reported_and_has_no_gradient() -> None:
     _, _, out = outputs()
     given = LossInputs(ROW, advantages=torch.zeros(2), rollout_log_probs=torch.log(torch.tensor([0.4, 0.2])))
     found = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
-    assert found.metrics["training/rollout_probs_diff_mean"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
-    assert found.metrics["rollout_corr/kl"].tolist() == pytest.approx([math.log(0.8), 0.0], abs=1e-7)
-    assert found.metrics["rollout_corr/k3_kl"].tolist() == pytest.approx([0.25 - math.log(1.25), 0.0], abs=1e-7)
+    assert found.metrics[f"{COMPARED}token/difference"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
+    assert found.maxima[f"{COMPARED}difference"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
+    assert found.metrics[f"{COMPARED}token/kl"].tolist() == pytest.approx([math.log(0.8), 0.0], abs=1e-7)
     assert not any(metric.requires_grad for metric in found.metrics.values())
+
+
+# ---------------------------------------------------------------------------------------- with a correction
+
+# Tokens of one response: probabilities 0.5 and 0.2 now, 0.4 and 0.2 before these updates, 0.2 and 0.4 of the sampler.
+OLD = torch.log(torch.tensor([0.4, 0.2]))
+SAMPLER = torch.log(torch.tensor([0.2, 0.4]))
+ADVANTAGES = torch.tensor([1.0, -2.0])
+
+
+def corrected(
+    form: str, kind: str | None, level: str | None, lower: float | None, upper: float | None, **settings: Any
+) -> tuple[list[float], list[float]]:
+    """The losses under PPO with clips of 0.2, and their gradients in the log-probs."""
+    log_probs, _, out = outputs()
+    correction = CorrectionConfig(form=form, kind=kind, level=level, lower=lower, upper=upper)
+    objective = PolicyObjective(algorithm(correction=correction, **settings), 1.0, 0.0)
+    given = LossInputs(ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER)
+    found = objective(out, given)
+    assert not any(metric.requires_grad for metric in found.metrics.values())
+    assert found.metrics["actor/pg_loss"].tolist() == pytest.approx(found.loss.tolist())
+    return found.loss.tolist(), torch.autograd.grad(found.loss.sum(), log_probs)[0].tolist()
+
+
+def test_three_policies_weigh_the_clipped_loss_by_old_over_sampler() -> None:
+    # pi / old = 1.25 (clipped to 1.2) and 1: losses -1.2 and 2; old / sampler = 2 and 0.5
+    loss, grad = corrected("three_policy", "tis", "token", None, 1.5)
+    assert loss == pytest.approx([-1.2 * 1.5, 2 * 0.5]) and grad == pytest.approx([0, 2 * 0.5])
+    loss, grad = corrected("three_policy", "mis", "token", None, 1.5)
+    assert loss == pytest.approx([0, 2 * 0.5]) and grad == pytest.approx([0, 2 * 0.5])
+    loss, _ = corrected("three_policy", "icepop", "token", 0.6, 3.0)
+    assert loss == pytest.approx([-1.2 * 2, 0])
+    loss, _ = corrected("three_policy", "tis", "sequence", None, 1.5)  # 2 * 0.5
+    assert loss == pytest.approx([-1.2, 2])
+
+
+def test_two_policies_clip_the_ratio_to_the_sampler_and_only_leave_out() -> None:
+    # pi / sampler = 2.5 (clipped to 1.2) and 0.5 (A < 0: clipped to 0.8)
+    loss, grad = corrected("two_policy", None, None, None, None)
+    assert loss == pytest.approx([-1.2, 1.6]) and grad == [0, 0]
+    loss, _ = corrected("two_policy", "mis", "token", None, 2.0)
+    assert loss == pytest.approx([0, 1.6])
+    loss, _ = corrected("two_policy", "reject", "geometric", 0.5, 1.1)  # sqrt(2.5 * 0.5) = 1.118
+    assert loss == [0, 0]
+    loss, _ = corrected("two_policy", "reject", "geometric", 0.5, 1.2)
+    assert loss == pytest.approx([-1.2, 1.6])
+
+
+def test_two_policies_weigh_reinforce_by_the_policy_that_learns_and_the_weight_is_a_constant() -> None:
+    plain = {"policy_loss": "reinforce", "clip_low": None, "clip_high": None}
+    loss, grad = corrected("two_policy", "tis", "token", None, 2.0, **plain)
+    assert loss == pytest.approx([-2.0 * math.log(0.5), 0.5 * 2 * math.log(0.2)])
+    assert grad == pytest.approx([-2.0, 0.5 * 2])  # had it a gradient, d(w log pi) = w (log pi + 1)
+    loss, grad = corrected("two_policy", "icepop", "token", 0.6, 3.0, **plain)
+    assert grad == pytest.approx([-2.5, 0])
+
+
+def test_what_is_left_out_bears_neither_entropy_nor_divergence() -> None:
+    _, entropy, out = outputs()
+    correction = CorrectionConfig(form="three_policy", kind="mis", level="token", lower=None, upper=1.5)
+    objective = PolicyObjective(
+        algorithm("loss", "k3", correction=correction, entropy_coefficient=0.1), 1.0, 0.5
+    )  # fmt: skip
+    given = LossInputs(
+        ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER, ref_log_probs=torch.zeros(2)
+    )
+    found = objective(out, given)
+    k3 = 1 / 0.2 - 1 - math.log(5)
+    assert found.loss.tolist() == pytest.approx([0, 1.0 - 0.1 * 0.3 + 0.5 * k3])
+    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([0, -0.1])
+
+
+def test_a_correction_that_waits_changes_nothing_and_one_without_a_sampler_is_an_error() -> None:
+    _, _, out = outputs()
+    correction = CorrectionConfig(form="two_policy", kind="mis", level="token", lower=None, upper=1.5)
+    given = LossInputs(ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER)
+    waiting = PolicyObjective(algorithm(correction=correction), 1.0, 0.0, corrects=False)(out, given)
+    plain = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
+    assert torch.equal(waiting.loss, plain.loss) and waiting.metrics.keys() == plain.metrics.keys()
+    with pytest.raises(ValueError, match="rollout_log_probs"):
+        PolicyObjective(algorithm(correction=correction), 1.0, 0.0)(out, LossInputs(ROW, advantages=ADVANTAGES))
+
+
+# ------------------------------------------------------------------------------------------------ other objectives
 
 
 def test_the_critic_by_hand() -> None:

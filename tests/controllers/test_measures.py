@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 from controllers import measures
+from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
+from verl_ray.algorithms.correction import APPLIED
 from verl_ray.algorithms.credit import assign
-from verl_ray.algorithms.objectives import MISMATCH_MOMENTS
+from verl_ray.algorithms.mismatch import COMPARED
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
@@ -84,7 +86,7 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
         "name": "test", "advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
         "aggregation_horizon": None, "entropy_coefficient": 0.0, "kl": kl, "value_loss": None,
-        "critic_warmup_steps": 0, "truncated": "score",
+        "critic_warmup_steps": 0, "correction": NO_CORRECTION, "mismatch": NO_LIMIT, "truncated": "score",
     })  # fmt: skip
     rows = rollouts_of([2, 1, 1])
     rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
@@ -140,21 +142,24 @@ def test_accuracy_per_data_source() -> None:
     assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
 
 
-def test_trainer_beside_sampler() -> None:
-    actor, rollout = np.array([0.5, 0.25, 0.75, 1.0]), np.array([0.5, 0.5, 0.5, 1.0])
-    difference = abs(actor - rollout)
-    sums = {
-        "training/rollout_probs_diff_mean": difference.sum(),
-        **{MISMATCH_MOMENTS + name: values.sum() for name, values in {
-            "difference_squared": difference**2, "actor": actor, "rollout": rollout, "actor_squared": actor**2,
-            "rollout_squared": rollout**2, "product": actor * rollout}.items()},
-    }  # fmt: skip
-    report = UpdateReport(LossReport(4, 0.0, sums, {"training/rollout_probs_diff_max": 0.25}), StepReport(1.0, 0.1))
-    lower = UpdateReport(LossReport(0, 0.0, {}, {"training/rollout_probs_diff_max": 0.125}), StepReport(1.0, 0.1))
-    found = measures.of_updates("actor", [[report, lower]])
-    assert not any(name.startswith(MISMATCH_MOMENTS) for name in found)
-    assert found["training/rollout_probs_diff_mean"] == 0.125
-    assert found["training/rollout_probs_diff_max"] == 0.25
-    assert found["training/rollout_probs_diff_std"] == pytest.approx(difference.std())
-    correlation = np.corrcoef(actor, rollout)[0, 1]
-    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation)
+def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all() -> None:
+    def report(tokens: int, value: float, peak: float) -> UpdateReport:
+        names = ("kl", "k3_kl", "chi2", "difference", "difference_squared", "trainer", "rollout", "trainer_squared",
+                 "rollout_squared", "product")  # fmt: skip
+        rows = ("count", "trainer_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio", "chi2")
+        sums = {f"{COMPARED}token/{name}": tokens * value for name in names}
+        sums |= {f"{COMPARED}row/{name}": float(tokens) for name in rows}
+        sums |= {APPLIED + name: tokens * value for name in
+                 ("ratio", "high", "low", "weight", "weight_squared", "left_out")}  # fmt: skip
+        maxima = {f"{COMPARED}difference": peak, f"{APPLIED}ratio": peak, f"{APPLIED}inverse": 4.0}
+        return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
+
+    first, second = [report(3, 0.5, 0.5), report(1, 0.1, 0.25)], [report(4, 0.9, 2.0)]
+    found = measures.of_mismatch([first])
+    assert found["rollout_corr/kl"] == pytest.approx((1.5 + 0.1) / 4)
+    assert found["training/rollout_probs_diff_max"] == 0.5
+    everything = measures.of_updates("actor", [first, second])
+    assert everything["rollout_corr/rollout_is_mean"] == pytest.approx((1.5 + 0.1 + 3.6) / 8)
+    assert (everything["rollout_corr/rollout_is_max"], everything["rollout_corr/rollout_is_min"]) == (2.0, 0.25)
+    assert not any(name.startswith((COMPARED, APPLIED)) or name in found for name in everything)
+    assert measures.of_mismatch([]) == {}

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
@@ -32,7 +33,7 @@ from verl_ray.algorithms.objectives import (
     ValueObjective,
 )
 from verl_ray.checkpoint import sharded
-from verl_ray.config.algorithm import AlgorithmConfig, KLConfig, ValueLossConfig
+from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
 from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
@@ -92,9 +93,20 @@ ALGORITHM = AlgorithmConfig(
     kl=KLConfig(place="loss", estimator="k3", coefficient=KL, controller="fixed", target=None, horizon=None),
     value_loss=None,
     critic_warmup_steps=0,
+    correction=NO_CORRECTION,
+    mismatch=NO_LIMIT,
     truncated="score",
 )
 POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
+UPPER = 1.0  # between the geometric means of the rows
+CORRECTED = PolicyObjective(
+    ALGORITHM.model_copy(update={
+        "policy_loss": "reinforce",
+        "correction": CorrectionConfig(form="two_policy", kind="mis", level="geometric", lower=None, upper=UPPER),
+    }),
+    TEMPERATURE,
+    KL,
+)  # fmt: skip
 VALUE_CLIP = 0.2
 SMOOTHING = 0.1
 BALANCE = 0.1
@@ -125,6 +137,7 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
         advantages=column(-2, 2),
         old_values=column(-1, 1),
         returns=column(-1, 1),
+        rollout_log_probs=column(-3, -2),
     )
 
 
@@ -310,6 +323,7 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     found = {
         "one micro-batch": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=10_000), mine, POLICY),
         "many micro-batches": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, POLICY),
+        "corrected": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, CORRECTED),
         "other order": ranks.train(ranks.engine(kind), rows.select(backwards[ranks.rank :: ranks.world]), POLICY),
         "all on one rank": ranks.train(
             ranks.engine(kind), rows.select(np.arange(rows.num_rows if ranks.rank == 0 else 0)), POLICY

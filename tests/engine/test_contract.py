@@ -1,5 +1,6 @@
 """Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
 
+import functools
 import math
 import os
 import subprocess
@@ -168,20 +169,25 @@ def by_row(rows: Any) -> Iterator[tuple[slice, Tensor]]:
         yield slice(start, end), torch.from_numpy(np.flatnonzero(rows.response_mask[start:end]))
 
 
-def naive_policy_loss(model: Any, rows: Any) -> Tensor:
+def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for i, (row, read) in enumerate(by_row(rows)):
         logits = naive_logits(model, rows.tokens[row])[read - 1] / contract.TEMPERATURE
         log_p = torch.log_softmax(logits, -1)
         chosen = log_p.gather(1, torch.from_numpy(rows.tokens[row].astype(np.int64))[read, None])[:, 0]
-        old, ref, advantage = (
+        old, ref, advantage, sampler = (
             torch.tensor(column[row], dtype=torch.float64)[read]
-            for column in (rows.old_log_probs, rows.ref_log_probs, rows.advantages)
+            for column in (rows.old_log_probs, rows.ref_log_probs, rows.advantages, rows.rollout_log_probs)
         )
         ratio = (chosen - old).exp()
         clipped = ratio.clamp(1 - contract.CLIP, 1 + contract.CLIP)
         loss = torch.maximum(-advantage * ratio, -advantage * clipped)
         loss = torch.where(advantage < 0, torch.minimum(loss, -contract.DUAL * advantage), loss)
+        if corrected:
+            weight = float((chosen - sampler).mean().exp())
+            if weight > contract.UPPER:
+                continue  # the whole row is left out
+            loss = -weight * advantage * chosen
         loss = loss - contract.ENTROPY * -(log_p.exp() * log_p).sum(-1)
         loss = loss + contract.KL * ((ref - chosen).exp() - 1 - (ref - chosen))
         total = total + float(rows.loss_weight[i]) * loss.sum()
@@ -265,6 +271,9 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
             for name in MODELS
             if name != "qwen3_moe"
         },
+        "corrected": naive_training(
+            reference_model(folder, "qwen3"), rows, functools.partial(naive_policy_loss, corrected=True)
+        ),
         "experts": naive_training(reference_model(folder, "qwen3_moe"), rows, naive_experts_loss),
         "experts, value": naive_training(
             reference_model(folder, "qwen3_moe", "value", value_head),
@@ -343,6 +352,7 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
     [
         ("one micro-batch", "qwen3"),
         ("many micro-batches", "qwen3"),
+        ("corrected", "corrected"),
         ("other order", "qwen3"),
         ("all on one rank", "qwen3"),
         ("activation checkpointing", "qwen3"),

@@ -11,7 +11,9 @@ from typing import ClassVar, Protocol
 
 from torch import Tensor
 
+from verl_ray.algorithms.correction import Weights, correct
 from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, value_loss
+from verl_ray.algorithms.mismatch import compare
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
 from verl_ray.ops.kl import KL_ESTIMATORS
 from verl_ray.ops.outputs import Outputs, TokenOutputs
@@ -60,11 +62,18 @@ class PolicyObjective:
 
     Rows without `old_log_probs` are trained on-policy: the ratio is 1 and only its gradient matters
     (one update per batch makes the old log-probs equal to the fresh ones).
+
+    With algorithm.correction, where w bounds the ratio to the sampler's policy mu:
+    three_policy: w(pi_old / mu) * ppo_clip(pi / pi_old), the decoupled clipped objective of arXiv:2110.00641.
+    two_policy: ppo_clip(pi / mu), of which w only says what is left out; or w(pi / mu) * reinforce.
+    Entropy and divergence are not weighted, but a token that is left out has neither.
     """
 
     algorithm: AlgorithmConfig
     temperature: float
     kl_coefficient: float
+    corrects: bool = True
+    """False: algorithm.correction waits for algorithm.mismatch."""
 
     rows_per_unit: ClassVar[int] = 1
 
@@ -73,15 +82,10 @@ class PolicyObjective:
         return Outputs(log_probs=True, entropy=True, temperature=self.temperature)
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
-        log_probs = _given(outputs.log_probs, "log_probs")
-        old = log_probs.detach() if inputs.old_log_probs is None else inputs.old_log_probs
-        found = POLICY_LOSSES[self.algorithm.policy_loss](
-            log_probs, old, _given(inputs.advantages, "advantages"), self.algorithm
-        )
-        loss, metrics = found.loss, dict(found.metrics)
-        metrics["actor/pg_loss"] = found.loss.detach()
-        entropy = _given(outputs.entropy, "entropy")
-        metrics["actor/entropy"] = entropy.detach()
+        log_probs, entropy = _given(outputs.log_probs, "log_probs"), _given(outputs.entropy, "entropy")
+        found, kept = self._policy_loss(log_probs, inputs)
+        loss = found.loss
+        metrics = found.metrics | {"actor/pg_loss": found.loss.detach(), "actor/entropy": entropy.detach()}
         if self.algorithm.entropy_coefficient:
             loss = loss - self.algorithm.entropy_coefficient * entropy
         if self.algorithm.kl.place == "loss":
@@ -90,33 +94,35 @@ class PolicyObjective:
             divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
             loss = loss + self.kl_coefficient * divergence
             metrics["actor/kl_loss"] = divergence.detach()
+        return TokenLoss(loss if kept is None else loss.where(kept, 0.0), metrics, found.maxima)
+
+    def _policy_loss(self, log_probs: Tensor, inputs: LossInputs) -> tuple[TokenLoss, Tensor | None]:
+        """The loss of each token against its old policy, corrected, and which tokens are kept (None: all). How far the
+        sampler is from the trainer is always told."""
+        algorithm, correction = self.algorithm, self.algorithm.correction
+        form = correction.form if self.corrects else "none"
+        old, sampler = inputs.old_log_probs, inputs.rollout_log_probs
+        if old is None:
+            old = log_probs.detach()
+        means: dict[str, Tensor] = {}
         maxima: dict[str, Tensor] = {}
-        if inputs.rollout_log_probs is not None:
-            mismatch, maxima = _mismatch(old, inputs.rollout_log_probs)
-            metrics |= mismatch
-        return TokenLoss(loss, metrics, maxima)
-
-
-MISMATCH_MOMENTS = "rollout_probs/"
-"""Names that begin so are means of products, of which a step makes standard deviation and correlation."""
-
-
-def _mismatch(log_probs: Tensor, rollout_log_probs: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """How far what the trainer computes is from what the sampler said; rounding alone while they hold one policy."""
-    actor, rollout = log_probs.exp(), rollout_log_probs.exp()
-    difference = (actor - rollout).abs()
-    means = {
-        "training/rollout_probs_diff_mean": difference,
-        "rollout_corr/kl": KL_ESTIMATORS["k1"](rollout_log_probs, log_probs),
-        "rollout_corr/k3_kl": KL_ESTIMATORS["k3"](rollout_log_probs, log_probs),
-        MISMATCH_MOMENTS + "difference_squared": difference * difference,
-        MISMATCH_MOMENTS + "actor": actor,
-        MISMATCH_MOMENTS + "rollout": rollout,
-        MISMATCH_MOMENTS + "actor_squared": actor * actor,
-        MISMATCH_MOMENTS + "rollout_squared": rollout * rollout,
-        MISMATCH_MOMENTS + "product": actor * rollout,
-    }
-    return means, {"training/rollout_probs_diff_max": difference}
+        if sampler is not None:
+            means, maxima = compare(old, sampler, inputs.row)
+        weights: Weights | None = None
+        if form != "none":
+            sampler = _given(sampler, "rollout_log_probs")
+            if correction.kind is not None:
+                weights = correct(correction, (log_probs if form == "two_policy" else old) - sampler, inputs.row)
+            if form == "two_policy":
+                old = sampler
+        found = POLICY_LOSSES[algorithm.policy_loss](log_probs, old, _given(inputs.advantages, "advantages"), algorithm)
+        loss = found.loss
+        if weights is None:
+            return TokenLoss(loss, found.metrics | means, maxima), None
+        if form == "three_policy" or algorithm.policy_loss == "reinforce":
+            loss = loss * weights.weight
+        metrics = found.metrics | means | weights.means
+        return TokenLoss(loss.where(weights.kept, 0.0), metrics, maxima | weights.maxima), weights.kept
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,16 @@ AggregationName = Literal[
     "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
 ]
 KLEstimator = Literal["k1", "k2", "k3", "abs"]
+CorrectionKind = Literal["tis", "mis", "icepop", "reject"]
+CorrectionLevel = Literal["token", "sequence", "geometric"]
+MismatchMetric = Literal[
+    "training/rollout_probs_diff_mean",
+    "training/rollout_probs_diff_max",
+    "rollout_corr/kl",
+    "rollout_corr/k3_kl",
+    "rollout_corr/chi2_token",
+    "rollout_corr/chi2_seq",
+]
 
 
 class KLConfig(Section):
@@ -37,6 +47,33 @@ class ValueLossConfig(Section):
     clip: PositiveFloat | None
     """Clip the new value to within this of the old one; null = no clipping."""
     aggregation: AggregationName
+
+
+class CorrectionConfig(Section):
+    """For tokens that were sampled from another policy than the trainer computes: stale, or computed otherwise."""
+
+    form: Literal["none", "two_policy", "three_policy"]
+    """two_policy: the sampler's policy is the old one of the loss, so what learns is compared with it directly.
+    three_policy: the trainer's old policy stays the old one, and its ratio to the sampler's weighs the loss."""
+    kind: CorrectionKind | None
+    """tis: weights up to upper; mis: tokens above upper are left out; icepop: and those below lower; reject: the same
+    without weights. null with two_policy: nothing but the ratio, which ppo_clip bounds."""
+    level: CorrectionLevel | None
+    """Whose ratio is bounded: each token's, the response's as a whole, or the geometric mean of its tokens'."""
+    lower: Annotated[float, Field(gt=0, lt=1)] | None
+    """For icepop and reject."""
+    upper: Annotated[float, Field(ge=1)] | None
+
+
+class MismatchConfig(Section):
+    """A limit on how far sampler and trainer may be apart."""
+
+    metric: MismatchMetric | None
+    limit: PositiveFloat | None
+    """null = none."""
+    then: Literal["stop", "correct"] | None
+    """Above it: stop the run before its policy is published, or apply algorithm.correction from the next step on, which
+    waits until then."""
 
 
 class AlgorithmConfig(Section):
@@ -64,5 +101,7 @@ class AlgorithmConfig(Section):
     """null = no critic is created."""
     critic_warmup_steps: NonNegative
     """Steps in which only the critic learns."""
+    correction: CorrectionConfig
+    mismatch: MismatchConfig
     truncated: Literal["score", "bootstrap", "mask"]
     """A response cut at the length limit: scored as it stands, its value bootstrapped (gae), or not in the loss."""

@@ -17,6 +17,13 @@ CASES = [
     Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),
+    Case(
+        "sampling_is_what_the_trainer_sees",
+        "'rollout.vllm_args.speculative_config={method: ngram, rejection_sample_method: synthetic}'",
+        "rollout.vllm_args.speculative_config.rejection_sample_method",
+        "tokens that the model would not",
+        "Use standard",
+    ),
     Case("temperature_is_not_too_low", "rollout.temperature=0.001", "rollout.temperature", "of 0.01", "at least 0.01."),
     Case(
         "temperature_is_not_too_low",
@@ -37,6 +44,20 @@ CASES = [
         "rollout.vllm_args.logprobs_mode=raw_logprobs",
         "rollout.vllm_args.logprobs_mode",
         "may not change: the trainer compares",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.logits_processors=[own.penalty]",
+        "rollout.vllm_args.logits_processors",
+        "without penalties",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.override_generation_config.repetition_penalty=1.2",
+        "rollout.vllm_args.override_generation_config",
+        "rollout.temperature sets this argument",
         "Leave it out",
     ),
     Case(

@@ -7,6 +7,7 @@ import pytest
 from controllers.composition import examine
 from tests.config.rules import (
     test_algorithm,
+    test_correction,
     test_megatron,
     test_megatron_fsdp,
     test_preparation,
@@ -22,6 +23,7 @@ CASES = [
     case
     for module in (
         test_algorithm,
+        test_correction,
         test_megatron,
         test_megatron_fsdp,
         test_preparation,

@@ -23,6 +23,11 @@ from verl_ray.config.rules.algorithm import (
     kl_is_complete,
     reinforce_updates_once,
 )
+from verl_ray.config.rules.correction import (
+    correction_is_complete,
+    mismatch_is_complete,
+    weights_are_not_applied_twice,
+)
 from verl_ray.config.rules.megatron import adapters_have_a_backend, layouts_are_possible
 from verl_ray.config.rules.megatron_fsdp import (
     frozen_models_have_no_gradients,
@@ -122,6 +127,9 @@ RL_RULES: tuple[RLRule, ...] = (
     horizon_belongs_to_its_aggregation,
     bootstrapping_needs_values,
     algorithm_name_is_its_group,
+    correction_is_complete,
+    weights_are_not_applied_twice,
+    mismatch_is_complete,
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     greedy_evaluation_needs_one_response,

@@ -68,7 +68,9 @@ def kl_in_the_loss_has_a_gradient(config: RLConfig, _: Overridden) -> Iterator[P
 
 def reinforce_updates_once(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     actor, rows = config.actor, config.data.prompts_per_step * config.rollout.group_size
-    if config.algorithm.policy_loss != "reinforce":
+    algorithm = config.algorithm
+    weighed = algorithm.correction.form == "two_policy" and algorithm.correction.kind != "reject"
+    if algorithm.policy_loss != "reinforce" or (weighed and algorithm.mismatch.then != "correct"):
         return
     rule = "reinforce has no ratio that would correct a second update on the same rollouts"
     if actor.epochs > 1:

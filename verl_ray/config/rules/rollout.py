@@ -40,6 +40,8 @@ VLLM_ARGS_OF_OTHER_KEYS = {
 
 VLLM_ARGS_FIXED = {
     "logprobs_mode": "the trainer compares with log-probs after temperature",
+    "logits_processors": "tokens are drawn as temperature, top_p and top_k say, without penalties",
+    "watermark_config": "tokens are drawn as temperature, top_p and top_k say, without marks",
     "skip_tokenizer_init": "the engine takes and gives token ids as it stands",
     "load_format": "weights come from model.path as safetensors, or from the trainer",
     "disable_log_stats": "the project measures the engine itself",
@@ -70,6 +72,11 @@ def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterat
             rule = "the trainer's log-probs are of the whole vocabulary, which a truncated sampler does not draw from"
             fix = f"Use {whole}; rollout.temperature sharpens sampling without truncating it."
             yield Problem(f"rollout.{field}", value, rule, fix)
+    speculation = rollout.vllm_args.get("speculative_config")
+    if isinstance(speculation, dict) and speculation.get("rejection_sample_method") == "synthetic":
+        rule = "synthetic acceptance draws tokens that the model would not"
+        key = "rollout.vllm_args.speculative_config.rejection_sample_method"
+        yield Problem(key, "synthetic", rule, "Use standard.")
 
 
 def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Problem]:

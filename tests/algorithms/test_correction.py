@@ -1,0 +1,195 @@
+"""Weights and masks by hand, and a corrected loss that does not depend on how its rows are cut."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.corrections import NO_LIMIT
+from verl_ray.algorithms.aggregation import aggregate
+from verl_ray.algorithms.correction import CORRECTIONS, LEVELS, correct, correction_metrics
+from verl_ray.algorithms.objectives import LossInputs, PolicyObjective
+from verl_ray.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    CorrectionKind,
+    CorrectionLevel,
+    KLConfig,
+)
+from verl_ray.config.rules.correction import TWO_SIDED
+from verl_ray.ops.outputs import TokenOutputs
+
+KINDS: tuple[CorrectionKind, ...] = get_args(CorrectionKind)
+LEVEL_NAMES: tuple[CorrectionLevel, ...] = get_args(CorrectionLevel)
+RATIO = torch.tensor([4.0, 0.5, 0.125, 1.0])  # of three tokens of one response, and of another's only one
+ROW = torch.tensor([0, 0, 0, 1])
+
+
+def config(kind: CorrectionKind, level: CorrectionLevel, lower: float | None, upper: float) -> CorrectionConfig:
+    return CorrectionConfig(form="three_policy", kind=kind, level=level, lower=lower, upper=upper)
+
+
+def test_every_configured_name_exists() -> None:
+    assert set(CORRECTIONS) == set(KINDS) and set(LEVELS) == set(LEVEL_NAMES) and set(KINDS) >= TWO_SIDED
+
+
+@pytest.mark.parametrize(
+    ("kind", "level", "lower", "upper", "weight", "kept"),
+    [
+        ("tis", "token", None, 2.0, [2, 0.5, 0.125, 1], [1, 1, 1, 1]),
+        ("mis", "token", None, 2.0, [0, 0.5, 0.125, 1], [0, 1, 1, 1]),
+        ("icepop", "token", 0.25, 2.0, [0, 0.5, 0, 1], [0, 1, 0, 1]),
+        ("reject", "token", 0.25, 2.0, [0, 1, 0, 1], [0, 1, 0, 1]),
+        # the product of the first response is 4 * 0.5 * 0.125 = 0.25
+        ("tis", "sequence", None, 2.0, [0.25, 0.25, 0.25, 1], [1, 1, 1, 1]),
+        ("icepop", "sequence", 0.5, 2.0, [0, 0, 0, 1], [0, 0, 0, 1]),
+        # its geometric mean 0.25^(1/3) = 0.63
+        ("mis", "geometric", None, 2.0, [0.25 ** (1 / 3)] * 3 + [1], [1, 1, 1, 1]),
+        ("reject", "geometric", 0.7, 1.5, [0, 0, 0, 1], [0, 0, 0, 1]),
+        ("reject", "geometric", 0.6, 1.5, [1, 1, 1, 1], [1, 1, 1, 1]),
+    ],
+)
+def test_by_hand(
+    kind: CorrectionKind,
+    level: CorrectionLevel,
+    lower: float | None,
+    upper: float,
+    weight: list[float],
+    kept: list[int],
+) -> None:
+    found = correct(config(kind, level, lower, upper), RATIO.log(), ROW)
+    assert found.weight.tolist() == pytest.approx(weight) and found.weight.dtype == torch.float32
+    assert found.kept.tolist() == [bool(one) for one in kept]
+
+
+def metrics(found: Any) -> dict[str, float]:
+    means = {name: float(values.mean()) for name, values in found.means.items()}
+    return correction_metrics(means, {name: float(values.max()) for name, values in found.maxima.items()})
+
+
+def test_metrics_by_hand() -> None:
+    found = metrics(correct(config("icepop", "token", 0.25, 2.0), RATIO.log(), ROW))  # weights 0, 0.5, 0, 1
+    assert found == pytest.approx({
+        "rollout_corr/rollout_is_mean": 5.625 / 4,
+        "rollout_corr/rollout_is_std": math.sqrt(1.25 / 4 - 0.375**2),
+        "rollout_corr/rollout_is_min": 0.125,
+        "rollout_corr/rollout_is_max": 4.0,
+        "rollout_corr/rollout_is_eff_sample_size": 1.5**2 / (4 * 1.25),
+        "rollout_corr/rollout_is_ratio_fraction_high": 0.25,
+        "rollout_corr/rollout_is_ratio_fraction_low": 0.25,
+        "rollout_corr/rollout_rs_masked_fraction": 0.5,
+    })  # fmt: skip
+    low = metrics(correct(config("tis", "token", None, 2.0), RATIO.log(), ROW))
+    assert low["rollout_corr/rollout_is_ratio_fraction_low"] == 0.25  # below 1 / upper
+    nothing = metrics(correct(config("reject", "token", 0.9, 1.0), torch.full((4,), 3.0), ROW))
+    assert nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
+    assert nothing["rollout_corr/rollout_is_eff_sample_size"] == 0
+    assert correction_metrics({"actor/entropy": 1.0}, {}) == {}
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_far_policies_give_finite_weights_without_gradients_and_without_waiting(
+    kind: CorrectionKind, level: CorrectionLevel
+) -> None:
+    settings_of = config(kind, level, 0.5 if kind in TWO_SIDED else None, 2.0)
+    found = correct(settings_of, torch.tensor([500.0, 500.0, -500.0], requires_grad=True), torch.tensor([0, 0, 1]))
+    everything = (found.weight, *found.means.values(), *found.maxima.values())
+    assert all(bool(values.isfinite().all()) and not values.requires_grad for values in everything)
+    correct(settings_of, torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta"))
+
+
+# ----------------------------------------------------------------------------------------- in the loss of a mini-batch
+
+
+class _Rows:
+    """Ragged rows with the log-probs of a trainer, of its old policy and of a sampler."""
+
+    def __init__(self, lengths: list[int], seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.tokens = torch.arange(sum(lengths)).split(lengths)
+        columns = torch.randn(5, sum(lengths), generator=generator) * 0.5 - 2
+        self.log_probs, self.old, self.sampler, self.reference, self.advantages = columns
+        self.log_probs.requires_grad_()
+        self.weight = torch.rand(len(lengths), generator=generator)
+
+    def share(self, rows: list[int], objective: PolicyObjective) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """(loss, gradient, sums of the metrics) that a micro-batch of these rows contributes."""
+        token = torch.cat([self.tokens[row] for row in rows])
+        row = torch.cat([torch.full_like(self.tokens[one], place) for place, one in enumerate(rows)])
+        given = LossInputs(
+            row, rollout_log_probs=self.sampler[token], old_log_probs=self.old[token],
+            ref_log_probs=self.reference[token], advantages=self.advantages[token],
+        )  # fmt: skip
+        found = objective(TokenOutputs(log_probs=self.log_probs[token], entropy=-self.log_probs[token]), given)
+        loss = aggregate(found.loss, row, self.weight[rows])
+        (grad,) = torch.autograd.grad(loss, self.log_probs)
+        return loss.detach(), grad, {name: values.sum() for name, values in found.metrics.items()}
+
+
+def objective_of(form: str, kind: CorrectionKind, level: CorrectionLevel, policy_loss: str) -> PolicyObjective:
+    clip = 0.2 if policy_loss == "ppo_clip" else None
+    return PolicyObjective(AlgorithmConfig.model_validate({
+        "name": "test", "advantage": "grpo", "gamma": None, "lam": None, "whiten_advantages": False,
+        "policy_loss": policy_loss, "clip_low": clip, "clip_high": clip, "dual_clip": None, "aggregation": "token_mean",
+        "aggregation_horizon": None, "entropy_coefficient": 0.1,
+        "kl": KLConfig(place="loss", estimator="k3", coefficient=0.1, controller="fixed", target=None, horizon=None),
+        "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score",
+        "correction": CorrectionConfig(
+            form=form, kind=kind, level=level, lower=0.6 if kind in TWO_SIDED else None, upper=1.5
+        ),
+    }), 1.0, 0.1)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10).filter(any),
+    seed=st.integers(0, 1000),
+    form=st.sampled_from(["two_policy", "three_policy"]),
+    kind=st.sampled_from(KINDS),
+    level=st.sampled_from(LEVEL_NAMES),
+    policy_loss=st.sampled_from(["ppo_clip", "reinforce"]),
+    data=st.data(),
+)
+def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_ranks_or_order(
+    lengths: list[int],
+    seed: int,
+    form: str,
+    kind: CorrectionKind,
+    level: CorrectionLevel,
+    policy_loss: str,
+    data: st.DataObject,
+) -> None:
+    rows, objective = _Rows(lengths, seed), objective_of(form, kind, level, policy_loss)
+    everything = list(range(len(lengths)))
+    order = data.draw(st.permutations(everything))
+    cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)))
+    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(lengths)], strict=True) if b > a]
+    loss, grad, sums = rows.share(everything, objective)
+    shares = [rows.share(part, objective) for part in parts]
+    torch.testing.assert_close(sum(share[0] for share in shares), loss, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(sum(share[1] for share in shares), grad, rtol=1e-4, atol=1e-5)
+    for name, expected in sums.items():
+        torch.testing.assert_close(sum(share[2][name] for share in shares), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_the_denominators_count_what_is_left_out() -> None:
+    """Leaving out one token leaves the others' terms as they are."""
+    rows = _Rows([3, 2], 0)
+    loose, tight = (
+        PolicyObjective(
+            objective_of("three_policy", "mis", "token", "ppo_clip").algorithm.model_copy(update={
+                "correction": config("mis", "token", None, upper)}), 1.0, 0.1,
+        ) for upper in (1e6, float((rows.old - rows.sampler).exp().max()) * 0.999)
+    )  # fmt: skip
+    _, all_grads, _ = rows.share([0, 1], loose)
+    _, grads, _ = rows.share([0, 1], tight)
+    out = int((rows.old - rows.sampler).argmax())
+    kept = torch.arange(5) != out
+    assert grads[out] == 0 and all_grads[out] != 0 and torch.equal(grads[kept], all_grads[kept])

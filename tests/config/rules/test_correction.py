@@ -1,0 +1,99 @@
+"""The correction of a mismatch, and the limit on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from controllers.composition import compose, examine
+from tests.config.rules.cases import Case
+from verl_ray.config.schema import RLConfig
+
+KEY = "algorithm.correction"
+TIS = f"{KEY}.form=three_policy {KEY}.kind=tis {KEY}.level=token {KEY}.upper=2.0"
+
+CASES = [
+    Case("correction_is_complete", f"{KEY}.kind=tis", f"{KEY}.kind", "form=none does not use it", "null"),
+    Case("correction_is_complete", f"{KEY}.form=three_policy", f"{KEY}.kind", "form=three_policy needs it", "tis"),
+    Case(
+        "correction_is_complete",
+        f"algorithm=rloo {KEY}.form=two_policy",
+        f"{KEY}.kind",
+        "form=two_policy with algorithm.policy_loss=reinforce needs it",
+        "tis",
+    ),
+    Case("correction_is_complete", f"{KEY}.level=token", f"{KEY}.level", "kind=null does not use it", "null"),
+    Case("correction_is_complete", f"{TIS} {KEY}.level=null", f"{KEY}.level", "kind=tis needs it", "token"),
+    Case("correction_is_complete", f"{TIS} {KEY}.upper=null", f"{KEY}.upper", "kind=tis needs it", "2.0"),
+    Case("correction_is_complete", f"{TIS} {KEY}.lower=0.5", f"{KEY}.lower", "kind=tis does not use it", "null"),
+    Case("correction_is_complete", f"{TIS} {KEY}.kind=icepop", f"{KEY}.lower", "kind=icepop needs it", "0.5"),
+    Case("correction_is_complete", f"{TIS} {KEY}.kind=reject", f"{KEY}.lower", "kind=reject needs it", "0.5"),
+    Case(
+        "weights_are_not_applied_twice",
+        f"{TIS} {KEY}.form=two_policy",
+        f"{KEY}.kind",
+        "the ratio of ppo_clip is the weight already",
+        "form=three_policy",
+    ),
+    Case(
+        "mismatch_is_complete",
+        "algorithm.mismatch.limit=0.1 algorithm.mismatch.then=stop",
+        "algorithm.mismatch.metric",
+        "limit=0.1 needs it",
+        "rollout_corr/k3_kl",
+    ),
+    Case(
+        "mismatch_is_complete",
+        "algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl",
+        "algorithm.mismatch.then",
+        "limit=0.1 needs it",
+        "stop",
+    ),
+    Case(
+        "mismatch_is_complete",
+        "algorithm.mismatch.metric=rollout_corr/kl",
+        "algorithm.mismatch.metric",
+        "limit=null does not use it",
+        "null",
+    ),
+    Case(
+        "mismatch_is_complete",
+        "algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct",
+        "algorithm.mismatch.then",
+        "there is no correction to turn on",
+        "form=three_policy",
+    ),
+]
+
+
+def keys(overrides: str) -> set[str]:
+    return {problem.key for problem in examine("quickstart", overrides.split()).problems}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        TIS,
+        f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.level=sequence",
+        f"{TIS} {KEY}.form=two_policy {KEY}.kind=mis",
+        f"{KEY}.form=two_policy",
+        f"algorithm=rloo {TIS} {KEY}.form=two_policy",
+        f"{TIS} algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct",
+    ],
+)
+def test_what_goes_together(overrides: str) -> None:
+    config = compose("quickstart", overrides.split())
+    assert isinstance(config, RLConfig) and config.algorithm.correction.form != "none"
+
+
+@pytest.mark.parametrize(("setting", "value"), [("upper", "0.9"), ("lower", "1.0"), ("lower", "0.0"), ("form", "both")])
+def test_bounds_leave_an_exact_sampler_alone(setting: str, value: str) -> None:
+    assert f"{KEY}.{setting}" in keys(f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.{setting}={value}")
+
+
+def test_weights_make_up_for_a_second_update_of_reinforce() -> None:
+    twice = f"algorithm=rloo actor.epochs=2 {TIS}"
+    assert keys(f"{twice} {KEY}.form=two_policy") == set()
+    assert keys(twice) == {"actor.epochs"}  # of the policy before the first update, which the second one has left
+    waits = "algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct"
+    assert keys(f"{twice} {KEY}.form=two_policy {waits}") == {"actor.epochs"}
+    assert keys(f"{twice} {KEY}.form=two_policy {KEY}.kind=reject {KEY}.lower=0.5") == {"actor.epochs"}
