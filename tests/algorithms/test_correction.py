@@ -147,7 +147,7 @@ def objective_of(form: str, kind: CorrectionKind, level: CorrectionLevel, policy
     }), 1.0, 0.1)  # fmt: skip
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 6), min_size=1, max_size=10).filter(any),
     seed=st.integers(0, 1000),
@@ -182,14 +182,12 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_ranks_or_order
 def test_the_denominators_count_what_is_left_out() -> None:
     """Leaving out one token leaves the others' terms as they are."""
     rows = _Rows([3, 2], 0)
-    loose, tight = (
-        PolicyObjective(
-            objective_of("three_policy", "mis", "token", "ppo_clip").algorithm.model_copy(update={
-                "correction": config("mis", "token", None, upper)}), 1.0, 0.1,
-        ) for upper in (1e6, float((rows.old - rows.sampler).exp().max()) * 0.999)
-    )  # fmt: skip
-    _, all_grads, _ = rows.share([0, 1], loose)
-    _, grads, _ = rows.share([0, 1], tight)
-    out = int((rows.old - rows.sampler).argmax())
-    kept = torch.arange(5) != out
-    assert grads[out] == 0 and all_grads[out] != 0 and torch.equal(grads[kept], all_grads[kept])
+    rows.old = rows.sampler.clone()
+    rows.old[1] += 1  # a ratio of e, beside ratios of 1
+    algorithm = objective_of("three_policy", "mis", "token", "ppo_clip").algorithm
+    grads = []
+    for upper in (3.0, 2.0):
+        changed = algorithm.model_copy(update={"correction": config("mis", "token", None, upper)})
+        grads.append(rows.share([0, 1], PolicyObjective(changed, 1.0, 0.1))[1])
+    assert grads[0][1] != 0 and grads[1][1] == 0
+    assert torch.equal(*(grad[[0, 2, 3, 4]] for grad in grads))

@@ -48,10 +48,10 @@ def compare(log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor) -> tuple[
     }
     of_rows = {
         "count": torch.ones_like(length),
-        "trainer_ppl": (-trainer_mean).exp(),
-        "rollout_ppl": (-rollout_mean).exp(),
+        "trainer_ppl": _exp(-trainer_mean),
+        "rollout_ppl": _exp(-rollout_mean),
         "log_ppl_diff": rollout_mean - trainer_mean,
-        "ppl_ratio": (rollout_mean - trainer_mean).exp(),
+        "ppl_ratio": _exp(rollout_mean - trainer_mean),
         "chi2": _squared_less_one(row_sums(log_ratio, row)),
     }
     means = {f"{COMPARED}token/{name}": values for name, values in of_tokens.items()}
@@ -95,6 +95,11 @@ def mismatch_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) ->
     }
 
 
+def _exp(exponent: Tensor) -> Tensor:
+    """Clamped where float32 would overflow."""
+    return exponent.clamp(max=MAX_EXPONENT).exp()
+
+
 def _squared_less_one(log_ratio: Tensor) -> Tensor:
-    """rho^2 - 1, with the digits that exp(x) - 1 would lose near 0. Clamped where float32 would overflow."""
+    """rho^2 - 1, with the digits that exp(x) - 1 would lose near 0; clamped likewise."""
     return torch.expm1(2 * log_ratio.clamp(max=MAX_EXPONENT))
