@@ -107,57 +107,6 @@ def apart(metrics: dict[str, float]) -> float:
     return max(metrics["training/rollout_probs_diff_mean"], *map(abs, corr.values()))
 
 
-# ------------------------------------------------------------------------------------------- sampler and trainer
-
-
-def correction(form: str, kind: str, **bounds: float | str) -> list[str]:
-    values = {"form": form, "kind": kind, **bounds}
-    return [f"algorithm.correction.{name}={value}" for name, value in values.items()]
-
-
-def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_run(
-    trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
-) -> None:
-    settings = [
-        *correction("three_policy", "tis", level="sequence", upper=1.5),
-        "algorithm.mismatch.metric=training/rollout_probs_diff_max", "algorithm.mismatch.limit=2e-5",
-    ]  # fmt: skip
-    run, strict = (trainer("grpo", *settings, f"algorithm.mismatch.then={then}") for then in ("correct", "stop"))
-    run.publish(0)
-    run.produce()
-    rollouts = (experience := run.buffer.take(0)).rollouts
-    scores = graded(experience.scores)["reward"]
-
-    def learn(one: Trainer, number: int) -> dict[str, float]:
-        measured = one.measure(rollouts)
-        return one.learn(number, rollouts, one.assign_credit(rollouts, scores, measured), measured)
-
-    assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
-    run.publish(1)  # the trainer is ahead of its rollouts now
-    stale = learn(run, 2)
-    assert stale["training/rollout_probs_diff_max"] > 2e-5 and "rollout_corr/rollout_is_mean" not in stale
-    assert "stale version (tokens of policy version 0, a trainer at 1" in capfd.readouterr().err
-    corrected = learn(run, 3)
-    assert corrected["rollout_corr/rollout_is_std"] > 0 and corrected["rollout_corr/rollout_is_max"] > 1
-    assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
-    strict.policy_version = 1
-    with pytest.raises(MismatchError, match=r"rollout_probs_diff_max is .*stale version"):
-        learn(strict, 4)
-
-
-def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(trainer: MakeTrainer) -> None:
-    several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
-               "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
-    run = trainer("grpo", *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001), *several)
-    assert not run.needs_old_log_probs
-    run.publish(0)
-    metrics = run.step(1)
-    assert "timing_s/old_log_prob" not in metrics and apart(metrics) < 1e-5
-    # The second epoch has left its sampler behind.
-    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
-    assert metrics["actor/grad_norm"] > 0
-
-
 def test_only_the_critic_learns_while_it_warms_up(trainer: MakeTrainer) -> None:
     run = trainer("ppo", "algorithm.critic_warmup_steps=1")
     run.publish(0)
@@ -253,6 +202,58 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
     assert metrics["reward_health/exception"] == 32 and math.isnan(metrics["critic/score/mean"])
     assert "actor/grad_norm" not in metrics  # no step at all: momentum alone would have moved the weights
     assert held(run) == before
+
+
+# ------------------------------------------------------------------------------------------- sampler and trainer
+
+
+def correction(form: str, kind: str, **bounds: float | str) -> list[str]:
+    values = {"form": form, "kind": kind, **bounds}
+    return [f"algorithm.correction.{name}={value}" for name, value in values.items()]
+
+
+def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_run(
+    trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = [
+        *correction("three_policy", "tis", level="sequence", upper=1.5),
+        "algorithm.mismatch.metric=training/rollout_probs_diff_max", "algorithm.mismatch.limit=1e-4",
+    ]  # fmt: skip
+    run = trainer("grpo", *settings, "algorithm.mismatch.then=correct")
+    run.publish(0)
+    run.produce()
+    rollouts = (experience := run.buffer.take(0)).rollouts
+    scores = graded(experience.scores)["reward"]
+
+    def learn(one: Trainer, number: int) -> dict[str, float]:
+        measured = one.measure(rollouts)
+        return one.learn(number, rollouts, one.assign_credit(rollouts, scores, measured), measured)
+
+    assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
+    run.publish(1)  # the trainer is ahead of its rollouts now
+    stale = learn(run, 2)
+    assert stale["training/rollout_probs_diff_max"] > 1e-4 and "rollout_corr/rollout_is_mean" not in stale
+    assert "stale version (tokens of policy version 0, a trainer at 1" in capfd.readouterr().err
+    corrected = learn(run, 3)
+    assert corrected["rollout_corr/rollout_is_std"] > 0 and corrected["rollout_corr/rollout_is_max"] > 1
+    assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
+    strict = trainer("grpo", *settings, "algorithm.mismatch.then=stop")
+    strict.policy_version = 1
+    with pytest.raises(MismatchError, match=r"rollout_probs_diff_max is .*stale version"):
+        learn(strict, 4)
+
+
+def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(trainer: MakeTrainer) -> None:
+    several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
+               "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
+    run = trainer("grpo", *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001), *several)
+    assert not run.needs_old_log_probs
+    run.publish(0)
+    metrics = run.step(1)
+    assert "timing_s/old_log_prob" not in metrics and apart(metrics) < 1e-5
+    # The second epoch has left its sampler behind.
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert metrics["actor/grad_norm"] > 0
 
 
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
