@@ -93,6 +93,12 @@ def test_metrics_by_hand() -> None:
     assert correction_metrics({"actor/entropy": 1.0}, {}) == {}
 
 
+def test_the_spread_of_weights_near_one_is_no_rounding() -> None:
+    near = torch.full((1000,), 1e-6) * torch.tensor([1.0, -1.0]).repeat(500)
+    found = metrics(correct(config("tis", "token", None, 2.0), near, torch.arange(1000)))
+    assert found["rollout_corr/rollout_is_std"] == pytest.approx(1e-6, rel=0.1)  # 1 + 1e-6 has 8 steps of float32
+
+
 @pytest.mark.parametrize("level", LEVEL_NAMES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_far_policies_give_finite_weights_without_gradients_and_without_waiting(

@@ -150,7 +150,7 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
         sums = {f"{COMPARED}token/{name}": tokens * value for name in names}
         sums |= {f"{COMPARED}row/{name}": float(tokens) for name in rows}
         sums |= {APPLIED + name: tokens * value for name in
-                 ("ratio", "high", "low", "weight", "weight_squared", "left_out")}  # fmt: skip
+                 ("ratio", "high", "low", "weight", "deviation_squared", "left_out")}  # fmt: skip
         maxima = {f"{COMPARED}difference": peak, f"{APPLIED}ratio": peak, f"{APPLIED}inverse": 4.0}
         return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
 

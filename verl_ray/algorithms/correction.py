@@ -46,7 +46,7 @@ def correct(config: CorrectionConfig, log_ratio: Tensor, row: Tensor) -> Weights
         "high": ratio > upper,
         "low": ratio < low,
         "weight": weight,
-        "weight_squared": weight * weight,
+        "deviation_squared": (weight - 1).square(),  # from 1, where weights lie: squares of them would lose its digits
         "left_out": ~kept,
     }
     return Weights(
@@ -67,14 +67,15 @@ def correction_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) 
     of = {name.removeprefix(APPLIED): value for name, value in means.items() if name.startswith(APPLIED)}
     if not of:
         return {}
-    mean_square = of["weight_squared"]
+    mean = of["weight"]
+    variance = max(of["deviation_squared"] - (mean - 1) ** 2, 0.0)
     lowest = maxima[f"{APPLIED}inverse"]
     return {
         "rollout_corr/rollout_is_mean": of["ratio"],
-        "rollout_corr/rollout_is_std": math.sqrt(max(mean_square - of["weight"] ** 2, 0.0)),
+        "rollout_corr/rollout_is_std": math.sqrt(variance),
         "rollout_corr/rollout_is_min": 1 / lowest if lowest else math.nan,
         "rollout_corr/rollout_is_max": maxima[f"{APPLIED}ratio"],
-        "rollout_corr/rollout_is_eff_sample_size": of["weight"] ** 2 / mean_square if mean_square else 0.0,
+        "rollout_corr/rollout_is_eff_sample_size": mean**2 / (variance + mean**2) if mean else 0.0,
         "rollout_corr/rollout_is_ratio_fraction_high": of["high"],
         "rollout_corr/rollout_is_ratio_fraction_low": of["low"],
         "rollout_corr/rollout_rs_masked_fraction": of["left_out"],
