@@ -42,6 +42,19 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     for name, value in model.named_parameters():
         torch.testing.assert_close(value, after[name], rtol=0, atol=1e-6)
 
+    # What fsdp has learned goes on under megatron, two ranks to a weight, whose checkpoint is exported alike.
+    onward, further = tmp_path / "onward", tmp_path / "further"
+    command(
+        cluster, "train", "--config-name", "sft", *inputs.overrides(onward), f"model.path={target}",
+        "run.total_steps=1", "run.checkpoint_every=1", "sft.batch_size=16", "sft.max_tokens=16",
+        "actor.optimizer.weight_decay=0", "backend=megatron", "actor.num_ranks=2", "actor.backend.tensor_parallel=2",
+    )  # fmt: skip
+    command(None, "export", str(onward / "checkpoints" / "step_00000001"), str(further), *address)
+    learned, at_the_end = (load_file(folder / "model.safetensors") for folder in (further, onward / "model"))
+    assert all(torch.equal(learned[name], at_the_end[name]) for name in at_the_end)
+    moved = max(float((learned[name] - after[name]).abs().max()) for name in after)
+    assert 0.9e-3 < moved < 1.1e-3  # Adam's first step moves no weight by more than the learning rate
+
     again = command(None, "export", str(checkpoint), str(target), *address, code=2)
     assert "this directory is not empty" in again.stderr
     other = command(None, "export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", *address, code=2)
