@@ -198,6 +198,5 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
 
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
-    publisher = run.publisher
-    wire = publisher._buckets[0], publisher._address
-    return run.system.actor.broadcast(ActorWorker.write_bucket, *wire).result()
+    sent = run.system.actor.broadcast(ActorWorker.write_bucket, 0, True).result()
+    return [part.fingerprints for part in sent]
