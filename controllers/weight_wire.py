@@ -86,7 +86,7 @@ class WeightWire:
         sync, parallel = self._config.sync, self._config.tensor_parallel
         home = _facts(self._actor)
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
-        name, over = choose(sync, Layout([one.host_name for one in home], hosts, **self._gpus))
+        name, over = choose(sync.transport, Layout([one.host_name for one in home], hosts, **self._gpus))
         route = Route(
             self.buckets,
             receivers=sum(replica.num_ranks for replica in replicas) * parallel,

@@ -93,7 +93,7 @@ def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> N
 def test_device_memory_is_not_shared_without_devices(model: Path, data: Path) -> None:
     config = ppo(model, data, "rollout.sync.transport=cuda_ipc")
     assert "this machine has none" in found(preflight(config, BIG))["rollout.sync.transport"]
-    on_gpu = Machine(cores=8, gpus=8, memory_bytes=GIB, shm_free_bytes=GIB)
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
     assert preflight(config, on_gpu).problems == []
 
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.weight_sync.ends import BUCKETS, CPU, MANIFEST, Ends, joined, made, retyped
-from verl_ray.config.rollout import SyncConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.transport import Route
@@ -122,26 +121,22 @@ ONE = Layout(["a"], ["a"], gpus=False, shares_gpus=False)
 TWO = Layout(["a", "b"], ["b"], gpus=False, shares_gpus=False)
 
 
-def _sync(transport: str) -> SyncConfig:
-    return SyncConfig.model_validate({"transport": transport, "bucket_mib": 1, "delta": False, "folder": ""})
-
-
 def test_auto_takes_what_has_run() -> None:
-    assert choose(_sync("auto"), ONE) == ("shared_memory", "cpu")
-    assert choose(_sync("auto"), TWO) == ("broadcast", "cpu")
+    assert choose("auto", ONE) == ("shared_memory", "cpu")
+    assert choose("auto", TWO) == ("broadcast", "cpu")
     on_gpus = replace(ONE, gpus=True, shares_gpus=True)
-    assert choose(_sync("auto"), on_gpus) == ("shared_memory", "cpu")
-    assert choose(_sync("auto"), replace(TWO, gpus=True)) == ("broadcast", "cpu")
+    assert choose("auto", on_gpus) == ("shared_memory", "cpu")
+    assert choose("auto", replace(TWO, gpus=True)) == ("broadcast", "cpu")
 
 
 def test_a_named_wire_is_taken_or_refused() -> None:
-    assert choose(_sync("disk"), TWO) == ("disk", "cpu")
-    assert choose(_sync("broadcast"), replace(TWO, gpus=True)) == ("broadcast", "cuda")
-    assert choose(_sync("broadcast"), replace(TWO, gpus=True, shares_gpus=True)) == ("broadcast", "cpu")
-    assert choose(_sync("cuda_ipc"), replace(TWO, gpus=True, shares_gpus=True)) == ("cuda_ipc", "cuda")
+    assert choose("disk", TWO) == ("disk", "cpu")
+    assert choose("broadcast", replace(TWO, gpus=True)) == ("broadcast", "cuda")
+    assert choose("broadcast", replace(TWO, gpus=True, shares_gpus=True)) == ("broadcast", "cpu")
+    assert choose("cuda_ipc", replace(TWO, gpus=True, shares_gpus=True)) == ("cuda_ipc", "cuda")
     with pytest.raises(WeightSyncError, match=r"shared_memory joins processes of one node; .* run on \['a', 'b'\]"):
-        choose(_sync("shared_memory"), TWO)
+        choose("shared_memory", TWO)
     with pytest.raises(WeightSyncError, match="actor and rollout do not share any"):
-        choose(_sync("cuda_ipc"), replace(ONE, gpus=True))
+        choose("cuda_ipc", replace(ONE, gpus=True))
     with pytest.raises(WeightSyncError, match="the actor is not on a GPU"):
         CudaIpcSender(Route(BUCKETS, 1, 1.0), 0, CPU)

@@ -11,6 +11,8 @@ from pydantic import Field
 
 from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
 
+TransportName = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+
 
 class RolloutEngineConfig(Section):
     """One vLLM engine, whoever asks it."""
@@ -29,7 +31,7 @@ class RolloutEngineConfig(Section):
 class SyncConfig(Section):
     """How weights reach the replicas, and how that is proved."""
 
-    transport: Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+    transport: TransportName
     """auto = shared memory where actor and rollout run on one node, else broadcast between hosts; it never takes what
     has not run on a GPU yet: cuda_ipc, and broadcast between GPUs of their own."""
     bucket_mib: Positive

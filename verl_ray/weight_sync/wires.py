@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from verl_ray.config.rollout import SyncConfig
+from verl_ray.config.rollout import TransportName
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
@@ -41,14 +41,13 @@ class Layout:
     """Whether rollout engines run on the actor's GPUs."""
 
 
-def choose(sync: SyncConfig, layout: Layout) -> tuple[WireName, str]:
+def choose(name: TransportName, layout: Layout) -> tuple[WireName, str]:
     """The wire, and the device that its buckets are carried from: "cpu" or "cuda".
 
     Raises:
         WeightSyncError: the wire that the configuration names cannot join these ends.
     """
     hosts = sorted({*layout.actor_hosts, *layout.rollout_hosts})
-    name = sync.transport
     if name == "auto":
         return ("shared_memory" if len(hosts) == 1 else "broadcast"), "cpu"
     if name == "shared_memory" and len(hosts) > 1:
