@@ -43,7 +43,7 @@ FREE_SECTIONS = re.compile(
 )
 """Keys in sections whose keys are the user's own."""
 
-PATHS = re.compile(r"run\.dir|run\.resume|data\.(train|validation)_path|([\w.]+\.)?model\.path")
+PATHS = re.compile(r"run\.dir|run\.resume|rollout\.sync\.folder|data\.(train|validation)_path|([\w.]+\.)?model\.path")
 """Keys that hold a path."""
 
 FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+")

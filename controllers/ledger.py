@@ -24,6 +24,7 @@ from verl_ray.config.backends import EngineBackend, FsdpBackend
 from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config, RLConfig
+from verl_ray.weight_sync import SLOTS
 
 Phase = Literal["generate", "measure", "learn", "publish"]
 PHASES: tuple[Phase, ...] = ("generate", "measure", "learn", "publish")
@@ -50,12 +51,6 @@ RESIDENT_BYTES: Mapping[Kind, int] = {
 
 CONTEXT_BYTES = GIB // 2
 """What CUDA and its libraries take of a device for every process that uses it."""
-
-WIRE_BUCKET_BYTES = 256 << 20
-"""Of the weights that travel to the rollout engine at once: a bucket's calls cost little beside its copy, and it is
-small beside any model. A single larger tensor takes more."""
-
-WIRE_SLOTS = 2
 
 
 @dataclass(frozen=True)
@@ -178,7 +173,7 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
         forward, update = _work(name, config)
         own = footprint(role, model, forward, update, device)
         if name == "actor" and rl is not None and not on_gpus:
-            own = replace(own, held={**own.held, "buffers": _mapped_bytes(rl)})
+            own = replace(own, held={**own.held, "buffers": _wire_end_bytes(rl)})
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
         uses[name] = dict(_trainer(own, role, grades=grades, moves=moves, on_gpus=on_gpus))
@@ -197,7 +192,9 @@ def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
 
 def wire_bytes(config: RLConfig) -> int:
     """Shared memory through which weights travel."""
-    return WIRE_SLOTS * min(_sent_bytes(config), WIRE_BUCKET_BYTES)
+    if config.rollout.sync.transport not in ("auto", "shared_memory"):
+        return 0
+    return SLOTS * min(_sent_bytes(config), config.rollout.sync.bucket_mib * MIB)
 
 
 def _sent_bytes(config: RLConfig) -> int:
@@ -207,9 +204,11 @@ def _sent_bytes(config: RLConfig) -> int:
     return width * model_size("actor", actor, config).parameters
 
 
-def _mapped_bytes(config: RLConfig) -> int:
-    """Of the wire, what the memory of every process counts that has used it: it stays open. On a CPU alone."""
-    return min(_sent_bytes(config), wire_bytes(config))
+def _wire_end_bytes(config: RLConfig) -> int:
+    """Of the wire, what the memory of every process counts that has used it: it stays open; and what was sent last,
+    where only changes follow. On a CPU alone."""
+    sync, sent = config.rollout.sync, _sent_bytes(config)
+    return min(sent, SLOTS * sync.bucket_mib * MIB) + (sent if sync.delta else 0)
 
 
 def _trainer(
@@ -259,7 +258,7 @@ def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: 
         if phase == "publish" and policy:
             working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel}
         if policy and device == "cpu":
-            held = {**held, "buffers": held.get("buffers", 0) + _mapped_bytes(config)}
+            held = {**held, "buffers": held.get("buffers", 0) + _wire_end_bytes(config)}
         yield phase, Use(held, working)
 
 

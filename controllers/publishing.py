@@ -3,30 +3,28 @@
 Invariant: when `publish` returns, every replica holds exactly the weights that the actor holds, under the version
 asked for, and computes with them what the actor does; if anything differs, it raises and no replica generates. Bucket
 i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Deliberately
-not here: how weights are cut (engine), bucketed and carried (weight_sync), and loaded (rollout engine).
+not here: which ends the wire has (`weight_wire.py`), how weights are cut (engine), bucketed and carried (weight_sync),
+and loaded (rollout engine).
 """
 
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from controllers.ledger import WIRE_BUCKET_BYTES
 from controllers.rollout_servers import Replica, RolloutServers
+from controllers.weight_wire import WeightWire
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.rollout.base import Part
-from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync import SLOTS
+from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
 from workers.rollout import RolloutWorker
-
-SLOTS = 2
 
 PROBE_TOKENS = 16
 PROBE_EVERY = {False: 1, True: 10}
@@ -47,12 +45,6 @@ class Publisher:
     ) -> None:
         """`sharing`: groups of models that take turns with the rollout engines on the same GPUs, the actor included;
         while rollouts are drawn their state is on the host. None of them on a CPU."""
-        hosts = {member.facts.host_name for group in (actor, servers) for member in group.members() if member.facts}
-        if len(hosts) > 1:
-            raise WeightSyncError(
-                "weights travel through shared memory, which actor and rollout must share; they run on "
-                f"{sorted(hosts)}. Give the cluster one node with room for both"
-            )
         self._actor, self._servers = actor, servers
         servers.bring_up = self._bring_up
         self._version, self._syncs = -1, 0
@@ -60,15 +52,13 @@ class Publisher:
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._sharing = tuple(sharing)
         self._manifest = actor.rank_zero(ActorWorker.manifest).result()
-        self._buckets = plan_buckets(self._manifest, WIRE_BUCKET_BYTES)
-        slot_bytes = max(bucket.nbytes for bucket in self._buckets)
-        self._address = actor.rank_zero(ActorWorker.open_wire, uuid.uuid4().hex[:8], slot_bytes).result()
+        self._wire = WeightWire(actor, rollout, self._manifest, has_gpus=has_gpus, shares_gpus=bool(sharing))
+        self._delta = rollout.sync.delta
         self._probe_every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
         dtypes = frozenset((config.actor.backend.dtype, rollout.dtype))
         given = rollout.sync.probe_tolerance
         self._tolerance = PROBE_TOLERANCE[dtypes == {"float32"}] if given == "auto" else given
         self._longest = min(PROBE_TOKENS, config.data.max_prompt_tokens + rollout.max_response_tokens - 1)
-        self._bytes = sum(bucket.nbytes for bucket in self._buckets)
 
     def publish(self, version: int) -> dict[str, float]:
         """The actor's weights into every replica. A replica that is lost meanwhile starts again and everything begins
@@ -86,7 +76,7 @@ class Publisher:
         self._syncs += 1
         self._servers.published()
         seconds = time.perf_counter() - began
-        return found | {"weight_sync/bytes": self._bytes, "weight_sync/bytes_per_s": self._bytes / seconds}
+        return found | {"weight_sync/bytes_per_s": found["weight_sync/bytes"] / seconds}
 
     def _bring_up(self, replica: Replica) -> None:
         """The present version into a replica that has started again. The actor has not learned since."""
@@ -99,28 +89,37 @@ class Publisher:
         def all_(verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
             return [replica.broadcast(verb, *args) for replica in replicas]
 
+        address = self._wire.meet(replicas)
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
             opening += all_(RolloutWorker.wake, "weights")
         opening += all_(RolloutWorker.begin_update, self._manifest, version)
         sent: dict[str, Fingerprint] = {}
+        nbytes = changed = 0
         received: list[list[Call[Any]]] = []
-        for i, bucket in enumerate(self._buckets):
+        for i, bucket in enumerate(self._wire.buckets):
             if i >= SLOTS:
                 wait_all([*opening, *received[i - SLOTS]])
-            for part in self._actor.broadcast(ActorWorker.write_bucket, bucket, self._address).result():
-                for name, print_ in part.items():
-                    sent[name] = sent.get(name, EMPTY) + print_
-            received.append(all_(RolloutWorker.receive, bucket, self._address))
+            try:
+                part = self._wire.write(i)
+            except WeightSyncError:
+                wait_all([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
+                raise
+            sent |= part.fingerprints
+            nbytes, changed = nbytes + part.nbytes, changed + part.changed
+            received.append(all_(RolloutWorker.receive, bucket, address))
         committed = all_(RolloutWorker.commit, sent, proves)
         asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance) if proves else None
         # In this order: the first failure is the reason of the others.
         wait_all([*opening, *(call for calls in received for call in calls), *committed])
+        self._wire.finish()
         told = [] if asked is None else asked.result()
         self._place("host")
         if self._sleep != "never":
             wait_all(all_(RolloutWorker.wake, "kv_cache"))
-        found = {"weight_sync/verified": float(len(sent))}
+        found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
+        if self._delta:
+            found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._manifest.sent)
         for probe in told:
             if probe is not None:
                 differences = wait_all(all_(RolloutWorker.prove, probe))

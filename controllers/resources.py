@@ -39,7 +39,7 @@ def resource_problems(config: Config, machine: Machine | None) -> Iterator[Probl
     yield from _disk_problems(config)
     if machine is not None:
         yield from _memory_problems(config, machine)
-        yield from _gpu_problems(config, machine) if machine.gpus else _vllm_problems(config)
+        yield from _gpu_problems(config, machine) if machine.gpus else _cpu_problems(config)
 
 
 def resource_warnings(config: Config, machine: Machine | None) -> Iterator[str]:
@@ -70,7 +70,10 @@ def _ranks_key(role: str, config: Config) -> str:
     return f"{role}.engine.num_replicas" if role in judges else f"{role}.num_ranks"
 
 
-def _vllm_problems(config: Config) -> Iterator[Problem]:
+def _cpu_problems(config: Config) -> Iterator[Problem]:
+    if isinstance(config, RLConfig) and config.rollout.sync.transport == "cuda_ipc":
+        rule = "it joins processes on one GPU, and this machine has none"
+        yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
     for section, engine in engines(config).items():
         arguments = engine.config.vllm_args
         for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import torch
 
 from verl_ray.algorithms.credit import assign, diverge
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
@@ -22,27 +23,21 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.engine.base import EngineSpec
+from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import Outputs
 from verl_ray.rollout.base import Probe
-from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.shared_memory import (
-    SharedMemoryAddress,
-    SharedMemoryTransport,
-    create,
-    remove,
-)
+from verl_ray.weight_sync.transport import Address, Route, Sender, Sent
+from verl_ray.weight_sync.wires import SENDERS, WireName
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
 class ActorWorker(ModelWorker):
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         super().__init__(context, spec)
-        self._wire: tuple[SharedMemoryAddress, SharedMemoryTransport] | None = None
-        self._own_address: SharedMemoryAddress | None = None
+        self._wire: tuple[Sender, Route] | None = None
 
     # ------------------------------------------------------------------------------------------- one RL step
 
@@ -123,27 +118,48 @@ class ActorWorker(ModelWorker):
         of_row = tuple(values[1:] for values in np.split(said, cuts))
         return Probe(tuple(np.split(rows.tokens, cuts)), of_row, tolerance)
 
-    def open_wire(self, session: str, slot_bytes: int) -> SharedMemoryAddress:
-        """Make the files that weights travel through, on this rank's node; those of an earlier call go."""
-        if self._own_address is not None:
-            remove(self._own_address)
-        self._own_address = create(session, slot_bytes)
-        return self._own_address
+    def open_wire(self, name: WireName, route: Route) -> Address:
+        """Make this rank's end of the wire that weights will travel over; rank 0 says where it is. That of an earlier
+        call goes."""
+        self._close_wire()
+        sender = SENDERS[name](route, self.context.rank, torch.device(self.context.device))
+        self._wire = sender, route
+        return sender.offer()
 
-    def write_bucket(self, bucket: Bucket, address: SharedMemoryAddress) -> dict[str, Fingerprint]:
-        """Put this rank's slices of the bucket on the wire; returns their fingerprints, which add up over ranks."""
-        if self._wire is None or self._wire[0] != address:
-            self._close_wire()
-            self._wire = address, address.open()
-        return self._wire[1].write(bucket, self.engine.shards([entry.parameter.name for entry in bucket.entries]))
+    def connect_wire(self, address: Address) -> str | None:
+        """Meet the receivers, which connect at the same time. Returns which of them did not come: no failure of this
+        rank."""
+        try:
+            self._sender.connect(address)
+        except WeightSyncError as error:
+            return str(error)
+        return None
+
+    def write_bucket(self, index: int, whole: bool) -> Sent:
+        """Put this rank's slices of a bucket on the wire. `whole`: a receiver may not hold what was sent before."""
+        sender, route = self._opened
+        bucket = route.buckets[index]
+        return sender.write(bucket, self.engine.shards(bucket.names), whole=whole)
+
+    def finish_sync(self) -> None:
+        """The sync is over: what it alone needed goes, the wire stays."""
+        self._sender.finish()
 
     def close(self) -> None:
         self._close_wire()
-        if self._own_address is not None:
-            remove(self._own_address)
         super().close()
+
+    @property
+    def _opened(self) -> tuple[Sender, Route]:
+        if self._wire is None:
+            raise WeightSyncError("the actor has no wire to send weights over: open_wire comes first")
+        return self._wire
+
+    @property
+    def _sender(self) -> Sender:
+        return self._opened[0]
 
     def _close_wire(self) -> None:
         if self._wire is not None:
-            self._wire[1].close()
+            self._wire[0].close()
             self._wire = None

@@ -25,7 +25,7 @@ from verl_ray.rollout.server import Health, PauseMode, RolloutServer
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address
+from verl_ray.weight_sync.transport import Address, Route
 
 
 @dataclass(frozen=True)
@@ -133,6 +133,10 @@ class RolloutWorker:
 
     def wake(self, part: Part) -> None:
         self.server.run(lambda engine: engine.wake(part))
+
+    def connect(self, address: Address, route: Route, first_receiver: int) -> None:
+        """Meet the actor, whose ranks connect at the same time."""
+        self.server.run(lambda engine: engine.connect(address, route, first_receiver))
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
         self.server.run(lambda engine: engine.begin_update(manifest, version))

@@ -80,14 +80,17 @@ def test_on_a_cpu_everything_is_the_hosts_on_all_ranks() -> None:
     assert found.predicted("reference", "publish") == found.predicted("actor", "learn") == every
 
 
-def test_the_wire_is_open_where_weights_are_written_and_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
     config = compose("quickstart")
     assert isinstance(config, RLConfig)
     assert wire_bytes(config) == 2 * 4 * PARAMETERS
-    # Of two slots one bucket fills one; of buckets of 1 MB, two are full.
-    for bucket, mapped in ((1 << 30, 4 * PARAMETERS), (10**6, 2 * 10**6)):
-        monkeypatch.setattr("controllers.ledger.WIRE_BUCKET_BYTES", bucket)
-        found = made(on_gpus=False)
+    apart = compose("quickstart", ["rollout.sync.transport=broadcast"])
+    assert isinstance(apart, RLConfig) and wire_bytes(apart) == 0
+    # Of two slots one bucket fills one; of buckets of 1 MiB, two are full; what was sent last is kept beside them.
+    small, changes = "rollout.sync.bucket_mib=1", ("rollout.sync.transport=broadcast", "rollout.sync.delta=true")
+    cases = (((), 4 * PARAMETERS), ((small,), 2 << 20), ((small, *changes), (2 << 20) + 4 * PARAMETERS))
+    for overrides, mapped in cases:
+        found = made(*overrides, on_gpus=False)
         assert {found.uses["actor"][phase].of("buffers") for phase in found.phases} == {mapped}
         assert found.uses["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128  # and the head, packed
 

@@ -10,7 +10,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.ledger import WIRE_BUCKET_BYTES
 from controllers.ppo import Trainer
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers
@@ -19,6 +18,8 @@ from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.profiling.timers import Timers
 from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.shared_memory import SharedMemoryAddress
+from verl_ray.weight_sync.transport import Route
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
@@ -73,18 +74,36 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
     assert metrics["training/rollout_probs_diff_mean"] < 1e-5
 
 
+@pytest.mark.parametrize(("wire", "delta"), [("broadcast", "true"), ("disk", "false")])
+def test_other_wires_bring_the_same(trainer: MakeTrainer, tmp_path: Path, wire: str, delta: str) -> None:
+    run = trainer("ppo", f"rollout.sync.transport={wire}", f"rollout.sync.delta={delta}", "rollout.sync.bucket_mib=1")
+    first = run.publish(0)
+    again = run.publish(1)  # nothing changed
+    run.step(2)
+    assert largest_difference(run, drawn(run), tmp_path) < 1e-4
+    if delta == "true":
+        assert (first["weight_sync/changed_fraction"], again["weight_sync/changed_fraction"]) == (1.0, 0.0)
+        assert again["weight_sync/bytes"] < first["weight_sync/bytes"] / 100
+    else:
+        assert "weight_sync/changed_fraction" not in first
+        assert again["weight_sync/bytes"] == first["weight_sync/bytes"]
+
+
 def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     trainer: MakeTrainer, samplers: Samplers, tmp_path: Path
 ) -> None:
-    run = trainer("ppo")
+    run = trainer("ppo", "rollout.sync.transport=broadcast", "rollout.sync.delta=true")
     run.publish(0)
     actor, (rollout,) = run.system.actor, samplers.rollout.replicas
     manifest = actor.rank_zero(ActorWorker.manifest).result()
-    (bucket,) = plan_buckets(manifest, WIRE_BUCKET_BYTES)
-    address = actor.rank_zero(ActorWorker.open_wire, "tampered", bucket.nbytes).result()
-    (sent,) = actor.broadcast(ActorWorker.write_bucket, bucket, address).result()
+    route = Route(plan_buckets(manifest, 256 << 20), receivers=1, deadline_s=60)
+    (bucket,) = route.buckets
+    (address,) = actor.broadcast(ActorWorker.open_wire, "shared_memory", route).result()
+    actor.broadcast(ActorWorker.connect_wire, address).result()
+    (told,) = actor.broadcast(ActorWorker.write_bucket, 0, True).result()
     victim = bucket.entries[3]
     name = re.escape(victim.parameter.name)
+    assert isinstance(address, SharedMemoryAddress)
     with Path(address.paths[0]).open("r+b") as wire:
         wire.seek(victim.offset)
         byte = wire.read(1)
@@ -94,12 +113,11 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
         rollout.broadcast(RolloutWorker.receive, bucket, address).result()
         with pytest.raises(WorkerError, match=rf"sent and received differ in \['{name}'\]") as caught:
-            rollout.broadcast(RolloutWorker.commit, sent, False).result()
+            rollout.broadcast(RolloutWorker.commit, told.fingerprints, False).result()
         assert isinstance(caught.value.__cause__, WeightSyncError)
         with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
             run.step(1)
     finally:
         rollout.restart(240)
-    renewed = trainer("ppo")
-    renewed.publish(1)
-    assert largest_difference(renewed, drawn(renewed), tmp_path) < 1e-4
+    assert run.publish(1)["weight_sync/changed_fraction"] == 1  # to a new engine, over a new wire, all of it
+    assert largest_difference(run, drawn(run), tmp_path) < 1e-4

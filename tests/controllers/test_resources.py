@@ -90,6 +90,31 @@ def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> N
     assert preflight(config, on_gpu).problems == []
 
 
+def test_device_memory_is_not_shared_without_devices(model: Path, data: Path) -> None:
+    config = ppo(model, data, "rollout.sync.transport=cuda_ipc")
+    assert "this machine has none" in found(preflight(config, BIG))["rollout.sync.transport"]
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
+    assert preflight(config, on_gpu).problems == []
+
+
+def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -> None:
+    large = tmp_path / "large"
+    large.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (large / name).write_bytes((model / name).read_bytes())
+    save_file({"a": np.zeros(10**8, np.uint8)}, large / "model.safetensors")  # 381 MiB as float32
+
+    def problems(*overrides: str, shm: int) -> list[str]:
+        machine = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=shm)
+        return list(found(preflight(ppo(large, data, *overrides), machine)))
+
+    # 128 MiB of rows, and two buckets
+    assert problems(shm=700 * MIB) == []
+    assert problems(shm=600 * MIB) == ["/dev/shm"]
+    assert problems("rollout.sync.bucket_mib=128", shm=400 * MIB) == []
+    assert problems("rollout.sync.transport=broadcast", shm=140 * MIB) == []
+
+
 @pytest.mark.parametrize(
     ("override", "key", "processes"),
     [

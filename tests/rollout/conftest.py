@@ -47,7 +47,10 @@ def rollout_config() -> Callable[..., RolloutConfig]:
             "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
             "sleep": "never", "vllm_args": {}, "in_flight": 64,
-            "sync": {"probe_every": 1, "probe_tolerance": 1e-3},
+            "sync": {
+                "transport": "auto", "bucket_mib": 1, "delta": False, "folder": "unused",
+                "probe_every": 1, "probe_tolerance": 1e-3,
+            },
             "health": {"interval_s": 5.0, "deadline_s": 30.0, "stall_s": 300.0, "max_restarts": 0},
         }  # fmt: skip
         return RolloutConfig.model_validate(values | changes)

@@ -1,3 +1,5 @@
+import hashlib
+
 import numpy as np
 import pytest
 import torch
@@ -25,10 +27,15 @@ def _splitmix(x: int) -> int:
 def test_a_small_one_by_hand() -> None:
     # Two int64 lanes along the only dim: values 3 and 5.
     hashes = [_splitmix((i + 0x9E3779B97F4A7C15) % 2**64) for i in range(2)]
-    expected = (3 * hashes[0] + 5 * hashes[1]) % 2**64
-    assert fingerprint(torch.tensor([3, 5])) == Fingerprint(expected, 2)
+    summed = 3 * hashes[0] + 5 * hashes[1]
+
+    def expected(dtype: str, numel: int) -> Fingerprint:
+        per_element = int.from_bytes(hashlib.blake2b(dtype.encode(), digest_size=8).digest(), "little")
+        return Fingerprint((summed + numel * per_element) % 2**64, numel)
+
+    assert fingerprint(torch.tensor([3, 5])) == expected("torch.int64", 2)
     # Lanes are little-endian: eight bytes (3, 0, ...) are the integer 3.
-    assert fingerprint(torch.tensor([3] + [0] * 7 + [5], dtype=torch.uint8)) == Fingerprint(expected, 9)
+    assert fingerprint(torch.tensor([3] + [0] * 7 + [5], dtype=torch.uint8)) == expected("torch.uint8", 9)
 
 
 @given(
@@ -76,13 +83,18 @@ def test_where_a_tensor_lies_in_memory_does_not_matter(offset: int) -> None:
         assert fingerprint(tensor) == fingerprint(tensor.clone(memory_format=torch.contiguous_format))
 
 
+def test_the_same_bits_of_another_dtype_differ() -> None:
+    tensor = _random((4, 16), torch.bfloat16)
+    assert fingerprint(tensor) != fingerprint(tensor.view(torch.float16))
+
+
 def test_a_transposed_square_differs() -> None:
     tensor = _random((16, 16), torch.float32)
     assert fingerprint(tensor) != fingerprint(tensor.T)
 
 
 def test_numel_counts_coverage_and_scalars_work() -> None:
-    assert fingerprint(torch.zeros(3, 5)) == Fingerprint(0, 15)
+    assert fingerprint(torch.zeros(3, 5)).numel == 15
     assert fingerprint(torch.zeros(0, 5)) == EMPTY
     assert fingerprint(torch.tensor(2.0)).numel == 1
     assert Fingerprint(2**64 - 1, 1) + Fingerprint(2, 3) == Fingerprint(1, 4)

@@ -11,6 +11,8 @@ from pydantic import Field
 
 from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
 
+TransportName = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+
 
 class RolloutEngineConfig(Section):
     """One vLLM engine, whoever asks it."""
@@ -29,6 +31,16 @@ class RolloutEngineConfig(Section):
 class SyncConfig(Section):
     """How weights reach the replicas, and how that is proved."""
 
+    transport: TransportName
+    """auto = shared memory where actor and rollout run on one node, else broadcast between hosts; it never takes what
+    has not run on a GPU yet: cuda_ipc, and broadcast between GPUs of their own."""
+    bucket_mib: Positive
+    """What travels at once, and two of them are under way; a single larger tensor takes more."""
+    delta: bool
+    """After the first sync send only what changed, over broadcast or disk; the actor's rank 0 and every rollout rank
+    keep a copy of the weights in host memory."""
+    folder: str
+    """Where transport=disk puts its files; all nodes must see it."""
     probe_every: Positive | Literal["auto"]
     """Syncs from one comparison of log-probs, of fixed tokens with the trainer's, to the next; auto = every one on a
     CPU, every tenth on GPUs. Fingerprints are compared at every sync."""

@@ -23,7 +23,7 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
 from verl_ray.models.lora import adapter_name, merged, write_config
-from verl_ray.models.names import Piece, pieces
+from verl_ray.models.names import Box, Piece, pieces
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
 from verl_ray.models.weights import CheckpointReader, TensorSource, is_first_copy, own_box
 from verl_ray.ops.outputs import Outputs, TokenOutputs
@@ -49,6 +49,7 @@ class ModuleEngine(PackedEngine):
         source = self.source()
         self.model = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head, adapter=spec.lora)
         self._manifest, self._places = manifest_of(self.model)
+        self._cuts: dict[str, tuple[Box, Slice] | None] = {}
         self.describe(self.model)
         if spec.backend.activation_checkpointing:
             self.model.hf.gradient_checkpointing_enable(
@@ -162,14 +163,21 @@ class ModuleEngine(PackedEngine):
             if own is None or own[0] != module_name:
                 own = module_name, self._merged(module_name, parameters)
             value = own[1]
-            if isinstance(value, DTensor):
-                owner, local = is_first_copy(value), value.to_local()
-            else:
-                owner, local = self.rank == 0, value
-            here, there = piece.overlap(own_box(value))
-            part = local[here].view([side.stop - side.start for side in there])
-            if owner and part.numel():
-                yield Slice(name, tuple(side.start for side in there), tuple(part.shape)), part
+            if name not in self._cuts:
+                self._cuts[name] = self._cut(name, value, piece)
+            cut = self._cuts[name]
+            if cut is not None:
+                here, part = cut
+                local = value.to_local() if isinstance(value, DTensor) else value
+                yield part, local[here].view(part.shape)
+
+    def _cut(self, name: str, value: Tensor, piece: Piece) -> tuple[Box, Slice] | None:
+        """What this rank owns of a tensor that is sent: where it is within the rank's part of the module's parameter,
+        and within the tensor; None if nothing. It stays so as long as the engine."""
+        here, there = piece.overlap(own_box(value))
+        part = Slice(name, tuple(side.start for side in there), tuple(side.stop - side.start for side in there))
+        owner = is_first_copy(value) if isinstance(value, DTensor) else self.rank == 0
+        return (here, part) if owner and all(part.shape) else None
 
     def state(self) -> dict[str, Any]:
         # RNG under a key per rank: every rank's stream is in the checkpoint

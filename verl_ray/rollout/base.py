@@ -21,7 +21,7 @@ from verl_ray.errors import EngineFailed, RolloutError, VerlRayError, WeightSync
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address
+from verl_ray.weight_sync.transport import Address, Route
 
 Part = Literal["weights", "kv_cache"]
 Tokens = npt.NDArray[np.int32]
@@ -238,6 +238,19 @@ class RolloutEngine(ABC):
         """The version that tokens are drawn from; None while there is none to draw from."""
         return self._version
 
+    def connect(self, address: Address, route: Route, first_receiver: int) -> None:
+        """Meet the sender of weights, before the first update, and again when it or another receiver was replaced.
+
+        Args:
+            first_receiver: the number of this engine's first rank among all receivers of the route.
+
+        Raises:
+            WeightSyncError: the other ends did not come in time, or the wire does not lead here.
+        """
+        self._require_alive()
+        with self._aborting_on_error():
+            self._connect(address, route, first_receiver)
+
     def begin_update(self, manifest: Manifest, version: int) -> None:
         """Open a weight update to `version`. From here until `commit` (or `prove`) the engine does not generate.
 
@@ -266,7 +279,7 @@ class RolloutEngine(ABC):
         """
         update = self._require_update("receive")
         with self._aborting_on_error():
-            names = [entry.parameter.name for entry in bucket.entries]
+            names = bucket.names
             if strange := sorted(name for name in names if name not in update.missing):
                 raise WeightSyncError(f"bucket {bucket.index} brings what is not awaited, or came before: {strange}")
             update.fingerprints.update(self._load(bucket, address))
@@ -400,6 +413,9 @@ class RolloutEngine(ABC):
 
     @abstractmethod
     def _restore(self, part: Part) -> None: ...
+
+    @abstractmethod
+    def _connect(self, address: Address, route: Route, first_receiver: int) -> None: ...
 
     @abstractmethod
     def _begin_load(self, manifest: Manifest) -> None: ...

@@ -16,7 +16,7 @@ from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngin
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address
+from verl_ray.weight_sync.transport import Address, Reader, Route, Seat
 
 Script = Callable[[Request], Sequence[tuple[int, float]]]
 """The whole response to a request as (token, log-prob); what lies past max_tokens is cut off."""
@@ -35,6 +35,7 @@ class ScriptedEngine(RolloutEngine):
         self.weights: dict[str, torch.Tensor] = {}  # as last received
         self._log_probs_of = log_probs_of
         self._script = script
+        self._readers: dict[Address, Reader] = {}
         self._left: dict[int, list[tuple[int, float]]] = {}
         self._ends: dict[int, Finish] = {}
 
@@ -45,6 +46,7 @@ class ScriptedEngine(RolloutEngine):
     def _release(self, process_ends: bool) -> None:
         self._left.clear()
         self.weights.clear()
+        self._disconnect()
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -80,13 +82,23 @@ class ScriptedEngine(RolloutEngine):
     def _restore(self, part: Part) -> None:
         """Nothing to do: received weights bring their own memory."""
 
+    def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
+        self._disconnect()
+        self._readers[address] = address.open(Seat(route, first_receiver, torch.device("cpu")))
+
+    def _disconnect(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
+
     def _begin_load(self, manifest: Manifest) -> None:
         self.weights.clear()
 
     def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
-        reader = address.open()
-        received = {name: tensor.clone() for name, tensor in reader.read(bucket)}
-        reader.close()
+        if address not in self._readers:
+            self._readers[address] = address.open()
+        received = {name: tensor.clone() for name, tensor in self._readers[address].read(bucket)}
+        self._readers[address].release()
         self.weights.update(received)
         return {name: fingerprint(tensor) for name, tensor in received.items()}
 

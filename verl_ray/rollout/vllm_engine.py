@@ -27,7 +27,7 @@ from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngin
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address
+from verl_ray.weight_sync.transport import Address, Route
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -254,6 +254,9 @@ class VllmEngine(RolloutEngine):
         return sum(dict(self._core.collective_rpc("memory_in_use")).values())
 
     # --------------------------------------------------------------------------------------------------- weights
+
+    def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
+        self._core.collective_rpc("weights_connect", args=(address, route, first_receiver))
 
     def _begin_load(self, manifest: Manifest) -> None:
         self._core.collective_rpc("weights_begin")

@@ -25,7 +25,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
-from verl_ray.weight_sync.transport import Address, Reader
+from verl_ray.weight_sync.transport import Address, Reader, Route, Seat
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -38,6 +38,11 @@ class WeightLoader(_Worker):
 
     _weights_readers: dict[Address, Reader]
     _weights_tied: list[torch.nn.Module]
+
+    def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
+        """Open the wire that buckets will come over; one that was open before goes."""
+        self.weights_close()
+        self._weights_readers = {address: address.open(Seat(route, first_receiver + self.rank, self.device))}
 
     def weights_begin(self) -> None:
         model = self.model_runner.model
@@ -62,6 +67,7 @@ class WeightLoader(_Worker):
         with self._weights_context():
             self.model_runner.model.load_weights(iter(received.items()))
         _own_pending_tensors(self.model_runner.model)
+        readers[address].release()
         return prints
 
     def weights_finish(self) -> None:

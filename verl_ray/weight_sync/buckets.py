@@ -36,6 +36,10 @@ class Bucket:
     entries: tuple[Entry, ...]
     nbytes: int
 
+    @property
+    def names(self) -> list[str]:
+        return [entry.parameter.name for entry in self.entries]
+
 
 def torch_dtype(parameter: Parameter) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, parameter.dtype)

@@ -1,8 +1,7 @@
 """The wire between processes of one node: buckets in files of /dev/shm that every process maps.
 
-Invariant: the bytes are written once, by the ranks that own them, and read in place; nothing is pickled. Each of the
-`slots` files holds one bucket at a time (bucket i goes to slot i modulo slots), so a sender may fill the next bucket
-while a receiver reads this one; keeping them from lapping each other is the caller's part.
+Invariant: the bytes are written once, by the ranks that own them, and read in place; nothing is pickled, gathered or
+copied. Keeping writers and readers from lapping each other is the caller's part.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import mmap
 import os
 import re
 import secrets
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import Bucket, Entry
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
-from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync import SLOTS
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.slots import Slots
+from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
 
 FOLDER = Path("/dev/shm")
 _PREFIX = "verl_ray-weights"
@@ -35,11 +34,39 @@ class SharedMemoryAddress:
     paths: tuple[str, ...]
     slot_bytes: int
 
-    def open(self) -> SharedMemoryTransport:
-        return SharedMemoryTransport(self)
+    def open(self, seat: Seat | None = None) -> Slots:
+        """Any number of processes may; see the module for who may write when."""
+        return Slots([_map(path, self.slot_bytes) for path in self.paths])
 
 
-def create(session: str, slot_bytes: int, slots: int = 2) -> SharedMemoryAddress:
+class SharedMemorySender:
+    def __init__(self, route: Route, rank: int, device: torch.device) -> None:
+        self._route = route
+        self._own: SharedMemoryAddress | None = None
+        self._slots = Slots([])
+        if rank == 0:
+            self._own = create("sync", route.slot_bytes)
+
+    def offer(self) -> SharedMemoryAddress:
+        return self._own or SharedMemoryAddress((), 0)
+
+    def connect(self, address: Address) -> None:
+        assert isinstance(address, SharedMemoryAddress)
+        self._slots = address.open()
+
+    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+        return Sent(self._slots.write(bucket, shards), bucket.nbytes if self._own else 0)
+
+    def finish(self) -> None:
+        """Nothing to free: the files stay for the next sync."""
+
+    def close(self) -> None:
+        self._slots.close()
+        if self._own is not None:
+            remove(self._own)
+
+
+def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAddress:
     """Make the files, owned by this process, with room for `slot_bytes` each.
 
     First removes what owners that no longer live have left behind. Files of a live owner go when it calls `remove`.
@@ -62,7 +89,7 @@ def create(session: str, slot_bytes: int, slots: int = 2) -> SharedMemoryAddress
             raise WeightSyncError(
                 f"weight sync needs {slots} x {slot_bytes / 2**20:.0f} MiB in {FOLDER}, found "
                 f"{room.f_bavail * room.f_frsize / 2**20:.0f} of {room.f_blocks * room.f_frsize / 2**20:.0f} MiB free "
-                f"({error.strerror}). Enlarge {FOLDER} (in a container: --shm-size), or use smaller buckets"
+                f"({error.strerror}). Enlarge {FOLDER} (in a container: --shm-size), or lower rollout.sync.bucket_mib"
             ) from error
         finally:
             os.close(descriptor)
@@ -75,60 +102,14 @@ def remove(address: SharedMemoryAddress) -> None:
         Path(path).unlink(missing_ok=True)
 
 
-class SharedMemoryTransport:
-    """The opened files. Any number of processes may hold one; see the module for who may write when."""
-
-    def __init__(self, address: SharedMemoryAddress) -> None:
-        self._slots = [_map(path, address.slot_bytes) for path in address.paths]
-        self._slot_bytes = address.slot_bytes
-
-    def write(self, bucket: Bucket, shards: Iterable[tuple[Slice, torch.Tensor]]) -> dict[str, Fingerprint]:
-        """Put this rank's slices of the bucket's parameters in place, cast to the manifest's dtypes.
-
-        Returns:
-            By parameter name, the fingerprint of what this rank wrote, taken from the source and not from the file.
-
-        Raises:
-            WeightSyncError: a slice is not of this bucket, or lies outside its parameter.
-        """
-        targets = {entry.parameter.name: (entry, self._view(bucket, entry)) for entry in bucket.entries}
-        written: dict[str, Fingerprint] = {}
-        for part, tensor in shards:
-            if part.name not in targets:
-                raise WeightSyncError(f"{part.name} was sent with bucket {bucket.index}, which does not hold it")
-            entry, target = targets[part.name]
-            stops = [start + size for start, size in zip(part.start, part.shape, strict=True)]
-            fits = all(stop <= size for stop, size in zip(stops, entry.parameter.shape, strict=True))
-            if tuple(tensor.shape) != part.shape or not fits:
-                raise WeightSyncError(
-                    f"{part.name}: a tensor of shape {tuple(tensor.shape)} was sent as the slice {part.shape} "
-                    f"at {part.start} of {entry.parameter.shape}"
-                )
-            source = tensor.detach().to(entry.dtype)
-            box = tuple(slice(start, stop) for start, stop in zip(part.start, stops, strict=True))
-            target[box].copy_(source)
-            written[part.name] = written.get(part.name, EMPTY) + fingerprint(source, part)
-        return written
-
-    def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """The bucket's parameters, whole, as views of the file: valid until the slot is written again."""
-        for entry in bucket.entries:
-            yield entry.parameter.name, self._view(bucket, entry)
-
-    def close(self) -> None:
-        """Let go of the maps; views that are still held keep theirs."""
-        self._slots.clear()
-
-    def _view(self, bucket: Bucket, entry: Entry) -> torch.Tensor:
-        if bucket.nbytes > self._slot_bytes:
-            raise WeightSyncError(f"bucket {bucket.index} has {bucket.nbytes} bytes, a slot has {self._slot_bytes}")
-        nbytes = entry.parameter.numel * entry.dtype.itemsize
-        slot = self._slots[bucket.index % len(self._slots)]
-        return slot[entry.offset : entry.offset + nbytes].view(entry.dtype).view(entry.parameter.shape)
-
-
 def _map(path: str, nbytes: int) -> torch.Tensor:
-    descriptor = os.open(path, os.O_RDWR)
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError as error:
+        raise WeightSyncError(
+            f"{path} is not on this node: shared memory joins processes of one node only (or its owner is gone). Use "
+            f"rollout.sync.transport=broadcast"
+        ) from error
     try:
         # The tensor keeps the map alive, and the map goes with the last view of it.
         return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)

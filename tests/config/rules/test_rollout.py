@@ -95,7 +95,44 @@ CASES = [
         "may not change: a judge shares its devices with nobody",
         "Leave it out",
     ),
+    Case("wires_can_join_the_ends", "rollout.sync.delta=true", "rollout.sync.delta", "auto may be memory", "broadcast"),
+    Case(
+        "wires_can_join_the_ends",
+        "rollout.sync.delta=true rollout.sync.transport=cuda_ipc",
+        "rollout.sync.delta",
+        "cuda_ipc is memory that both sides see",
+        "Use false",
+    ),
+    Case(
+        "wires_can_join_the_ends",
+        "rollout.sync.folder=/shared",
+        "rollout.sync.folder",
+        "rollout.sync.transport=auto has no files",
+        "Leave it out",
+    ),
+    Case(
+        "wires_can_join_the_ends",
+        "rollout.sync.transport=cuda_ipc placement=separate",
+        "rollout.sync.transport",
+        "placement=separate gives each role its own",
+        "placement=colocated",
+    ),
+    Case(
+        "wires_can_join_the_ends",
+        "rollout.sync.transport=cuda_ipc rollout.num_replicas=2",
+        "rollout.sync.transport",
+        "rollout.num_replicas=2 are more than actor.num_ranks=1",
+        "as many ranks",
+    ),
 ]
+
+
+@pytest.mark.parametrize("wire", ["broadcast", "disk"])
+def test_changes_alone_travel_where_wires_are_slow(wire: str) -> None:
+    config = compose("quickstart", [f"rollout.sync.transport={wire}", "rollout.sync.delta=true"])
+    assert isinstance(config, RLConfig)
+    assert config.rollout.sync.delta
+    assert config.rollout.sync.folder == f"{config.run.dir}/weight_sync"
 
 
 def test_an_engine_argument_is_listed_once_and_exists() -> None:

@@ -64,6 +64,7 @@ from verl_ray.config.rules.rollout import (
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     vllm_args_are_free,
+    wires_can_join_the_ends,
 )
 from verl_ray.config.rules.rule import Overridden, RLRule, Rule
 from verl_ray.config.rules.run import (
@@ -134,6 +135,7 @@ RL_RULES: tuple[RLRule, ...] = (
     temperature_is_not_too_low,
     greedy_evaluation_needs_one_response,
     vllm_args_are_free,
+    wires_can_join_the_ends,
     rewards_have_a_function,
     held_out_deadline_is_used,
     graders_keep_the_deadline_of_calls,

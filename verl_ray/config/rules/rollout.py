@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from verl_ray.config.rules.rule import Overridden
+from verl_ray.config.rules.rule import Overridden, ignored
 from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import closest, either
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
@@ -102,6 +102,29 @@ def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
         }
         del setters["enable_sleep_mode"]
         yield from _vllm_args(f"{section}.engine", judge.engine.vllm_args, setters, fixed)
+
+
+def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    sync, key = config.rollout.sync, "rollout.sync"
+    if sync.delta and sync.transport not in ("broadcast", "disk"):
+        rule = (
+            f"changes are for slow wires, and transport={sync.transport} "
+            + ("may be" if sync.transport == "auto" else "is")
+            + " memory that both sides see: finding changes there costs more than copying all"
+        )
+        yield Problem(f"{key}.delta", True, rule, f"Use false, or {key}.transport=broadcast or disk.")
+    if sync.transport != "disk":
+        yield from ignored(overridden.under(f"{key}.folder"), config, f"{key}.transport={sync.transport} has no files")
+    if sync.transport == "cuda_ipc":
+        if config.placement.kind != "colocated":
+            rule = f"it joins processes on one GPU, and placement={config.placement.kind} gives each role its own"
+            yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto or broadcast, or placement=colocated.")
+        elif config.rollout.num_replicas > config.actor.num_ranks:
+            rule = (
+                f"every rollout engine must share the GPU of a rank of the actor, and rollout.num_replicas="
+                f"{config.rollout.num_replicas} are more than actor.num_ranks={config.actor.num_ranks}"
+            )
+            yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto, or as many ranks as replicas.")
 
 
 def _vllm_args(

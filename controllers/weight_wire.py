@@ -1,0 +1,113 @@
+"""The wire of a run: between the actor's ranks and those rollout replicas that are there.
+
+Invariant: it is opened anew, and all of the weights travel, whenever its ends are not those of the last sync (another
+incarnation, other replicas) or that sync did not finish. Deliberately not here: the transaction that a sync is
+(`publishing.py`), and how any wire works (`verl_ray/weight_sync`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.host import Facts
+from verl_ray.config.rollout import RolloutConfig
+from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.transport import Address, Route, Sent
+from verl_ray.weight_sync.wires import Layout, choose
+from workers.actor import ActorWorker
+from workers.rollout import RolloutWorker
+
+Replicas = Sequence[WorkerGroup[RolloutWorker]]
+
+_OF_A_CALL = 0.8
+"""Of a call's deadline: so long do the ends of a wire wait for each other, so that they say who did not come."""
+
+
+class WeightWire:
+    def __init__(
+        self,
+        actor: WorkerGroup[ActorWorker],
+        config: RolloutConfig,
+        manifest: Manifest,
+        *,
+        has_gpus: bool,
+        shares_gpus: bool,
+    ) -> None:
+        """`shares_gpus`: whether rollout engines run on the actor's GPUs."""
+        self._actor, self._config = actor, config
+        self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
+        self.buckets = plan_buckets(manifest, config.sync.bucket_mib << 20)
+        self._address: Address | None = None
+        self._ends: tuple[object, ...] = ()
+        self._synced_ends: tuple[object, ...] = ()
+        self._whole = True
+
+    def meet(self, replicas: Replicas) -> Address:
+        """Before each sync: the ends are these, and ready. Returns where the replicas receive.
+
+        Raises:
+            WeightSyncError: the configured wire cannot join them, or some did not come in time.
+        """
+        self._ends = (self._actor.incarnation, *((replica, replica.incarnation) for replica in replicas))
+        self._whole = self._ends != self._synced_ends
+        self._synced_ends = ()  # until this sync has finished, too
+        if self._whole or self._address is None:
+            self._address = self._open(replicas)
+        return self._address
+
+    def write(self, index: int) -> Sent:
+        """Put a bucket on the wire; what all ranks of the actor did together.
+
+        Raises:
+            WeightSyncError: the wire is broken; the receiver that is gone says more.
+        """
+        parts = self._actor.broadcast(ActorWorker.write_bucket, index, self._whole).result()
+        for broken in (part.broken for part in parts if part.broken is not None):
+            self._actor.broadcast(ActorWorker.finish_sync).result()
+            raise WeightSyncError(broken)
+        prints: dict[str, Fingerprint] = {}
+        for part in parts:
+            for name, found in part.fingerprints.items():
+                prints[name] = prints.get(name, EMPTY) + found
+        return Sent(prints, sum(part.nbytes for part in parts), sum(part.changed for part in parts))
+
+    def finish(self) -> None:
+        """Every receiver has committed what was sent."""
+        self._actor.broadcast(ActorWorker.finish_sync).result()
+        self._synced_ends = self._ends
+
+    def _open(self, replicas: Replicas) -> Address:
+        sync, parallel = self._config.sync, self._config.tensor_parallel
+        home = _facts(self._actor)
+        hosts = [one.host_name for replica in replicas for one in _facts(replica)]
+        name, over = choose(sync.transport, Layout([one.host_name for one in home], hosts, **self._gpus))
+        route = Route(
+            self.buckets,
+            receivers=sum(replica.num_ranks for replica in replicas) * parallel,
+            deadline_s=_OF_A_CALL * min(self._actor.deadline_s, *(replica.deadline_s for replica in replicas)),
+            host=home[0].address,
+            folder=sync.folder,
+            delta=sync.delta,
+            over=over,
+        )
+        address = self._actor.broadcast(ActorWorker.open_wire, name, route).result()[0]
+        meeting = self._actor.broadcast(ActorWorker.connect_wire, address)
+        joining, first = [], 0
+        for replica in replicas:
+            joining.append(replica.broadcast(RolloutWorker.connect, address, route, first))
+            first += replica.num_ranks * parallel
+        wait_all(joining)
+        for missing in (told for told in meeting.result() if told is not None):
+            raise WeightSyncError(missing)
+        return address
+
+
+def _facts(group: WorkerGroup[Any]) -> list[Facts]:
+    """Where the processes of a group run, by rank."""
+    return [member.facts for member in group.members() if member.facts is not None]

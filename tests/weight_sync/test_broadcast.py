@@ -1,0 +1,129 @@
+"""A broadcast between real processes: two ranks of an actor send, two receive; then one of these dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.weight_sync.ends import BUCKETS, CPU, MANIFEST, made, shards
+from verl_ray.errors import WeightSyncError
+from verl_ray.weight_sync.broadcast import BroadcastSender
+from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
+from verl_ray.weight_sync.meeting import gather, invite, join
+from verl_ray.weight_sync.transport import Address, Route, Seat
+
+ROUTE = Route(BUCKETS, receivers=2, deadline_s=60)
+SYNCS = 2
+
+
+def _send(rank: int, meeting: str, inbox: Any, outbox: Any) -> None:
+    """A rank of the actor, which owns every second slice."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    for _ in range(2):  # the second time to other receivers
+        sender = BroadcastSender(ROUTE, rank, CPU)
+        outbox.put(sender.offer())
+        sender.connect(inbox.get())
+        for step in range(SYNCS):
+            outbox.put(_sync(sender, rank, step))
+        inbox.get()  # when a receiver is dead
+        outbox.put(_sync(sender, rank, 9))
+        sender.close()
+
+
+def _sync(sender: BroadcastSender, rank: int, step: int) -> tuple[dict[str, Fingerprint], int, str | None]:
+    prints: dict[str, Fingerprint] = {}
+    nbytes = 0
+    broken = None
+    for bucket in BUCKETS:
+        sent = sender.write(bucket, shards(bucket, made(step))[rank::2], whole=True)
+        prints |= sent.fingerprints
+        nbytes += sent.nbytes
+        broken = broken or sent.broken
+    sender.finish()
+    return prints, nbytes, broken
+
+
+def _receive(number: int, address: Address, outbox: Any) -> None:
+    reader = address.open(Seat(ROUTE, number, CPU))
+    for _ in range(SYNCS):
+        outbox.put({name: fingerprint(tensor) for bucket in BUCKETS for name, tensor in reader.read(bucket)})
+        reader.release()
+    if number == 1:
+        outbox.close()
+        outbox.join_thread()
+        os._exit(9)
+    try:
+        for bucket in BUCKETS:
+            dict(reader.read(bucket))
+    except WeightSyncError as error:
+        outbox.put(str(error))
+    reader.close()
+
+
+@pytest.mark.timeout(240)
+def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_them_dies(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("forkserver")  # torch is imported once, for all of them
+    context.set_forkserver_preload(["tests.weight_sync.ends", "verl_ray.weight_sync.broadcast"])
+    inboxes, told = ([context.Queue() for _ in range(2)] for _ in range(2))
+    meeting = f"file://{tmp_path}/meeting"
+
+    def start(method: Any, *arguments: Any) -> Any:
+        process = context.Process(target=method, args=arguments, daemon=True)
+        process.start()
+        return process
+
+    senders = [start(_send, rank, meeting, inboxes[rank], told[rank]) for rank in range(2)]
+    addresses = []
+    for _ in range(2):
+        address, _ = (queue.get(timeout=100) for queue in told)
+        addresses.append(address)
+        heard = [context.Queue() for _ in range(2)]
+        receivers = [start(_receive, number, address, heard[number]) for number in range(2)]
+        for inbox in inboxes:
+            inbox.put(address)
+        for step in range(SYNCS):
+            (first, nbytes, broken), (second, none, _) = (queue.get(timeout=100) for queue in told)
+            sent = {name: first.get(name, EMPTY) + second.get(name, EMPTY) for name in first | second}
+            weights = made(step)
+            expected = {
+                one.name: fingerprint(weights[one.name].to(getattr(torch, one.dtype))) for one in MANIFEST.parameters
+            }
+            assert sent == expected
+            assert [queue.get(timeout=100) for queue in heard] == [expected, expected]
+            assert (nbytes, none, broken) == (sum(bucket.nbytes for bucket in BUCKETS), 0, None)
+
+        receivers[1].join(60)
+        assert receivers[1].exitcode == 9
+        for inbox in inboxes:
+            inbox.put(None)
+        (_, _, broken), (helped, _, _) = (queue.get(timeout=100) for queue in told)
+        assert "or the other end is gone" in broken  # and is no error: the ranks of the actor stay in step
+        assert len(helped) == 6
+        assert "member 1 of 3" in heard[0].get(timeout=100)
+        receivers[0].join(60)
+        assert receivers[0].exitcode == 0
+    for one in senders:
+        one.join(60)
+        assert one.exitcode == 0
+    assert addresses[0] != addresses[1]
+
+
+def test_who_does_not_come_is_named() -> None:
+    meeting, listener = invite("127.0.0.1", receivers=2)
+    with pytest.raises(WeightSyncError, match=r"of 2 receivers \[0, 1\] did not come to 127.0.0.1:\d+ within 0 s"):
+        gather(meeting, listener, 0.2, "cpu")
+    with pytest.raises(WeightSyncError, match=r"receiver 1 waited 0 s .* at 127.0.0.1:\d+, where the sender"):
+        join(meeting, 1, 0.2, "cpu")
+
+
+def test_a_broadcast_needs_a_meeting() -> None:
+    sender = BroadcastSender(Route(BUCKETS, 1, 1.0), 0, CPU)
+    with pytest.raises(WeightSyncError, match="connect before an update"):
+        sender.offer().open()
+    sender.close()
