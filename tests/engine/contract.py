@@ -8,6 +8,7 @@ change their process, and have one of their own.
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import time
 import traceback
@@ -714,6 +715,7 @@ def models_of(kind: str) -> tuple[str, ...]:
 
 def main(family: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
     ranks = Ranks(rank, world, folder)
     # a group of one where there is one rank, as FSDP needs it and as workers have it
     dist.init_process_group(

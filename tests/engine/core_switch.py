@@ -8,6 +8,7 @@ offers the switch: `megatron` has a distributed optimizer, and `megatron_fsdp` t
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import traceback
 from datetime import timedelta
@@ -110,6 +111,7 @@ def train(ranks: contract.Ranks, strategy: str) -> dict[str, Any]:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
     ranks = contract.Ranks(rank, WORLD, folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD,

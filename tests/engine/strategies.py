@@ -6,6 +6,7 @@ Run as `python -m tests.engine.strategies RANK WORLD FOLDER` by test_megatron_fs
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import time
 import traceback
@@ -229,6 +230,7 @@ def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
 
 def main(rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
     ranks = contract.Ranks(rank, world, folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,

@@ -729,8 +729,8 @@ def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
 
 def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
     given = results[0]["check_training"]["experts in bfloat16"]
-    close(given["loss"], naive["experts"]["loss"], 2 * BFLOAT16)  # a router in bfloat16 may choose another expert
-    close(given["norm"], naive["experts"]["norm"], 2 * BFLOAT16)
+    close(given["loss"], naive["experts"]["loss"], 3 * BFLOAT16)  # a router in bfloat16 may choose another expert
+    close(given["norm"], naive["experts"]["norm"], 3 * BFLOAT16)
 
 
 def test_a_resumed_engine_obeys_its_own_optimizer_settings(folder: Path, tmp_path: Path) -> None:
