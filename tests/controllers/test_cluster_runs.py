@@ -133,7 +133,7 @@ if __name__ == "__main__":
         with start(config, session) as system:
             homes = {
                 group.role: group.members()[0].facts.node_id
-                for group in (system.actor, system.critic, system.reference, system.rollout, system.graders["reward"])
+                for group in (system.actor, system.critic, system.reference, system.graders["reward"])
             }
             print("apart", homes["actor"] != homes["critic"])
             prompts = PromptSource(config.data.train_path, load_tokenizer(config.model.path), config.data, 0)
