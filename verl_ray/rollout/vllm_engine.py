@@ -3,16 +3,14 @@
 Invariant: token ids in, token ids out; what is drawn depends on the request alone (prompt, sampling, seed) and the
 policy version, and no sampling setting comes from the model directory. vLLM's request front (tokenizer, incremental
 text, dictionaries of log-probs) is left out: requests go to the engine core and tokens come from it. Deliberately not
-here: Ray, and what only a CPU needs (`vllm_cpu_worker`).
+here: Ray, vLLM's inside (`vllm_core`), and what only a CPU needs (`vllm_cpu_worker`).
 """
 
 from __future__ import annotations
 
 import copy
-import gc
 import json
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +22,7 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
+from verl_ray.rollout.vllm_core import VllmCore, require_supported
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -32,8 +31,7 @@ from verl_ray.weight_sync.transport import Address, Route
 if TYPE_CHECKING:
     from vllm import SamplingParams
     from vllm.config import VllmConfig
-    from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest
-    from vllm.v1.engine.core_client import InprocClient
+    from vllm.v1.engine import EngineCoreOutput
 
 _CPU_BATCHED_TOKENS = 8192
 
@@ -120,12 +118,13 @@ class VllmEngine(RolloutEngine):
         if not Path(model_path, "config.json").is_file():
             raise RolloutError(f"model.path = {model_path!r} is not a local model directory: it has no config.json")
         self._max_model_len = max_model_len
+        require_supported()
         try:
             vllm_config = _vllm_config(
                 model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps
             )
             self._end_tokens = _end_tokens(model_path, vllm_config)
-            self._core: InprocClient = _start(vllm_config)
+            self._core = VllmCore(vllm_config)
             self._has_processes = config.tensor_parallel > 1
         except VerlRayError:
             raise
@@ -144,11 +143,10 @@ class VllmEngine(RolloutEngine):
             self._check(request)
             params = copy.copy(self._sampling_params(request.sampling))
             params.seed = request.seed
-            prepared.append(
-                _core_request(str(request.request_id), request.tokens, params, str(self._loads), request.session)
-            )
-        for core_request in prepared:
-            self._core.add_request(core_request)
+            prepared.append((request, params))
+        for request, params in prepared:
+            tokens = request.tokens.tolist()
+            self._core.add(str(request.request_id), tokens, params, str(self._loads), request.session)
 
     def _check(self, request: Request) -> None:
         total = len(request.tokens) + request.sampling.max_tokens
@@ -187,33 +185,29 @@ class VllmEngine(RolloutEngine):
     def _advance(self) -> Iterator[Progress]:
         drained, self._drained = self._drained, []
         yield from drained
-        yield from map(_progress, self._core.get_output().outputs)
+        yield from map(_progress, self._core.step())
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        self._core.abort_requests([str(request_id) for request_id in request_ids])
+        self._core.abort([str(request_id) for request_id in request_ids])
 
     def _hold(self) -> None:
-        core = self._core.engine_core
-        core.pause_scheduler(mode="keep", clear_cache=False)
-        while core.batch_queue:  # on a GPU the next step may be under way already; it belongs to the present version
-            self._drained += map(_progress, self._core.get_output().outputs)
+        self._drained += map(_progress, self._core.hold())
 
     def _let_go(self) -> None:
-        self._core.engine_core.resume_scheduler()
+        self._core.let_go()
 
     def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        core = self._core.engine_core
         for number, tokens in enumerate(rows):
-            self._core.add_request(_core_request(f"{_PROBE}{number}", tokens, copy.copy(params), str(self._loads)))
-        was_held = core.is_scheduler_paused()
-        core.resume_scheduler()
+            self._core.add(f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads))
+        was_held = self._core.held
+        self._core.let_go()
         found: dict[str, list[Float32]] = {}
         drawn, waiting = [], {f"{_PROBE}{number}" for number in range(len(rows))}
         while waiting:
-            for output in self._core.get_output().outputs:
+            for output in self._core.step():
                 if not output.request_id.startswith(_PROBE):
                     drawn.append(_progress(output))
                     continue
@@ -227,8 +221,7 @@ class VllmEngine(RolloutEngine):
         return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
 
     def _suspects(self) -> str:
-        by_rank: list[list[str]] = self._core.collective_rpc("weights_repacked")
-        names = by_rank[0]
+        names: list[str] = self._core.call_workers("weights_repacked")[0]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return f"vLLM repacks the weights of: {shown or 'no module'}"
 
@@ -237,73 +230,47 @@ class VllmEngine(RolloutEngine):
     def _free(self, parts: frozenset[Part]) -> None:
         if not self._can_sleep:
             raise RolloutError("the rollout engine was started with rollout.sleep = never and cannot sleep")
-        core = self._core.engine_core
-        while core.scheduler.has_requests():
-            self._core.get_output()  # the workers are told of ended requests with the next, empty, batch
         if "weights" in parts:
-            core.sleep(level=2)
+            self._core.free_everything()
         else:
-            core.pause_scheduler()
-            core.release_kv_cache_memory()
+            self._core.free_kv_cache()
 
     def _restore(self, part: Part) -> None:
-        self._core.wake_up([part])
+        self._core.wake(part)
 
     @property
     def memory_bytes(self) -> int:
-        return sum(dict(self._core.collective_rpc("memory_in_use")).values())
+        return sum(dict(self._core.call_workers("memory_in_use")).values())
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        self._core.collective_rpc("weights_connect", args=(address, route, first_receiver))
+        self._core.call_workers("weights_connect", address, route, first_receiver)
 
     def _begin_load(self, manifest: Manifest) -> None:
-        self._core.collective_rpc("weights_begin")
+        self._core.call_workers("weights_begin")
 
     def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
-        by_rank: list[dict[str, Fingerprint]] = self._core.collective_rpc("weights_receive", args=(bucket, address))
+        by_rank: list[dict[str, Fingerprint]] = self._core.call_workers("weights_receive", bucket, address)
         if any(prints != by_rank[0] for prints in by_rank):
             raise RolloutError(f"the ranks of one engine read different weights from bucket {bucket.index}")
         return by_rank[0]
 
     def _finish_load(self, version: int) -> None:
-        self._core.collective_rpc("weights_finish")
+        self._core.call_workers("weights_finish")
         self._loads += 1
-        if not self._open and not self._core.reset_prefix_cache():
-            raise RolloutError("vLLM did not reset its prefix cache")
-        self._core.set_weight_version(str(version))
+        if not self._open:
+            self._core.forget_prefixes()
+        self._core.note_version(version)
 
     def _abandon_load(self) -> None:
-        self._core.collective_rpc("weights_abandon")
+        self._core.call_workers("weights_abandon")
 
     def _release(self, process_ends: bool) -> None:
-        self._core.collective_rpc("weights_close")
+        self._core.call_workers("weights_close")
         if process_ends and not self._has_processes:
             return  # vLLM's shutdown goes three times through everything that was imported: 1.5 s
-        self._core.shutdown()
-        del self._core
-        gc.collect()  # before another engine starts in this process, or its groups are torn down with these
-
-
-def _core_request(
-    request_id: str, tokens: Tokens, params: SamplingParams, cache_salt: str, session: str | None = None
-) -> EngineCoreRequest:
-    """`cache_salt`: what was computed under another one is no prefix of this, since it had other weights."""
-    from vllm.v1.engine import EngineCoreRequest
-
-    return EngineCoreRequest(
-        request_id=request_id,
-        prompt_token_ids=tokens.tolist(),
-        mm_features=None,
-        sampling_params=params,
-        pooling_params=None,
-        arrival_time=time.time(),
-        lora_request=None,
-        cache_salt=cache_salt,
-        data_parallel_rank=None,
-        session_id=session,
-    )
+        self._core.close()
 
 
 def _progress(output: EngineCoreOutput) -> Progress:
@@ -318,16 +285,6 @@ def _progress(output: EngineCoreOutput) -> Progress:
 
 _PROBE = "probe-"
 _FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
-
-
-def _start(vllm_config: VllmConfig) -> InprocClient:
-    from vllm.utils.import_utils import resolve_obj_by_qualname
-    from vllm.v1.engine.core_client import InprocClient
-    from vllm.v1.executor import Executor
-
-    resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-    gc.freeze()  # all imports are done and stay: vLLM goes through what is not frozen six times as it starts, in 2 s
-    return InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
 
 
 def _register_model(model_path: str) -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 import psutil
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload.layerwise import (
@@ -23,6 +22,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 )
 
 from verl_ray.errors import WeightSyncError
+from verl_ray.rollout.vllm_core import is_attention
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.transport import Address, Reader, Route, Seat
@@ -120,7 +120,7 @@ class WeightLoader(_Worker):
         for name, module in model.named_modules():
             info = get_layerwise_info(module)
             # Attention holds scales that a checkpoint need not have; tied modules are loaded with their owner.
-            if not info.can_load() or is_deferred_attention_layer(module) or module in self._weights_tied:
+            if not info.can_load() or is_attention(module) or module in self._weights_tied:
                 continue
             if info.load_numel < _checkpoint_numel(module):
                 incomplete.append(name)
