@@ -89,6 +89,7 @@ class Publisher:
         def all_(verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
             return [replica.broadcast(verb, *args) for replica in replicas]
 
+        began = time.perf_counter()
         address = self._wire.meet(replicas)
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
@@ -113,6 +114,7 @@ class Publisher:
         # In this order: the first failure is the reason of the others.
         wait_all([*opening, *(call for calls in received for call in calls), *committed])
         self._wire.finish()
+        streamed = time.perf_counter()
         told = [] if asked is None else asked.result()
         self._place("host")
         if self._sleep != "never":
@@ -124,7 +126,8 @@ class Publisher:
             if probe is not None:
                 differences = wait_all(all_(RolloutWorker.prove, probe))
                 found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
-        return found
+        seconds = {"stream": streamed - began, "prove": time.perf_counter() - streamed}
+        return found | {f"weight_sync/{phase}_s": value for phase, value in seconds.items()}
 
     def _give_up(self, replicas: Sequence[Replica]) -> None:
         """Leave the open update of replicas; those that fail at it are lost as well."""

@@ -13,7 +13,7 @@ from typing import cast
 
 from verl_ray.config.suggest import did_you_mean
 
-SUITES = ("data", "fsdp", "layouts", "megatron", "megatron_fsdp_memory", "step")
+SUITES = ("data", "fsdp", "layouts", "megatron", "megatron_fsdp_memory", "rollout", "step", "weight-sync")
 
 
 def main(argv: list[str]) -> int:
@@ -22,5 +22,5 @@ def main(argv: list[str]) -> int:
     if suite not in SUITES:
         print(f"verl-ray bench: no suite {suite!r}. {did_you_mean(suite, list(SUITES), 'suite')}", file=sys.stderr)
         return 2
-    run = cast(Callable[[list[str]], int], importlib.import_module(f"controllers.bench.{suite}").main)
+    run = cast(Callable[[list[str]], int], importlib.import_module(f"controllers.bench.{suite.replace('-', '_')}").main)
     return run(flags)

@@ -58,8 +58,17 @@ MODELS = {
         "prepare.model.intermediate_size=2304",
         "rollout.kv_cache_gib=1.0",
     ),
+    "400m": (
+        "prepare.model.hidden_size=1280",
+        "prepare.model.num_layers=19",
+        "prepare.model.num_heads=20",
+        "prepare.model.num_kv_heads=20",
+        "prepare.model.head_size=64",
+        "prepare.model.intermediate_size=3840",
+        "rollout.kv_cache_gib=1.0",
+    ),
 }
-"""Sizes as overrides. The small one is warm-started as quickstart's is; the large one stays as it was drawn, since its
+"""Sizes as overrides. The small one is warm-started as quickstart's is; large ones stay as they were drawn, since their
 speed depends on how many tokens it says and not on which."""
 
 WORK = (

@@ -196,7 +196,7 @@ def test_sleep_gives_memory_back_and_wake_takes_it_again(
     engine.sleep("weights")
     assert awake - engine.memory_bytes > 0.95 * KV_BYTES
     # This model is too small to be seen in the resident set: no storage is left, neither plain nor packed.
-    asleep = engine._core._core.model_executor.driver_worker.worker.model_runner.model
+    asleep = engine.core._core.model_executor.driver_worker.worker.model_runner.model
     assert sum(parameter.untyped_storage().nbytes() for parameter in asleep.parameters()) == 0
     assert {getattr(module, "cpu_linear", None) for module in asleep.modules()} == {None}
     engine.wake("weights")
@@ -216,7 +216,7 @@ def test_an_engine_that_fails_says_so_and_stays_failed(start_vllm: Callable[...,
     requests = [Request(i, prompt, _sampling(4), seed=i) for i, prompt in enumerate(_prompts(5))]
     assert [len(chunk.tokens) for chunk in _run(engine, requests)] == [4] * 5  # more requests than fit a batch
     engine.submit([Request(0, np.array([3], np.int32), _sampling(), seed=0)])
-    del engine._core._core.model_executor.driver_worker.worker.model_runner.model  # breaks the next step
+    del engine.core._core.model_executor.driver_worker.worker.model_runner.model  # breaks the next step
     with pytest.raises(RolloutError, match="rollout engine: a step failed"):
         engine.step()
     with pytest.raises(RolloutError, match="of no more use, start another: a step failed"):

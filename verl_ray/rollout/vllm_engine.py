@@ -124,7 +124,7 @@ class VllmEngine(RolloutEngine):
                 model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps
             )
             self._end_tokens = _end_tokens(model_path, vllm_config)
-            self._core = VllmCore(vllm_config)
+            self.core = VllmCore(vllm_config)
             self._has_processes = config.tensor_parallel > 1
         except VerlRayError:
             raise
@@ -146,7 +146,7 @@ class VllmEngine(RolloutEngine):
             prepared.append((request, params))
         for request, params in prepared:
             tokens = request.tokens.tolist()
-            self._core.add(str(request.request_id), tokens, params, str(self._loads), request.session)
+            self.core.add(str(request.request_id), tokens, params, str(self._loads), request.session)
 
     def _check(self, request: Request) -> None:
         total = len(request.tokens) + request.sampling.max_tokens
@@ -185,29 +185,29 @@ class VllmEngine(RolloutEngine):
     def _advance(self) -> Iterator[Progress]:
         drained, self._drained = self._drained, []
         yield from drained
-        yield from map(_progress, self._core.step())
+        yield from map(_progress, self.core.step())
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        self._core.abort([str(request_id) for request_id in request_ids])
+        self.core.abort([str(request_id) for request_id in request_ids])
 
     def _hold(self) -> None:
-        self._drained += map(_progress, self._core.hold())
+        self._drained += map(_progress, self.core.hold())
 
     def _let_go(self) -> None:
-        self._core.let_go()
+        self.core.let_go()
 
     def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         for number, tokens in enumerate(rows):
-            self._core.add(f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads))
-        was_held = self._core.held
-        self._core.let_go()
+            self.core.add(f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads))
+        was_held = self.core.held
+        self.core.let_go()
         found: dict[str, list[Float32]] = {}
         drawn, waiting = [], {f"{_PROBE}{number}" for number in range(len(rows))}
         while waiting:
-            for output in self._core.step():
+            for output in self.core.step():
                 if not output.request_id.startswith(_PROBE):
                     drawn.append(_progress(output))
                     continue
@@ -221,7 +221,7 @@ class VllmEngine(RolloutEngine):
         return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
 
     def _suspects(self) -> str:
-        names: list[str] = self._core.call_workers("weights_repacked")[0]
+        names: list[str] = self.core.call_workers("weights_repacked")[0]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
         return f"vLLM repacks the weights of: {shown or 'no module'}"
 
@@ -231,46 +231,46 @@ class VllmEngine(RolloutEngine):
         if not self._can_sleep:
             raise RolloutError("the rollout engine was started with rollout.sleep = never and cannot sleep")
         if "weights" in parts:
-            self._core.free_everything()
+            self.core.free_everything()
         else:
-            self._core.free_kv_cache()
+            self.core.free_kv_cache()
 
     def _restore(self, part: Part) -> None:
-        self._core.wake(part)
+        self.core.wake(part)
 
     @property
     def memory_bytes(self) -> int:
-        return sum(dict(self._core.call_workers("memory_in_use")).values())
+        return sum(dict(self.core.call_workers("memory_in_use")).values())
 
     # --------------------------------------------------------------------------------------------------- weights
 
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        self._core.call_workers("weights_connect", address, route, first_receiver)
+        self.core.call_workers("weights_connect", address, route, first_receiver)
 
     def _begin_load(self, manifest: Manifest) -> None:
-        self._core.call_workers("weights_begin")
+        self.core.call_workers("weights_begin")
 
     def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
-        by_rank: list[dict[str, Fingerprint]] = self._core.call_workers("weights_receive", bucket, address)
+        by_rank: list[dict[str, Fingerprint]] = self.core.call_workers("weights_receive", bucket, address)
         if any(prints != by_rank[0] for prints in by_rank):
             raise RolloutError(f"the ranks of one engine read different weights from bucket {bucket.index}")
         return by_rank[0]
 
     def _finish_load(self, version: int) -> None:
-        self._core.call_workers("weights_finish")
+        self.core.call_workers("weights_finish")
         self._loads += 1
         if not self._open:
-            self._core.forget_prefixes()
-        self._core.note_version(version)
+            self.core.forget_prefixes()
+        self.core.note_version(version)
 
     def _abandon_load(self) -> None:
-        self._core.call_workers("weights_abandon")
+        self.core.call_workers("weights_abandon")
 
     def _release(self, process_ends: bool) -> None:
-        self._core.call_workers("weights_close")
+        self.core.call_workers("weights_close")
         if process_ends and not self._has_processes:
             return  # vLLM's shutdown goes three times through everything that was imported: 1.5 s
-        self._core.close()
+        self.core.close()
 
 
 def _progress(output: EngineCoreOutput) -> Progress:

@@ -1,0 +1,202 @@
+"""`verl-ray bench rollout`: tokens per second of our rollout servers, beside vLLM's own offline `LLM.generate`.
+
+Invariant: the same model, prompts, sampling and number of tokens on both sides, in turns, each in processes that are up
+and warm. Deliberately not here: rewards and training.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from controllers.bench.step import MODELS, SHOWN_VERSIONS, configuration, make_inputs
+from controllers.build import Shape, plan_processes, rollout_spec
+from controllers.publishing import Publisher
+from controllers.rollout_servers import RolloutServers
+from controllers.signals import stop_on_signals
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import RLConfig
+from verl_ray.data.prompts import PromptSource
+from verl_ray.data.stages import Prompts
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.rollout.base import Sampling
+from workers.rollout import Generation
+
+ROLES = ("actor", "rollout")
+
+
+def main(argv: list[str]) -> int:
+    """Run the suite and print its figures; returns 0."""
+    given = _parser().parse_args(argv)
+    overrides = (f"rollout.max_response_tokens={given.tokens}",)
+    config = configuration(given.model, "engine", Path(given.dir), overrides)
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed there is JSON
+        make_inputs(config, warm_start=False)
+    source = PromptSource(config.data.train_path, load_tokenizer(config.actor.model.path), config.data, 0)
+    prompts = source.next_batch(given.prompts)
+    with Session.open(config.ray.address) as session:
+        stop_on_signals()
+        figures = {
+            f"{count}_replica{'s' * (count > 1)}": measure(config, session, prompts, count, given.repeats)
+            for count in given.replicas
+        }
+    shown = {"python": platform.python_version(), **{name: version(name) for name in SHOWN_VERSIONS}}
+    asked = {"prompts": given.prompts, "tokens": given.tokens, "model": given.model}
+    print(json.dumps({**asked, **figures, "cores": len(os.sched_getaffinity(0)), "versions": shown}, indent=2))
+    return 0
+
+
+def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int, repeats: int) -> dict[str, object]:
+    """Tokens per second of so many replicas and of as many offline engines, in turns."""
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_replicas": replicas})})
+    plan = plan_processes(config, Shape.of(session))
+    roles = {name: role for name, role in plan.roles.items() if name in ROLES}
+    homes = {role.processes for role in roles.values()}
+    sets = [one for one in plan.sets if one.name in homes]
+    threads = next(one.threads_per_rank for one in sets if one.name == "rollout")
+    sampling = Sampling(1.0, 1.0, -1, config.rollout.max_response_tokens, ())
+    what = Generation("bench", 1, sampling, run_seed=0, stream_rows=config.rollout.stream_rows)
+    groups = start_groups(
+        sets,
+        list(roles.values()),
+        start_deadline_s=config.run.start_deadline_s,
+        call_deadline_s=config.run.call_deadline_s,
+        log_dir=Path(config.run.dir) / "logs",
+    )
+    ours, theirs = [], []
+    with groups, offline(config, prompts, replicas, threads) as engines:
+        servers = RolloutServers(groups.replicas(roles["rollout"]), config.rollout, config.run.start_deadline_s)
+        Publisher(groups[roles["actor"]], servers, config, sharing=(), has_gpus=False).publish(0)
+        for number in range(repeats + 1):
+            began = time.perf_counter()
+            tokens = sum(
+                int(piece.row("response_length").sum())
+                for piece in servers.generate(prompts, replace(what, run_seed=number))
+            )
+            seconds = time.perf_counter() - began
+            told = [_draw(engine, number) for engine in _begin(engines, number)]
+            if number:  # the first of each is not timed
+                ours.append(tokens / seconds)
+                theirs.append(sum(one["tokens"] for one in told) / max(one["seconds"] for one in told))
+            print(f"{number} of {repeats} with {replicas}", file=sys.stderr, flush=True)
+    return {
+        "servers_tokens_per_s": round(median(ours)),
+        "offline_tokens_per_s": round(median(theirs)),
+        "ratio": round(median(ours) / median(theirs), 3),
+        "best_ratio": round(max(ours) / max(theirs), 3),
+        "threads_per_engine": threads,
+        "repeats": repeats,
+    }
+
+
+@contextlib.contextmanager
+def offline(config: RLConfig, prompts: Prompts, count: int, threads: int) -> Iterator[list[subprocess.Popen[str]]]:
+    """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
+    from verl_ray.rollout.vllm_engine import environment
+
+    spec = rollout_spec(config)
+    rows = [tokens.tolist() for tokens in prompts_of(prompts)]
+    with contextlib.ExitStack() as started:
+        engines = []
+        for index in range(count):
+            work = {
+                "model": spec.model_path,
+                "dtype": config.rollout.dtype,
+                "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+                "max_model_len": spec.max_model_len,
+                "max_tokens": config.rollout.max_response_tokens,
+                "prompts": rows[index::count],
+            }
+            path = Path(config.run.dir) / f"offline-{index}.json"
+            path.write_text(json.dumps(work))
+            engines.append(
+                started.enter_context(
+                    subprocess.Popen(
+                        [sys.executable, "-m", __name__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                        text=True, env={**os.environ, **environment("cpu", threads), "OMP_WAIT_POLICY": "PASSIVE"},
+                    )
+                )
+            )  # fmt: skip
+            started.callback(engines[-1].kill)
+        yield engines
+
+
+def prompts_of(prompts: Prompts) -> list[Any]:
+    """The tokens of each prompt."""
+    return [prompts.tokens[start:end] for start, end in zip(prompts.offsets, prompts.offsets[1:], strict=False)]
+
+
+def _begin(engines: list[subprocess.Popen[str]], seed: int) -> list[subprocess.Popen[str]]:
+    for engine in engines:
+        assert engine.stdin is not None
+        engine.stdin.write(f"{seed}\n")
+        engine.stdin.flush()
+    return engines
+
+
+def _draw(engine: subprocess.Popen[str], _: int) -> dict[str, float]:
+    assert engine.stdout is not None
+    for line in engine.stdout:  # vLLM may say something, too
+        if line.startswith("{"):
+            told: dict[str, float] = json.loads(line)
+            return told
+    raise RuntimeError(f"the offline engine ended with {engine.wait()}")
+
+
+def _hold(path: str) -> None:
+    """In a process of its own: draw all prompts for each seed that comes, and tell how long that took."""
+    from vllm import LLM, SamplingParams
+
+    work = json.loads(Path(path).read_text())
+    llm = LLM(
+        work["model"], dtype=work["dtype"], skip_tokenizer_init=True, enforce_eager=True, seed=0,
+        kv_cache_memory_bytes=work["kv_cache_memory_bytes"], max_model_len=work["max_model_len"],
+        max_num_batched_tokens=8192, enable_chunked_prefill=False,
+    )  # fmt: skip
+    for line in sys.stdin:
+        sampling = [
+            SamplingParams(
+                temperature=1.0, max_tokens=work["max_tokens"], ignore_eos=True, logprobs=0, detokenize=False,
+                seed=int(line) * 100_003 + row,
+            )
+            for row in range(len(work["prompts"]))
+        ]  # fmt: skip
+        asked = [{"prompt_token_ids": tokens} for tokens in work["prompts"]]
+        began = time.perf_counter()
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
+        seconds = time.perf_counter() - began
+        tokens = sum(len(one.outputs[0].token_ids) for one in outputs)
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray bench rollout",
+        description="Tokens per second of the rollout servers beside vLLM's LLM.generate on the same prompts, all "
+        "responses drawn to their full length.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", choices=sorted(MODELS), default="1m", help="parameters of the policy (1m)")
+    parser.add_argument("--prompts", type=int, default=256, metavar="N", help="prompts (256)")
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each response (64)")
+    parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="engines (1 and 2)")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="rounds that count (5)")
+    parser.add_argument("--dir", default="outputs/bench", help="where its inputs are kept (outputs/bench)")
+    return parser
+
+
+if __name__ == "__main__":
+    _hold(sys.argv[1])

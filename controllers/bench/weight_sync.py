@@ -1,0 +1,171 @@
+"""`verl-ray bench weight-sync`: handing weights from a training group to a rollout engine, beside what bounds it.
+
+Invariant: the hand-over is the one of `train` (Ray, the wire, fingerprints, vLLM's loading, the proof by log-probs).
+In turn with it the rollout process loads the very same tensors, which it has in memory, by vLLM's own `reload_weights`,
+and copies their bytes: so a slow minute of the machine slows all of them. Deliberately not here: generation, and wires
+that leave the machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, cast
+
+from controllers.bench.step import MODELS, SHOWN_VERSIONS, configuration, make_inputs
+from controllers.build import Shape, plan_processes
+from controllers.publishing import Publisher
+from controllers.rollout_servers import RolloutServers
+from controllers.signals import stop_on_signals
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import RLConfig
+from workers.actor import ActorWorker
+from workers.model_worker import ModelWorker
+from workers.rollout import RolloutWorker
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from verl_ray.rollout.base import RolloutEngine
+
+ROLES = ("actor", "rollout")
+
+
+class MeasuredWorker(RolloutWorker):
+    """A replica that also does what the hand-over is compared with."""
+
+    def hold(self, path: str) -> int:
+        """Read the weights of a model directory into memory, and once by vLLM itself; returns their bytes."""
+        from safetensors.torch import load_file
+
+        found = [load_file(file) for file in sorted(Path(path).glob("*.safetensors"))]
+        self._weights: dict[str, Tensor] = {name: tensor for one in found for name, tensor in one.items()}
+        self._copies = {name: tensor.clone() for name, tensor in self._weights.items()}
+        return sum(tensor.nbytes for tensor in self._weights.values())
+
+    def reload(self) -> float:
+        """Seconds that vLLM's own `reload_weights` takes with them."""
+
+        def run(engine: RolloutEngine) -> float:
+            assert hasattr(engine, "core")
+            began = time.perf_counter()
+            engine.core.reload(self._weights.items())
+            return time.perf_counter() - began
+
+        return self.server.run(run)
+
+    def copy(self) -> float:
+        """Seconds of a plain copy of their bytes, memory to memory."""
+        began = time.perf_counter()
+        for name, tensor in self._weights.items():
+            self._copies[name].copy_(tensor)
+        return time.perf_counter() - began
+
+    def fingerprint(self) -> float:
+        """Seconds of one side's fingerprints."""
+        from verl_ray.weight_sync.fingerprint import fingerprint
+
+        began = time.perf_counter()
+        for tensor in self._weights.values():
+            fingerprint(tensor)
+        return time.perf_counter() - began
+
+
+def main(argv: list[str]) -> int:
+    """Run the suite and print its figures; returns 0."""
+    given = _parser().parse_args(argv)
+    figures = {model: measure(model, given.backend, Path(given.dir), given.repeats) for model in given.models}
+    shown = {"python": platform.python_version(), **{name: version(name) for name in SHOWN_VERSIONS}}
+    print(json.dumps({**figures, "cores": len(os.sched_getaffinity(0)), "versions": shown}, indent=2))
+    return 0
+
+
+def measure(model: str, backend: str, folder: Path, repeats: int) -> dict[str, object]:
+    """The figures of one size of model."""
+    config = configuration(model, backend, folder, ())
+    with contextlib.redirect_stdout(sys.stderr):  # what is printed there is JSON
+        make_inputs(config, warm_start=False)
+    with Session.open(config.ray.address) as session:
+        stop_on_signals()
+        plan = plan_processes(config, Shape.of(session))
+        roles = {name: role for name, role in plan.roles.items() if name in ROLES}
+        roles["rollout"] = replace(roles["rollout"], factory=MeasuredWorker)
+        homes = {role.processes for role in roles.values()}
+        groups = start_groups(
+            [one for one in plan.sets if one.name in homes],
+            list(roles.values()),
+            start_deadline_s=config.run.start_deadline_s,
+            call_deadline_s=config.run.call_deadline_s,
+            log_dir=Path(config.run.dir) / "logs",
+        )
+        with groups:
+            return _in_turns(config, groups[roles["actor"]], groups.replicas(roles["rollout"]), repeats)
+
+
+def _in_turns(
+    config: RLConfig, actor: WorkerGroup[ActorWorker], replicas: Sequence[WorkerGroup[RolloutWorker]], repeats: int
+) -> dict[str, object]:
+    servers = RolloutServers(replicas, config.rollout, config.run.start_deadline_s)
+    publisher = Publisher(actor, servers, config, sharing=(), has_gpus=False)
+    (replica,) = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
+    publisher.publish(0)
+    nbytes = replica.rank_zero(MeasuredWorker.hold, config.actor.model.path).result()
+    took: dict[str, list[float]] = {}
+
+    def note(name: str, seconds: float) -> None:
+        took.setdefault(name, []).append(seconds)
+
+    def timed(name: str, act: Callable[[], object]) -> None:
+        began = time.perf_counter()
+        act()
+        note(name, time.perf_counter() - began)
+
+    for number in range(1, repeats + 2):
+        if number == 2:
+            took.clear()  # what is set up once is not timed
+        metrics = publisher.publish(number)
+        note("stream", metrics["weight_sync/stream_s"])
+        note("prove", metrics["weight_sync/prove_s"])
+        note("hand_over", nbytes / metrics["weight_sync/bytes_per_s"])
+        note("reload", replica.rank_zero(MeasuredWorker.reload).result())
+        note("copy", replica.rank_zero(MeasuredWorker.copy).result())
+        note("fingerprint", replica.rank_zero(MeasuredWorker.fingerprint).result())
+        timed("offload", lambda: actor.broadcast(ModelWorker.place, "host", "host").result())
+        timed("onload", lambda: actor.broadcast(ModelWorker.place, "device", "device").result())
+        print(f"hand-over {number - 1} of {repeats}", file=sys.stderr, flush=True)
+    best, middle = ({name: pick(seconds) for name, seconds in took.items()} for pick in (min, median))
+    return {
+        "bytes": nbytes,
+        "median_s": {name: round(seconds, 4) for name, seconds in middle.items()},
+        "best_s": {name: round(seconds, 4) for name, seconds in best.items()},
+        "gb_per_s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in middle.items() if seconds > 1e-5},
+        "hand_over_to_reload": round(middle["hand_over"] / middle["reload"], 3),
+        "fingerprints_share": round(2 * middle["fingerprint"] / middle["hand_over"], 3),
+        "repeats": repeats,
+    }
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray bench weight-sync",
+        description="Time the hand-over of weights from the actor to vLLM through shared memory, beside vLLM's own "
+        "reload_weights of the same tensors in memory and a plain copy of their bytes.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--models", nargs="+", choices=sorted(MODELS), default=["1m", "100m", "400m"], help="all")
+    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="hand-overs that count (5)")
+    parser.add_argument("--backend", choices=("engine", "fsdp"), default="engine", help="of the actor (engine)")
+    parser.add_argument("--dir", default="outputs/bench", help="where its inputs are kept (outputs/bench)")
+    return parser
