@@ -139,33 +139,24 @@ def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
 
 
 def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Trainer) -> None:
-    run.publisher._tolerance, kept = 1e-12, run.publisher._tolerance
-    try:
-        with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
-            run.publish(8)
-        assert isinstance(caught.value.__cause__, WeightSyncError)
-    finally:
-        run.publisher._tolerance = kept
+    replica = run.servers.replicas[0]
+    run.publisher._tolerance = 1e-12
+    with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
+        run.publisher._send(8, [replica], proves=True)
+    assert isinstance(caught.value.__cause__, WeightSyncError)
     with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
         drawn(run)
 
 
 def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
-    for replica in run.servers.replicas:
-        replica.restart(120)
-    servers = RolloutServers(run.servers.replicas, run.config.rollout, start_deadline_s=120)
-    run.servers = run.publisher._servers = servers
-    servers.bring_up = run.publisher._bring_up
-    run.publish(9)
-    doomed = [pid(run, 0), pid(run, 1)]
-
-    def kill_both() -> None:
-        for process in doomed:
-            os.kill(process, signal.SIGKILL)
-
-    with pytest.raises(WorkerDied, match="rollout rank") as caught:
-        drawn(run, kill_both)
-    assert "more than rollout.health.max_restarts = 1 replicas" in caught.value.__notes__[0]
+    replica = run.servers.replicas[1]
+    health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
+    config = run.config.rollout.model_copy(update={"health": health})
+    process = pid(run, 1)
+    run.servers = RolloutServers([replica], config, start_deadline_s=120)
+    with pytest.raises(WorkerDied, match="rollout rank 1") as caught:
+        drawn(run, lambda: os.kill(process, signal.SIGKILL))
+    assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
 
 
 def _respond(replica: object, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:

@@ -471,12 +471,12 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
     """States that other backends and other numbers of ranks wrote; four ranks read some of them. What the second step
-    finds was made by the moments and the counts of steps that were read."""
+    finds was made by the moments and the counts of steps that were read, each in place of those before."""
     rows = rows_of()
     found = {}
+    engine = ranks.engine(kind, **settings)
+    mine = ranks.of(engine, rows)
     for writer, world in WRITERS if ranks.world < 4 else READ_BY_FOUR:
-        engine = ranks.engine(kind, **settings)
-        mine = ranks.of(engine, rows)
         load(engine, ranks.folder / f"state_{writer}_{world}")
         weights = ranks.weights(engine)
         found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}

@@ -6,7 +6,7 @@ import pytest
 
 from tests.scripts.checkout import Checkout
 
-TWO = "-n 2 --dist loadfile --no-loadscope-reorder --durations 20"
+LANES = "-n 3 --dist loadfile --no-loadscope-reorder --durations 20"
 CHECKS = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports --no-cache"]
 
 
@@ -20,13 +20,13 @@ def ready(checkout: Checkout) -> Checkout:
 @pytest.mark.parametrize("script", ["scripts/test", ".ci/run"])
 def test_every_check_in_order(ready: Checkout, script: str) -> None:
     assert ready.run(script)[0] == 0
-    assert ready.notes() == [*CHECKS, f"python -m pytest {TWO}"]
+    assert ready.notes() == [*CHECKS, f"python -m pytest {LANES}"]
     assert ready.folders() == {str(ready.folder)}
 
 
 def test_the_fast_subset_and_further_arguments(ready: Checkout) -> None:
     ready.run("scripts/test", "--fast")
-    assert ready.notes() == [*CHECKS, f"python -m pytest -m not cluster and not vllm and not gpu {TWO}"]
+    assert ready.notes() == [*CHECKS, f"python -m pytest -m not cluster and not vllm and not gpu {LANES}"]
     ready.run("scripts/test", "--fast", "tests/data", "-x")
     assert ready.notes() == [*CHECKS, "python -m pytest -m not cluster and not vllm and not gpu tests/data -x"]
 
