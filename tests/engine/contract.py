@@ -46,7 +46,7 @@ from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.models.role_model import HeadKind
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 
-DEADLINE_S = 400
+DEADLINE_S = 600
 LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
 CLIP, DUAL, ENTROPY, KL, TEMPERATURE = 0.2, 3.0, 0.01, 0.05, 0.8
 OPTIMIZER = OptimizerConfig(
