@@ -154,7 +154,7 @@ def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     config = run.config.rollout.model_copy(update={"health": health})
     process = pid(run, 1)
     run.servers = RolloutServers([replica], config, start_deadline_s=120)
-    with pytest.raises(WorkerDied, match="rollout rank 1") as caught:
+    with pytest.raises(WorkerDied, match="the process died during generate") as caught:
         drawn(run, lambda: os.kill(process, signal.SIGKILL))
     assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
 
