@@ -96,7 +96,7 @@ class Publisher:
             opening += all_(RolloutWorker.wake, "weights")
         opening += all_(RolloutWorker.begin_update, self._manifest, version)
         sent: dict[str, Fingerprint] = {}
-        nbytes = changed = 0
+        nbytes, changed, fingerprint_s = 0, 0, 0.0
         received: list[list[Call[Any]]] = []
         for i, bucket in enumerate(self._wire.buckets):
             if i >= SLOTS:
@@ -106,8 +106,9 @@ class Publisher:
             except WeightSyncError:
                 wait_all([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
                 raise
-            sent |= part.fingerprints
+            sent |= part.prints.by_name
             nbytes, changed = nbytes + part.nbytes, changed + part.changed
+            fingerprint_s += part.prints.seconds
             received.append(all_(RolloutWorker.receive, bucket, address))
         committed = all_(RolloutWorker.commit, sent, proves)
         asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance) if proves else None
@@ -119,6 +120,7 @@ class Publisher:
         self._place("host")
         if self._sleep != "never":
             wait_all(all_(RolloutWorker.wake, "kv_cache"))
+        fingerprint_s += max(seconds for call in committed for seconds in call.result())
         found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
         if self._delta:
             found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._manifest.sent)
@@ -126,8 +128,12 @@ class Publisher:
             if probe is not None:
                 differences = wait_all(all_(RolloutWorker.prove, probe))
                 found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
-        seconds = {"stream": streamed - began, "prove": time.perf_counter() - streamed}
-        return found | {f"weight_sync/{phase}_s": value for phase, value in seconds.items()}
+        seconds = {
+            "stream": streamed - began,
+            "prove": time.perf_counter() - streamed,
+            "fingerprints": fingerprint_s,  # the sender's and the receiver's, which lie within the stream
+        }
+        return found | {f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()}
 
     def _give_up(self, replicas: Sequence[Replica]) -> None:
         """Leave the open update of replicas; those that fail at it are lost as well."""

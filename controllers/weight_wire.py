@@ -16,7 +16,7 @@ from verl_ray.cluster.host import Facts
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint
+from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route, Sent
 from verl_ray.weight_sync.wires import Layout, choose
@@ -71,11 +71,11 @@ class WeightWire:
         for broken in (part.broken for part in parts if part.broken is not None):
             self._actor.broadcast(ActorWorker.finish_sync).result()
             raise WeightSyncError(broken)
-        prints: dict[str, Fingerprint] = {}
-        for part in parts:
-            for name, found in part.fingerprints.items():
-                prints[name] = prints.get(name, EMPTY) + found
-        return Sent(prints, sum(part.nbytes for part in parts), sum(part.changed for part in parts))
+        prints = sum((part.prints for part in parts), Prints())
+        slowest = max(part.prints.seconds for part in parts)
+        return Sent(
+            Prints(prints.by_name, slowest), sum(part.nbytes for part in parts), sum(part.changed for part in parts)
+        )
 
     def finish(self) -> None:
         """Every receiver has committed what was sent."""

@@ -144,9 +144,9 @@ class RolloutWorker:
     def receive(self, bucket: Bucket, address: Address) -> None:
         self.server.run(lambda engine: engine.receive(bucket, address))
 
-    def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> None:
-        """Accept the version if what arrived is what was sent."""
-        self.server.run(lambda engine: engine.commit(expected, proof_follows=proof_follows))
+    def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> float:
+        """Accept the version if what arrived is what was sent; the seconds that its fingerprints took."""
+        return self.server.run(lambda engine: engine.commit(expected, proof_follows=proof_follows)).seconds
 
     def prove(self, probe: Probe) -> float:
         """Accept the version if the engine computes with it what the trainer does; the largest difference."""

@@ -203,7 +203,8 @@ def measure(bench: Bench, floor: Floor, steps: int, warm_up: int, *, forced: boo
         lengths += [float(rows.response_length.mean()) for rows in drawn]
         print(f"{len(metrics)} of {steps} {'forced' if forced else 'natural'} steps", file=sys.stderr, flush=True)
     seconds = [one["timing_s/step"] for one in metrics]
-    names = [name for name in metrics[0] if name.startswith("timing_s/") and name != "timing_s/step"]
+    names = [name for name in metrics[0] if name.count("/") == 1 and name.startswith("timing_s/")]
+    names.remove("timing_s/step")
     parts = {name.removeprefix("timing_s/"): median(one[name] for one in metrics) for name in names}
     floor_s = median(sum(one.values()) for one in floors)
     figures: dict[str, object] = {

@@ -259,4 +259,4 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
     sent = run.system.actor.broadcast(ActorWorker.write_bucket, 0, True).result()
-    return [part.fingerprints for part in sent]
+    return [part.prints.by_name for part in sent]

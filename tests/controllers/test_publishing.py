@@ -113,7 +113,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
         rollout.broadcast(RolloutWorker.receive, bucket, address).result()
         with pytest.raises(WorkerError, match=rf"sent and received differ in \['{name}'\]") as caught:
-            rollout.broadcast(RolloutWorker.commit, told.fingerprints, False).result()
+            rollout.broadcast(RolloutWorker.commit, told.prints.by_name, False).result()
         assert isinstance(caught.value.__cause__, WeightSyncError)
         with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
             run.step(1)

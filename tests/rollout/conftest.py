@@ -138,11 +138,11 @@ def publish() -> Publish:
                     part = tensor[:half] if rank == 0 else tensor[half:]
                     start = (0 if rank == 0 else half, *[0] * (tensor.dim() - 1))
                     shards.append((Slice(entry.parameter.name, start, tuple(part.shape)), part))
-                for name, found in transport.write(bucket, shards).items():
+                for name, found in transport.write(bucket, shards).by_name.items():
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
             engine.receive(bucket, address)
         remove(address)
-        return engine.commit(expected=sent, proof_follows=proof_follows)
+        return engine.commit(expected=sent, proof_follows=proof_follows).by_name
 
     return send
 

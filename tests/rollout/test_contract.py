@@ -272,7 +272,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
         fresh.commit()
 
     # The receiver reads the file of one bucket while the other bucket lies in it.
-    sent = transport.write(both, shards)
+    sent = transport.write(both, shards).by_name
     swapped = plan_buckets(Manifest(manifest.parameters[::-1]), 1 << 20)[0]
     fresh.begin_update(manifest, 1)
     fresh.receive(swapped, address)

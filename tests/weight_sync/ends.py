@@ -57,7 +57,7 @@ class Ends:
         nbytes = changed = 0
         for bucket in buckets or self.buckets:
             told = self.sender.write(bucket, shards(bucket, weights), whole=whole)
-            for name, one in told.fingerprints.items():
+            for name, one in told.prints.by_name.items():
                 sent[name] = sent.get(name, EMPTY) + one
             nbytes, changed = nbytes + told.nbytes, changed + told.changed
             for engine in self.engines:

@@ -42,7 +42,7 @@ def _sync(sender: BroadcastSender, rank: int, step: int) -> tuple[dict[str, Fing
     broken = None
     for bucket in BUCKETS:
         sent = sender.write(bucket, shards(bucket, made(step))[rank::2], whole=True)
-        prints |= sent.fingerprints
+        prints |= sent.prints.by_name
         nbytes += sent.nbytes
         broken = broken or sent.broken
     sender.finish()

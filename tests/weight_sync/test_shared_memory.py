@@ -43,7 +43,7 @@ def _send_half(
     ]
     if rank == 0:
         shards.append((Slice("s", (), ()), weights["s"]))
-    answers.put(transport.write(BUCKET, shards))
+    answers.put(transport.write(BUCKET, shards).by_name)
 
 
 def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: SharedMemoryAddress) -> None:

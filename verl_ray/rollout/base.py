@@ -19,7 +19,7 @@ import numpy.typing as npt
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError, VerlRayError, WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprint, Prints
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route
 
@@ -95,12 +95,10 @@ class _Open:
 
 @dataclass
 class _Update:
-    """An open weight update: the names still to come, the fingerprints of those that came, and, once it is committed,
-    whether only the proof is missing."""
+    """An open weight update: the names still to come, and whether it is committed and only the proof is missing."""
 
     version: int
     missing: set[str]
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     committed: bool = False
 
 
@@ -282,12 +280,10 @@ class RolloutEngine(ABC):
             names = bucket.names
             if strange := sorted(name for name in names if name not in update.missing):
                 raise WeightSyncError(f"bucket {bucket.index} brings what is not awaited, or came before: {strange}")
-            update.fingerprints.update(self._load(bucket, address))
+            self._load(bucket, address)
             update.missing.difference_update(names)
 
-    def commit(
-        self, expected: Mapping[str, Fingerprint] | None = None, *, proof_follows: bool = False
-    ) -> dict[str, Fingerprint]:
+    def commit(self, expected: Mapping[str, Fingerprint] | None = None, *, proof_follows: bool = False) -> Prints:
         """Close the update: from here on the engine generates with the new version, and from an empty prefix cache.
 
         Args:
@@ -295,7 +291,7 @@ class RolloutEngine(ABC):
             proof_follows: the engine does not generate before `prove` has succeeded as well.
 
         Returns:
-            The fingerprint of every parameter, taken from the tensors that the loader was given.
+            The fingerprints of all parameters, taken from the tensors that the loader was given.
 
         Raises:
             WeightSyncError: parameters of the manifest did not come, parameters of the engine were not loaded, or a
@@ -307,9 +303,11 @@ class RolloutEngine(ABC):
         with self._aborting_on_error():
             if update.missing:
                 raise WeightSyncError(f"version {update.version}: not received: {sorted(update.missing)}")
-            if expected is not None and expected != update.fingerprints:
-                names = sorted(expected.keys() | update.fingerprints.keys())
-                wrong = [name for name in names if expected.get(name) != update.fingerprints.get(name)]
+            prints = self._arrived()
+            found = prints.by_name
+            if expected is not None and expected != found:
+                names = sorted(expected.keys() | found.keys())
+                wrong = [name for name in names if expected.get(name) != found.get(name)]
                 raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}")
             self._finish_load(update.version)
         if proof_follows:
@@ -317,7 +315,7 @@ class RolloutEngine(ABC):
         else:
             self._update = None
             self._version = update.version
-        return update.fingerprints
+        return prints
 
     def prove(self, probe: Probe) -> float:
         """Accept the committed version if the engine's log-probs of fixed tokens are those of the sender.
@@ -421,7 +419,11 @@ class RolloutEngine(ABC):
     def _begin_load(self, manifest: Manifest) -> None: ...
 
     @abstractmethod
-    def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]: ...
+    def _load(self, bucket: Bucket, address: Address) -> None: ...
+
+    @abstractmethod
+    def _arrived(self) -> Prints:
+        """The fingerprints of every tensor that the loader was given in this update."""
 
     @abstractmethod
     def _finish_load(self, version: int) -> None: ...

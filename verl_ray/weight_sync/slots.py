@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket, Entry
-from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
+from verl_ray.weight_sync.fingerprint import Fingerprints, Prints
 from verl_ray.weight_sync.manifest import Slice
 from verl_ray.weight_sync.transport import Shards
 
@@ -35,6 +35,7 @@ class Slots:
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self._buffers = list(buffers)
         self._recorded: dict[int, _Recorded] = {}
+        self._prints = Fingerprints()
 
     def flat(self, bucket: Bucket) -> torch.Tensor:
         """The bytes of the bucket, uint8 [nbytes]."""
@@ -43,11 +44,11 @@ class Slots:
             raise WeightSyncError(f"bucket {bucket.index} has {bucket.nbytes} bytes, a slot has {slot.numel()}")
         return slot[: bucket.nbytes]
 
-    def write(self, bucket: Bucket, shards: Shards) -> dict[str, Fingerprint]:
+    def write(self, bucket: Bucket, shards: Shards) -> Prints:
         """Put slices of the bucket's parameters in place, cast to the manifest's dtypes.
 
         Returns:
-            By parameter name, the fingerprint of what was written, taken from the source and not from the slot.
+            The fingerprints of what was written, taken from the source and not from the slot.
 
         Raises:
             WeightSyncError: a slice is not of this bucket, or lies outside its parameter.
@@ -55,7 +56,6 @@ class Slots:
         known = self._recorded.get(bucket.index)
         if known is None or known.bucket is not bucket:
             known = self._recorded[bucket.index] = _Recorded(bucket)
-        written: dict[str, Fingerprint] = {}
         for place, (part, tensor) in enumerate(shards):
             if tuple(tensor.shape) != part.shape:
                 raise WeightSyncError(f"{part.name}: {tuple(tensor.shape)} was sent as a slice of shape {part.shape}")
@@ -66,8 +66,8 @@ class Slots:
             target = known.targets[place]
             source = tensor.detach().to(target.dtype)
             target.copy_(source)
-            written[part.name] = written.get(part.name, EMPTY) + fingerprint(source, part)
-        return written
+            self._prints.add(part.name, source, part)
+        return self._prints.take()
 
     def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """The bucket's parameters, whole, as views of the slot: valid until it is filled again."""
@@ -114,7 +114,7 @@ class GatheredSlots(Slots):
         several = dist.is_initialized() and dist.get_world_size() > 1
         self._rank, self._several = (dist.get_rank(), True) if several else (0, False)
 
-    def gather(self, bucket: Bucket, shards: Shards) -> dict[str, Fingerprint]:
+    def gather(self, bucket: Bucket, shards: Shards) -> Prints:
         """`write`, after which the bucket is whole. Collective."""
         flat = self.flat(bucket)
         if self._several and self._shared.get(bucket.index, True):
@@ -122,7 +122,7 @@ class GatheredSlots(Slots):
         written = self.write(bucket, shards)
         if self._several:
             if bucket.index not in self._shared:
-                others = torch.tensor(int(self._rank > 0 and bool(written)))
+                others = torch.tensor(int(self._rank > 0 and bool(written.by_name)))
                 dist.all_reduce(others, dist.ReduceOp.MAX)  # of the host: the gloo half of the process group
                 self._shared[bucket.index] = self._everywhere or bool(others)
             if self._shared[bucket.index]:

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Slice
 
 Shards = Iterable[tuple[Slice, torch.Tensor]]
@@ -62,8 +62,8 @@ class Seat:
 class Sent:
     """What one rank put on the wire."""
 
-    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
-    """By parameter, of this rank's slices, taken where it read them. Those of all ranks add up."""
+    prints: Prints = field(default_factory=Prints)
+    """Of this rank's slices, taken where it read them. Those of all ranks add up."""
     nbytes: int = 0
     """What travels, as the rank knows that carries it; 0 on the others."""
     changed: int = 0

@@ -1,0 +1,55 @@
+"""The receiving ends in one process, and what arrived there.
+
+Invariant: every tensor that is handed on was fingerprinted first. Deliberately not here: what an engine makes of it.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints, Prints
+from verl_ray.weight_sync.transport import Address, Reader, Seat
+
+
+class Receiver:
+    def __init__(self) -> None:
+        self._readers: dict[Address, Reader] = {}
+        self._arrived = Fingerprints()
+        self._found: dict[str, Fingerprint] = {}
+        self._seconds = 0.0
+
+    def connect(self, address: Address, seat: Seat) -> None:
+        """Open a wire; one that was open before goes."""
+        self.close()
+        self._readers[address] = address.open(seat)
+
+    def begin(self) -> None:
+        """An update begins: what arrived for another one does not count."""
+        self._arrived, self._found, self._seconds = Fingerprints(), {}, 0.0
+
+    def read(self, bucket: Bucket, address: Address) -> dict[str, torch.Tensor]:
+        """The bucket's parameters, whole, valid until `release`."""
+        if address not in self._readers:
+            self._readers[address] = address.open()
+        tensors = dict(self._readers[address].read(bucket))
+        for name, tensor in tensors.items():
+            self._arrived.add(name, tensor)
+        prints = self._arrived.take()
+        self._found |= prints.by_name
+        self._seconds += prints.seconds
+        return tensors
+
+    def release(self, address: Address) -> None:
+        """The place of what was read last on the wire may be used again."""
+        self._readers[address].release()
+
+    @property
+    def prints(self) -> Prints:
+        """Of all that arrived since `begin`."""
+        return Prints(self._found, self._seconds)
+
+    def close(self) -> None:
+        for reader in self._readers.values():
+            reader.close()
+        self._readers.clear()
