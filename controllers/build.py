@@ -146,7 +146,8 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     if isinstance(config, RLConfig):
         bundles = SHARED if colocated else "rollout"
         sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True))
-        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(config),))
+        spec = rollout_spec(config, shares_a_gpu=bool(gpu) and colocated)
+        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
         policy = config.actor.model.path
         for name, grader in graders.items():
             if isinstance(grader, ModelReward):
@@ -236,6 +237,7 @@ def updates_per_step(role: SupervisedRole, config: Config) -> int:
     return role.epochs * -(-rows // (role.mini_batch_size or rows))
 
 
-def rollout_spec(config: RLConfig) -> RolloutSpec:
+def rollout_spec(config: RLConfig, *, shares_a_gpu: bool) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed)
+    lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=shares_a_gpu) else None
+    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, lora)

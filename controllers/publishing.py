@@ -51,8 +51,7 @@ class Publisher:
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._sharing = tuple(sharing)
-        self._manifest = actor.rank_zero(ActorWorker.manifest).result()
-        self._wire = WeightWire(actor, rollout, self._manifest, has_gpus=has_gpus, shares_gpus=bool(sharing))
+        self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=bool(sharing))
         self._delta = rollout.sync.delta
         self._probe_every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
         dtypes = frozenset((config.actor.backend.dtype, rollout.dtype))
@@ -94,7 +93,7 @@ class Publisher:
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
             opening += all_(RolloutWorker.wake, "weights")
-        opening += all_(RolloutWorker.begin_update, self._manifest, version)
+        opening += all_(RolloutWorker.begin_update, self._wire.manifest, version)
         sent: dict[str, Fingerprint] = {}
         nbytes, changed, fingerprint_s = 0, 0, 0.0
         received: list[list[Call[Any]]] = []
@@ -102,7 +101,7 @@ class Publisher:
             if i >= SLOTS:
                 wait_all([*opening, *received[i - SLOTS]])
             try:
-                part = self._wire.write(i)
+                part = self._wire.write(bucket)
             except WeightSyncError:
                 wait_all([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
                 raise
@@ -123,7 +122,7 @@ class Publisher:
         fingerprint_s += max(seconds for call in committed for seconds in call.result())
         found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
         if self._delta:
-            found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._manifest.sent)
+            found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._wire.manifest.sent)
         for probe in told:
             if probe is not None:
                 differences = wait_all(all_(RolloutWorker.prove, probe))

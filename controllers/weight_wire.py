@@ -13,9 +13,9 @@ from typing import Any
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
-from verl_ray.config.rollout import RolloutConfig
+from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route, Sent
@@ -33,16 +33,17 @@ class WeightWire:
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        config: RolloutConfig,
-        manifest: Manifest,
+        config: RLConfig,
         *,
         has_gpus: bool,
         shares_gpus: bool,
     ) -> None:
         """`shares_gpus`: whether rollout engines run on the actor's GPUs."""
-        self._actor, self._config = actor, config
+        self._actor, self._config = actor, config.rollout
+        self._apart = config.sends_adapter_alone(shares_a_gpu=shares_gpus)
+        self._manifest = actor.rank_zero(ActorWorker.manifest, self._apart).result()
         self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
-        self.buckets = plan_buckets(manifest, config.sync.bucket_mib << 20)
+        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_mib << 20)
         self._address: Address | None = None
         self._ends: tuple[object, ...] = ()
         self._synced_ends: tuple[object, ...] = ()
@@ -61,13 +62,23 @@ class WeightWire:
             self._address = self._open(replicas)
         return self._address
 
-    def write(self, index: int) -> Sent:
+    @property
+    def manifest(self) -> Manifest:
+        """What travels in this sync: the model, or only the adapter beside it."""
+        return self._manifest.adapter if self._apart and not self._whole else self._manifest
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The same, in the order it travels."""
+        return tuple(one for one in self._buckets if one.adapter or not self._apart or self._whole)
+
+    def write(self, bucket: Bucket) -> Sent:
         """Put a bucket on the wire; what all ranks of the actor did together.
 
         Raises:
             WeightSyncError: the wire is broken; the receiver that is gone says more.
         """
-        parts = self._actor.broadcast(ActorWorker.write_bucket, index, self._whole).result()
+        parts = self._actor.broadcast(ActorWorker.write_bucket, bucket.index, self._whole).result()
         for broken in (part.broken for part in parts if part.broken is not None):
             self._actor.broadcast(ActorWorker.finish_sync).result()
             raise WeightSyncError(broken)
@@ -88,12 +99,13 @@ class WeightWire:
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
         name, over = choose(sync.transport, Layout([one.host_name for one in home], hosts, **self._gpus))
         route = Route(
-            self.buckets,
+            self._buckets,
             receivers=sum(replica.num_ranks for replica in replicas) * parallel,
             deadline_s=_OF_A_CALL * min(self._actor.deadline_s, *(replica.deadline_s for replica in replicas)),
             host=home[0].address,
             folder=sync.folder,
             delta=sync.delta,
+            apart=self._apart,
             over=over,
         )
         address = self._actor.broadcast(ActorWorker.open_wire, name, route).result()[0]

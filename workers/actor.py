@@ -105,8 +105,9 @@ class ActorWorker(ModelWorker):
 
     # --------------------------------------------------------------------------------------------- publishing
 
-    def manifest(self) -> Manifest:
-        return self.engine.manifest()
+    def manifest(self, apart: bool = False) -> Manifest:
+        """What leaves this policy; `apart`: its adapter beside the model, and not merged into it."""
+        return self.engine.manifest(apart=apart)
 
     def probe(self, longest: int, tolerance: float) -> Probe | None:
         """What this policy says of fixed rows of up to `longest` tokens; None on all ranks but one."""
@@ -139,7 +140,7 @@ class ActorWorker(ModelWorker):
         """Put this rank's slices of a bucket on the wire. `whole`: a receiver may not hold what was sent before."""
         sender, route = self._opened
         bucket = route.buckets[index]
-        return sender.write(bucket, self.engine.shards(bucket.names), whole=whole)
+        return sender.write(bucket, self.engine.shards(bucket.names, apart=route.apart), whole=whole)
 
     def finish_sync(self) -> None:
         """The sync is over: what it alone needed goes, the wire stays."""

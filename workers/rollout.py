@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.host import concurrent
+from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
@@ -36,6 +37,8 @@ class RolloutSpec:
     config: RolloutConfig
     max_model_len: int
     seed: int
+    lora: LoraConfig | None = None
+    """The adapter that comes beside the model, which then comes only once."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class RolloutWorker:
         def start() -> RolloutEngine:
             return start_engine(
                 context, spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed,
-                sleeps=spec.config.sleep != "never",
+                sleeps=spec.config.sleep != "never", lora=spec.lora,
             )  # fmt: skip
 
         self.server = RolloutServer(start)
@@ -171,6 +174,7 @@ def start_engine(
     seed: int,
     initial_version: int | None = None,
     sleeps: bool = False,
+    lora: LoraConfig | None = None,
 ) -> RolloutEngine:
     """vLLM in this process, which must not have imported it yet."""
     from verl_ray.rollout.vllm_engine import VllmEngine, environment
@@ -179,7 +183,7 @@ def start_engine(
     os.environ.update(environment(device, context.threads, config.tensor_parallel))
     return VllmEngine(
         model_path, config, max_model_len=max_model_len, seed=seed, device=device, initial_version=initial_version,
-        sleeps=sleeps,
+        sleeps=sleeps, lora=lora,
     )  # fmt: skip
 
 

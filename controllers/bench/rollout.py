@@ -107,7 +107,7 @@ def offline(config: RLConfig, prompts: Prompts, count: int, threads: int) -> Ite
     """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
     from verl_ray.rollout.vllm_engine import environment
 
-    spec = rollout_spec(config)
+    spec = rollout_spec(config, shares_a_gpu=False)
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]
     with contextlib.ExitStack() as started:
         engines = []

@@ -13,7 +13,7 @@ import pytest
 from controllers.measures import graded
 from controllers.ppo import Trainer
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import Inputs, Samplers, lasting, training
+from tests.controllers.runs import Inputs, Samplers, lasting, servers_of, start_some, training
 from verl_ray.cluster.store import read
 from verl_ray.errors import MismatchError, RewardError
 from verl_ray.profiling.timers import Timers
@@ -118,18 +118,26 @@ def test_only_the_critic_learns_while_it_warms_up(trainer: MakeTrainer) -> None:
 def test_with_an_adapter_the_reference_is_the_actors_base(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
     elsewhere = shutil.copytree(inputs.model, tmp_path / "a copy")
     adapted = ["backend=fsdp", "actor.num_ranks=2", "actor.lora.rank=4", "actor.optimizer.lr=5e-2"]
+    alone = inputs.config("grpo", tmp_path / "run", *adapted)
+    merged = inputs.config(
+        "grpo", tmp_path / "run", *adapted, f"reference.model.path={elsewhere}", "rollout.sync.adapter=merged"
+    )
     found = []
-    for more in ([], [f"reference.model.path={elsewhere}"]):
-        with training(inputs.config("grpo", tmp_path / "run", *adapted, *more), samplers) as run:
-            assert (run.system.reference is None) == (not more)
-            run.publish(0)
-            found.append([run.step(number) for number in (1, 2)])
-    (first, second), (_, of_a_copy) = found
+    groups, by_name = start_some(alone, tmp_path, sampling=True)  # engines that know of adapters
+    with groups:
+        for config, used in ((alone, Samplers(servers_of(alone, groups), by_name["reward"])), (merged, samplers)):
+            with training(config, used) as run:
+                assert (run.system.reference is None) == (config is alone)
+                found.append([run.publish(0), *(run.step(number) for number in (1, 2))])
+    (whole, first, second), (_, _, of_a_copy) = found
     assert first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0  # an adapter starts as nothing
     assert second["actor/kl_loss"] == pytest.approx(of_a_copy["actor/kl_loss"], rel=1e-3)
     assert second["actor/kl_loss"] > 1e-4
-    assert second["training/rollout_probs_diff_mean"] < 1e-5  # the merged weights arrived
-    assert second["weight_sync/verified"] == 24
+    for metrics in (second, of_a_copy):
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-5  # the adapter arrived, alone or merged
+    of_adapter = 2 * 2 * len(alone.actor.lora.targets)  # A and B of each target in each layer
+    assert [one["weight_sync/verified"] for one in (whole, second, of_a_copy)] == [24 + of_adapter, of_adapter, 24]
+    assert second["weight_sync/bytes"] < whole["weight_sync/bytes"] / 4
 
 
 def test_the_divergence_is_steered_to_its_target(trainer: MakeTrainer) -> None:

@@ -247,12 +247,13 @@ class Ranks:
             "lr": [step.lr for _, step in found],
         }
 
-    def weights(self, engine: Engine) -> dict[str, torch.Tensor]:
+    def weights(self, engine: Engine, *, apart: bool = False) -> dict[str, torch.Tensor]:
         """All parameters, put together from what the ranks own; each element must be owned once."""
-        names = [parameter.name for parameter in engine.manifest().sent]
-        owned = self.everyone([(place, value.clone()) for place, value in engine.shards(names)])
-        full = {p.name: torch.zeros(p.shape) for p in engine.manifest().sent}
-        count = {p.name: torch.zeros(p.shape) for p in engine.manifest().sent}
+        sent = engine.manifest(apart=apart).sent
+        names = [parameter.name for parameter in sent]
+        owned = self.everyone([(place, value.clone()) for place, value in engine.shards(names, apart=apart)])
+        full = {p.name: torch.zeros(p.shape) for p in sent}
+        count = {p.name: torch.zeros(p.shape) for p in sent}
         for place, value in (part for parts in owned for part in parts):
             box = tuple(slice(start, start + size) for start, size in zip(place.start, place.shape, strict=True))
             full[place.name][box] = value
@@ -630,6 +631,8 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     found["never adapted"] = ranks.forward(plain, rows, wanted)
     engine.export(str(folder / "whole"))
     found["sent"] = ranks.weights(engine)
+    engine.export(str(folder / "alone"), adapter=True)
+    found["sent apart"] = ranks.weights(engine, apart=True)
     return found
 
 

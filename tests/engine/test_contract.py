@@ -722,6 +722,14 @@ def test_what_is_sent_of_an_adapted_model_is_merged(folder: Path, adapted: Any) 
     assert {name.split(".")[-2] for name in adapted} == set(contract.ADAPTER.targets) and len(adapted) == 8
 
 
+def test_what_is_sent_of_an_adapter_apart_is_its_file_beside_the_model(folder: Path, adapted: Any) -> None:
+    sent = adapted[1][0]["sent apart"]
+    adapter = load_file(folder / f"adapter_{adapted[0]}" / "alone" / "adapter_model.safetensors")
+    expected = load_file(folder / "qwen3" / "model.safetensors") | adapter
+    assert sent.keys() == expected.keys() and all(torch.equal(sent[name], value) for name, value in expected.items())
+    assert sum("lora_" in name for name in sent) == 2 * 2 * len(contract.ADAPTER.targets)
+
+
 def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
     load = results[0]["check_training"]["load"]
     assert load.shape == (2, 4) and load.sum(axis=1).tolist() == [2 * sum(contract.LENGTHS)] * 2

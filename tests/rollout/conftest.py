@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.vllm_process import ready_for_vllm
 from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.names import pieces
@@ -48,7 +49,7 @@ def rollout_config() -> Callable[..., RolloutConfig]:
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
             "sleep": "never", "vllm_args": {}, "in_flight": 64,
             "sync": {
-                "transport": "auto", "bucket_mib": 1, "delta": False, "folder": "unused",
+                "transport": "auto", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "auto",
                 "probe_every": 1, "probe_tolerance": 1e-3,
             },
             "health": {"interval_s": 5.0, "deadline_s": 30.0, "stall_s": 300.0, "max_restarts": 0},
@@ -66,12 +67,14 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
     """Starts engines in this process and closes them at the end of the module; one at a time."""
     started: list[VllmEngine] = []
 
-    def start(model: Path, *, initial_version: int | None = None, **changes: object) -> VllmEngine:
+    def start(
+        model: Path, *, initial_version: int | None = None, lora: LoraConfig | None = None, **changes: object
+    ) -> VllmEngine:
         while started:
             started.pop().close()
         engine = VllmEngine(
             str(model), rollout_config(**changes), max_model_len=MAX_MODEL_LEN, seed=0, device="cpu",
-            initial_version=initial_version,
+            initial_version=initial_version, lora=lora,
         )  # fmt: skip
         started.append(engine)
         return engine

@@ -11,6 +11,12 @@ from pydantic import Field
 
 from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
 
+VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The sizes of room that vLLM makes for adapters."""
+
+HEAD = "lm_head"
+"""What vLLM calls the layer that makes logits."""
+
 TransportName = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
 
 
@@ -39,6 +45,9 @@ class SyncConfig(Section):
     delta: bool
     """After the first sync send only what changed, over broadcast or disk; the actor's rank 0 and every rollout rank
     keep a copy of the weights in host memory."""
+    adapter: Literal["auto", "alone", "merged"]
+    """How a LoRA adapter leaves the actor: after the first sync alone, for the model that the replicas keep; or merged
+    into its weights. auto = alone, unless the replicas free their weights while the trainer works."""
     folder: str
     """Where transport=disk puts its files; all nodes must see it."""
     probe_every: Positive | Literal["auto"]
@@ -78,11 +87,12 @@ class RolloutConfig(RolloutEngineConfig):
     health: HealthConfig
     sleep: Literal["auto", "never", "kv_cache", "weights"]
     """What a replica frees while the trainer works: nothing, the cache, or the weights too, which are then not copied
-    anywhere (vLLM's sleep level 2): each sync brings new ones. auto = weights on a GPU it shares with the trainer, else
-    never."""
+    anywhere (vLLM's sleep level 2): each sync brings new ones. auto = weights (kv_cache with sync.adapter=alone) on a
+    GPU it shares with the trainer, else never."""
 
     def frees(self, *, shares_a_gpu: bool) -> Literal["never", "kv_cache", "weights"]:
         """What `sleep` amounts to."""
         if self.sleep == "auto":
-            return "weights" if shares_a_gpu else "never"
+            keeps: Literal["kv_cache", "weights"] = "kv_cache" if self.sync.adapter == "alone" else "weights"
+            return keeps if shares_a_gpu else "never"
         return self.sleep

@@ -18,7 +18,7 @@ from verl_ray.config.data import DataConfig, DataFilesConfig, PreferenceDataConf
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import JudgeReward, MixedReward, ModelReward, Reward, SingleReward
 from verl_ray.config.roles import ModelConfig, ModelRole, ReferenceRole, SupervisedRole, TrainedRole
-from verl_ray.config.rollout import RolloutConfig
+from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS, RolloutConfig
 from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
 from verl_ray.config.section import (
     Fraction,
@@ -85,6 +85,14 @@ class RLConfig(Section):
         """Whether the actor without its adapter is the reference, so that nobody holds a second copy of it."""
         adapted = self.actor.lora.rank > 0 and self.reference.model.path == self.actor.model.path
         return adapted and self.algorithm.kl.place != "none"
+
+    def sends_adapter_alone(self, *, shares_a_gpu: bool) -> bool:
+        """Whether the replicas are sent the model once, and then the actor's adapter only."""
+        lora = self.actor.lora
+        can = 0 < lora.rank <= VLLM_LORA_RANKS[-1] and HEAD not in lora.targets
+        if not can or self.rollout.sync.adapter == "merged":
+            return False
+        return self.rollout.frees(shares_a_gpu=shares_a_gpu) != "weights"
 
     @property
     def graders(self) -> dict[str, SingleReward]:

@@ -124,12 +124,14 @@ class Engine(ABC):
         """Clip, step (or skip a step whose gradients are not finite), advance the schedule, zero the gradients."""
 
     @abstractmethod
-    def manifest(self) -> Manifest:
-        """Every parameter under its Hugging Face name; the same on every rank."""
+    def manifest(self, *, apart: bool = False) -> Manifest:
+        """Every parameter under its Hugging Face name; the same on every rank. `apart`: an adapter that learns is not
+        merged into the weights beside it, but comes after them."""
 
     @abstractmethod
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
-        """The slices of these parameters that this rank owns. Over all ranks they cover each parameter once."""
+    def shards(self, names: Iterable[str], *, apart: bool = False) -> Iterator[tuple[Slice, Tensor]]:
+        """The slices of these parameters that this rank owns, as `manifest` of the same `apart` has them. Over all
+        ranks they cover each parameter once."""
 
     @abstractmethod
     def state(self) -> dict[str, Any]:

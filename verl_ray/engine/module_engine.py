@@ -23,7 +23,7 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
 from verl_ray.models.lora import adapter_name, merged, write_config
-from verl_ray.models.names import Box, Piece, pieces
+from verl_ray.models.names import Box, Piece, is_adapter, pieces
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
 from verl_ray.models.weights import CheckpointReader, TensorSource, is_first_copy, own_box
 from verl_ray.ops.outputs import Outputs, TokenOutputs
@@ -154,14 +154,24 @@ class ModuleEngine(PackedEngine):
 
     # ------------------------------------------------------------------------------------- weights and state
 
+    def manifest(self, *, apart: bool = False) -> Manifest:
+        if not apart:
+            return self._manifest
+        adapter = [
+            _parameter(adapter_name(name), value, adapter=True)
+            for name, value in self.parameters().items()
+            if is_adapter(name)
+        ]
+        return Manifest((*self._manifest.parameters, *adapter))
+
     @torch.no_grad()
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+    def shards(self, names: Iterable[str], *, apart: bool = False) -> Iterator[tuple[Slice, Tensor]]:
         parameters = self.parameters()
         own: tuple[str, Tensor] | None = None  # pieces of one parameter come one after another
         for name in names:
             module_name, piece = self._places[name]
             if own is None or own[0] != module_name:
-                own = module_name, self._merged(module_name, parameters)
+                own = module_name, self._leaving(module_name, parameters, merges=not apart)
             value = own[1]
             if name not in self._cuts:
                 self._cuts[name] = self._cut(name, value, piece)
@@ -229,7 +239,7 @@ class ModuleEngine(PackedEngine):
         """Each tensor that is sent; one parameter at a time is gathered."""
         parameters = self.parameters()
         for name in dict.fromkeys(self._places[parameter.name][0] for parameter in self._manifest.sent):
-            whole = self.whole(self._merged(name, parameters))
+            whole = self.whole(self._leaving(name, parameters, merges=True))
             for piece in pieces(name, whole.shape):
                 yield whole[piece.overlap(own_box(whole))[0]].view(piece.shape)
 
@@ -239,9 +249,10 @@ class ModuleEngine(PackedEngine):
         parameters = tuple(_parameter(adapter_name(name), value) for name, value in learned.items())
         return parameters, (self.whole(value) for value in learned.values())
 
-    def _merged(self, name: str, parameters: Mapping[str, Tensor]) -> Tensor:
-        """A parameter as it leaves this engine, with its adapter in it."""
-        return parameters[name].detach() if self.spec.lora is None else merged(name, parameters, self.spec.lora)
+    def _leaving(self, name: str, parameters: Mapping[str, Tensor], *, merges: bool) -> Tensor:
+        """A parameter as it leaves this engine: with its adapter in it, or as it is."""
+        lora = self.spec.lora
+        return merged(name, parameters, lora) if merges and lora is not None else parameters[name].detach()
 
     @property
     def _kept(self) -> StateDictOptions:
@@ -258,12 +269,17 @@ def manifest_of(model: RoleModel) -> tuple[Manifest, dict[str, tuple[str, Piece]
             holder = first.setdefault(id(value), piece.name) if piece.shape == value.shape else piece.name
             parameters.append(_parameter(piece.name, value, piece.shape, None if holder == piece.name else holder))
             places[piece.name] = name, piece
+        if is_adapter(name):
+            whole = tuple(value.shape)
+            places[adapter_name(name)] = name, Piece(adapter_name(name), (0,) * len(whole), whole, whole)
     return Manifest(tuple(parameters)), places
 
 
-def _parameter(name: str, value: Tensor, shape: Sequence[int] | None = None, tied_to: str | None = None) -> Parameter:
+def _parameter(
+    name: str, value: Tensor, shape: Sequence[int] | None = None, tied_to: str | None = None, *, adapter: bool = False
+) -> Parameter:
     dtype = str(value.dtype).removeprefix("torch.")
-    return Parameter(name, tuple(value.shape if shape is None else shape), dtype, tied_to)
+    return Parameter(name, tuple(value.shape if shape is None else shape), dtype, tied_to, adapter)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -210,7 +210,7 @@ class PackedEngine(Engine):
         self.steps += 1
         return StepReport(norm, rate, skipped)
 
-    def manifest(self) -> Manifest:
+    def manifest(self, *, apart: bool = False) -> Manifest:
         return self._manifest
 
     def place(self, *, params: str, optimizer: str) -> None:

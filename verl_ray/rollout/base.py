@@ -108,6 +108,7 @@ class RolloutEngine(ABC):
 
     def __init__(self, initial_version: int | None) -> None:
         self._version = initial_version
+        self._has_model = initial_version is not None  # else an adapter alone would have nothing to stand beside
         self._update: _Update | None = None
         self._asleep: frozenset[Part] = frozenset()
         self._failure: str | None = None
@@ -217,7 +218,7 @@ class RolloutEngine(ABC):
         parts: frozenset[Part] = frozenset({"kv_cache"} if part == "kv_cache" else {"kv_cache", "weights"})
         freed = parts - self._asleep
         if "weights" in freed:
-            self._version = None
+            self._version, self._has_model = None, False
         if freed:
             self._free(freed)
             self._asleep |= freed
@@ -261,7 +262,10 @@ class RolloutEngine(ABC):
             self._require_none_in_flight("begin_update", "let them end, abort them, or pause")
         if "weights" in self._asleep:
             raise RolloutError('begin_update: the weights are asleep; call wake("weights") first')
+        if not manifest.has_model and not self._has_model:
+            raise WeightSyncError(f"version {version} is an adapter, and the engine does not hold the model; send both")
         self._version = None
+        self._has_model = not manifest.has_model
         self._update = _Update(version, {parameter.name for parameter in manifest.sent})
         with self._aborting_on_error():
             self._begin_load(manifest)
@@ -310,6 +314,7 @@ class RolloutEngine(ABC):
                 wrong = [name for name in names if expected.get(name) != found.get(name)]
                 raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}")
             self._finish_load(update.version)
+        self._has_model = True
         if proof_follows:
             update.committed = True
         else:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from vllm import SamplingParams
     from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
 
 SUPPORTED = ((0, 22), (0, 32))
@@ -61,6 +62,13 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, attention.Attention | attention.MLAAttention)
 
 
+def adapter(path: str, *, anew: bool = False) -> LoRARequest:
+    """What vLLM calls the only adapter of an engine. `anew`: who has one takes that of `path` instead."""
+    from vllm.lora.request import LoRARequest
+
+    return LoRARequest("policy", 1, path, load_inplace=anew)
+
+
 class VllmCore:
     """vLLM's client of an engine core that is stepped by its caller."""
 
@@ -75,6 +83,7 @@ class VllmCore:
         self._client = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
         self._core = self._client.engine_core
         self._request = EngineCoreRequest
+        self._adapter = adapter("which the workers have")
         self._has_sessions = "session_id" in EngineCoreRequest.__struct_fields__
         self._has_versions = hasattr(self._client, "set_weight_version")
         self._frees_cache_alone = hasattr(self._core, "release_kv_cache_memory")
@@ -82,9 +91,17 @@ class VllmCore:
     # ------------------------------------------------------------------------------------------------- generation
 
     def add(
-        self, request_id: str, tokens: list[int], params: SamplingParams, cache_salt: str, session: str | None = None
+        self,
+        request_id: str,
+        tokens: list[int],
+        params: SamplingParams,
+        cache_salt: str,
+        session: str | None = None,
+        *,
+        adapted: bool,
     ) -> None:
-        """Queue a request. `cache_salt`: what was computed under another one is no prefix of it."""
+        """Queue a request. `cache_salt`: what was computed under another one is no prefix of it. `adapted`: for the
+        model with the adapter that its workers were given."""
         more = {"session_id": session} if self._has_sessions else {}
         self._client.add_request(
             self._request(
@@ -94,7 +111,7 @@ class VllmCore:
                 sampling_params=params,
                 pooling_params=None,
                 arrival_time=time.time(),
-                lora_request=None,
+                lora_request=self._adapter if adapted else None,
                 cache_salt=cache_salt,
                 data_parallel_rank=None,
                 **more,

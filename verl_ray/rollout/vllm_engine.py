@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.roles import LoraConfig
+from verl_ray.config.rollout import VLLM_LORA_RANKS, RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import RolloutError, VerlRayError
+from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
 from verl_ray.rollout.vllm_core import TRANSFER, VllmCore, require_supported
 from verl_ray.weight_sync.buckets import Bucket
@@ -99,6 +100,7 @@ class VllmEngine(RolloutEngine):
         device: str,
         initial_version: int | None = None,
         sleeps: bool = True,
+        lora: LoraConfig | None = None,
     ) -> None:
         """Start vLLM on a local model directory.
 
@@ -108,6 +110,7 @@ class VllmEngine(RolloutEngine):
             initial_version: the policy version that the model directory holds. None: its weights are not read, and a
                 weight update must be committed before the engine generates.
             sleeps: whether it will be asked to free memory, which a GPU must know from the start.
+            lora: the adapter that updates will bring beside the model.
 
         Raises:
             RolloutError: vLLM cannot run this; says why and which key to change.
@@ -121,8 +124,9 @@ class VllmEngine(RolloutEngine):
         require_supported()
         try:
             vllm_config = _vllm_config(
-                model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps
-            )
+                model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps,
+                lora=lora,
+            )  # fmt: skip
             self._end_tokens = _end_tokens(model_path, vllm_config)
             self.core = VllmCore(vllm_config)
             self._has_processes = config.tensor_parallel > 1
@@ -133,6 +137,7 @@ class VllmEngine(RolloutEngine):
         self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
         self._params: dict[Sampling, SamplingParams] = {}
         self._loads = 0
+        self._lora, self._adapted = lora, False
         self._drained: list[Progress] = []
 
     # ------------------------------------------------------------------------------------------------- generation
@@ -146,7 +151,9 @@ class VllmEngine(RolloutEngine):
             prepared.append((request, params))
         for request, params in prepared:
             tokens = request.tokens.tolist()
-            self.core.add(str(request.request_id), tokens, params, str(self._loads), request.session)
+            self.core.add(
+                str(request.request_id), tokens, params, str(self._loads), request.session, adapted=self._adapted
+            )
 
     def _check(self, request: Request) -> None:
         total = len(request.tokens) + request.sampling.max_tokens
@@ -201,7 +208,9 @@ class VllmEngine(RolloutEngine):
 
         params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
         for number, tokens in enumerate(rows):
-            self.core.add(f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads))
+            self.core.add(
+                f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads), adapted=self._adapted
+            )
         was_held = self.core.held
         self.core.let_go()
         found: dict[str, list[Float32]] = {}
@@ -248,7 +257,10 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_connect", address, route, first_receiver)
 
     def _begin_load(self, manifest: Manifest) -> None:
-        self.core.call_workers("weights_begin")
+        self._brings_adapter = bool(manifest.adapter.parameters)
+        if self._brings_adapter and self._lora is None:
+            raise WeightSyncError("an adapter is sent, and the engine was started for a model without one")
+        self.core.call_workers("weights_begin", manifest.has_model)
 
     def _load(self, bucket: Bucket, address: Address) -> None:
         self.core.call_workers("weights_receive", bucket, address)
@@ -260,7 +272,9 @@ class VllmEngine(RolloutEngine):
         return max(by_rank, key=lambda prints: prints.seconds)
 
     def _finish_load(self, version: int) -> None:
-        self.core.call_workers("weights_finish")
+        adapter = self._lora if self._brings_adapter else None
+        self.core.call_workers("weights_finish", adapter)
+        self._adapted = adapter is not None
         self._loads += 1
         if not self._open:
             self.core.forget_prefixes()
@@ -301,7 +315,7 @@ def _register_model(model_path: str) -> None:
 
 
 def _vllm_config(
-    model_path: str, config: RolloutEngineConfig, max_model_len: int, seed: int, device: str, **more: bool
+    model_path: str, config: RolloutEngineConfig, max_model_len: int, seed: int, device: str, **more: Any
 ) -> VllmConfig:
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
@@ -330,6 +344,7 @@ def fixed_arguments(
     *,
     without_weights: bool,
     sleeps: bool,
+    lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """The engine arguments that rollout.vllm_args may not set; `verl_ray.config.rules` tells the user so."""
     fixed: dict[str, Any] = {
@@ -348,6 +363,10 @@ def fixed_arguments(
         "disable_log_stats": True,
         "use_tqdm_on_load": False,
     }
+    if lora is not None:
+        fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(lora.rank)}
+        # Without it vLLM also prepares the head for an adapter, whose log-probs of prompts then fail (0.32 on a CPU).
+        fixed["lora_target_modules"] = list(lora.targets)
     if device == "cpu":
         fixed["worker_cls"] = "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker"
         fixed["enforce_eager"] = True
@@ -356,6 +375,11 @@ def fixed_arguments(
     else:
         fixed["enable_sleep_mode"] = sleeps
     return fixed
+
+
+def vllm_rank(rank: int) -> int:
+    """The least room for adapters that vLLM makes and that this rank fits in."""
+    return next(room for room in VLLM_LORA_RANKS if rank <= room)
 
 
 def _end_tokens(model_path: str, vllm_config: VllmConfig) -> tuple[int, ...]:

@@ -7,11 +7,15 @@ Deliberately not here: the order of calls and the coverage of the manifest, whic
 
 from __future__ import annotations
 
+import json
+import tempfile
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import psutil
 import torch
+from safetensors.torch import save_file
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
@@ -20,12 +24,14 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     get_layerwise_info,
 )
 
+from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.rollout.vllm_core import is_attention
+from verl_ray.rollout.vllm_core import adapter, is_attention
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.receiver import Receiver
+from verl_ray.weight_sync.shared_memory import FOLDER
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
 if TYPE_CHECKING:
@@ -38,13 +44,20 @@ class WeightLoader(_Worker):
     """The names begin with `weights_`, since they share a namespace with the methods of vLLM's worker."""
 
     _weights_tied: list[torch.nn.Module]
+    _weights_model_comes = False
+    _weights_adapter: dict[str, torch.Tensor]
 
     def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Open the wire that buckets will come over; one that was open before goes."""
         seat = Seat(route, first_receiver + self.rank, self.device)
         self.init_weight_transfer_engine({"address": address, "seat": seat})
 
-    def weights_begin(self) -> None:
+    def weights_begin(self, model_comes: bool) -> None:
+        """`model_comes`: else an adapter for the one that is there."""
+        self._weights_receiver.begin()
+        self._weights_model_comes, self._weights_adapter = model_comes, {}
+        if not model_comes:
+            return
         model = self.model_runner.model
         if self._weights_on_cpu():
             # vLLM 0.32 packs the weights of experts for the CPU when it sets up their kernel, and not again: it would
@@ -54,22 +67,32 @@ class WeightLoader(_Worker):
                 if isinstance(module, RoutedExperts):
                     module.quant_method.moe_kernel = None
         self._weights_tied = _tied_modules(model)
-        self._weights_receiver.begin()
         with self._weights_context():
             self.start_weight_update()
 
     def weights_receive(self, bucket: Bucket, address: Address) -> None:
         """Load a bucket."""
-        with self._weights_context():
-            self.update_weights({"bucket": bucket, "address": address})
-        _own_pending_tensors(self.model_runner.model)
+        if bucket.adapter:
+            arrived = self._weights_receiver.read(bucket, address)
+            self._weights_adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items()}
+        else:
+            with self._weights_context():
+                self.update_weights({"bucket": bucket, "address": address})
+            _own_pending_tensors(self.model_runner.model)
         self._weights_receiver.release(address)
 
     def weights_arrived(self) -> Prints:
         """The fingerprints of the tensors that vLLM's loader was given."""
         return self._weights_receiver.prints
 
-    def weights_finish(self) -> None:
+    def weights_finish(self, lora: LoraConfig | None) -> None:
+        """`lora`: what the adapter is that came; None = none came."""
+        if self._weights_model_comes:
+            self._weights_finish_model()
+        if lora is not None:
+            self._weights_add_adapter(lora)
+
+    def _weights_finish_model(self) -> None:
         model = self.model_runner.model
         if missing := self._weights_incomplete(model):
             raise WeightSyncError(f"vLLM's model was not loaded completely; parameters are missing for {missing}")
@@ -83,8 +106,23 @@ class WeightLoader(_Worker):
                         module.quant_method.process_weights_after_loading(module)
         self.model_runner.reset_lora_state()
 
+    def _weights_add_adapter(self, lora: LoraConfig) -> None:
+        """vLLM takes adapters from directories alone, at any time."""
+        folder = FOLDER if FOLDER.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix="verl_ray-adapter-", dir=folder) as path:
+            save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
+            described = {
+                "peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets),
+                "bias": "none",
+            }  # fmt: skip
+            Path(path, "adapter_config.json").write_text(json.dumps(described))
+            self.add_lora(adapter(path, anew=True))
+        self._weights_adapter = {}
+
     def weights_abandon(self) -> None:
         """Leave the reload, whatever was loaded, so that another one can begin."""
+        if not self._weights_model_comes:
+            return
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
         self._weight_update_active = False  # vLLM has no verb for it

@@ -40,6 +40,11 @@ class Bucket:
     def names(self) -> list[str]:
         return [entry.parameter.name for entry in self.entries]
 
+    @property
+    def adapter(self) -> bool:
+        """Whether it holds parameters of an adapter: those and the model's are never in one bucket."""
+        return self.entries[0].parameter.adapter
+
 
 def torch_dtype(parameter: Parameter) -> torch.dtype:
     dtype: torch.dtype = getattr(torch, parameter.dtype)
@@ -50,20 +55,23 @@ def plan_buckets(manifest: Manifest, bucket_bytes: int) -> tuple[Bucket, ...]:
     """Every parameter that travels, once, in buckets of at most `bucket_bytes`; a larger one has a bucket to itself.
 
     Sizes are balanced: a bucket is closed once it has its share of the total, so that the last one is not a remainder.
+    Those of an adapter come last, since they also travel alone.
     """
-    sizes = [aligned_bytes(parameter) for parameter in manifest.sent]
-    share = sum(sizes) / max(1, math.ceil(sum(sizes) / bucket_bytes))
     buckets: list[Bucket] = []
-    entries: list[Entry] = []
-    filled = 0
-    for parameter, size in zip(manifest.sent, sizes, strict=True):
-        if entries and (filled >= share or filled + size > bucket_bytes):
+    for adapter in (False, True):
+        parameters = [parameter for parameter in manifest.sent if parameter.adapter == adapter]
+        sizes = [aligned_bytes(parameter) for parameter in parameters]
+        share = sum(sizes) / max(1, math.ceil(sum(sizes) / bucket_bytes))
+        entries: list[Entry] = []
+        filled = 0
+        for parameter, size in zip(parameters, sizes, strict=True):
+            if entries and (filled >= share or filled + size > bucket_bytes):
+                buckets.append(Bucket(len(buckets), tuple(entries), filled))
+                entries, filled = [], 0
+            entries.append(Entry(parameter, filled))
+            filled += size
+        if entries:
             buckets.append(Bucket(len(buckets), tuple(entries), filled))
-            entries, filled = [], 0
-        entries.append(Entry(parameter, filled))
-        filled += size
-    if entries:
-        buckets.append(Bucket(len(buckets), tuple(entries), filled))
     return tuple(buckets)
 
 

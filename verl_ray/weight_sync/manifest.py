@@ -18,6 +18,7 @@ class Parameter:
     shape: tuple[int, ...]
     dtype: str
     tied_to: str | None = None  # the parameter that holds the same storage; such a one is never sent itself
+    adapter: bool = False  # part of an adapter that is sent beside the model, under the name in an adapter's file
 
     @property
     def numel(self) -> int:
@@ -41,3 +42,13 @@ class Manifest:
     def sent(self) -> tuple[Parameter, ...]:
         """The parameters that travel: all but the tied ones."""
         return tuple(p for p in self.parameters if p.tied_to is None)
+
+    @property
+    def adapter(self) -> Manifest:
+        """The adapter alone."""
+        return Manifest(tuple(p for p in self.parameters if p.adapter))
+
+    @property
+    def has_model(self) -> bool:
+        """Whether there is more than an adapter in it."""
+        return not all(p.adapter for p in self.parameters)

@@ -39,6 +39,8 @@ class Route:
     """For files."""
     delta: bool = False
     """Whether only what changed travels, once all of it has."""
+    apart: bool = False
+    """Whether the actor's adapter travels beside the model, and not merged into it."""
     over: str = "cpu"
     """The device that buckets are carried from: "cpu" or "cuda"."""
 

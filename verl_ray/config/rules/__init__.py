@@ -61,6 +61,7 @@ from verl_ray.config.rules.roles import (
     shared_processes_have_equal_ranks,
 )
 from verl_ray.config.rules.rollout import (
+    adapters_can_be_sent_alone,
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     vllm_args_are_free,
@@ -135,6 +136,7 @@ RL_RULES: tuple[RLRule, ...] = (
     temperature_is_not_too_low,
     greedy_evaluation_needs_one_response,
     vllm_args_are_free,
+    adapters_can_be_sent_alone,
     wires_can_join_the_ends,
     rewards_have_a_function,
     held_out_deadline_is_used,

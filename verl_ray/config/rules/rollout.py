@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
+from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rules.rule import Overridden, ignored
 from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import closest, either
@@ -35,6 +36,10 @@ VLLM_ARGS_OF_OTHER_KEYS = {
     "gpu_memory_utilization": "rollout.kv_cache_gib",
     "enable_sleep_mode": "rollout.sleep",
     "distributed_executor_backend": "rollout.tensor_parallel",
+    "enable_lora": "rollout.sync.adapter",
+    "max_loras": "rollout.sync.adapter",
+    "max_lora_rank": "actor.lora.rank",
+    "lora_target_modules": "actor.lora.targets",
 }
 """Arguments of the rollout engine that a key of this configuration sets, and the key."""
 
@@ -51,6 +56,8 @@ VLLM_ARGS_FIXED = {
     "weight_transfer_config": "weights reach the engine through the project's own transport",
 }
 """Arguments of the rollout engine that the project depends on, and why."""
+
+_OF_ADAPTERS = ("enable_lora", "max_loras", "max_lora_rank", "lora_target_modules")
 
 VLLM_ARGS_FIXED_ON_A_CPU = {
     "enforce_eager": "compiled graphs are for GPUs",
@@ -91,6 +98,7 @@ def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Prob
 def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS, VLLM_ARGS_FIXED)
     fixed = VLLM_ARGS_FIXED | {"enable_sleep_mode": "a judge shares its devices with nobody and never sleeps"}
+    fixed |= dict.fromkeys(_OF_ADAPTERS, "a judge has no adapter")
     for section, judge in config.judges.items():
         engine = {name: re.sub("^rollout", f"{section}.engine", key) for name, key in VLLM_ARGS_OF_OTHER_KEYS.items()}
         setters = engine | {
@@ -100,7 +108,8 @@ def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
             "override_generation_config": f"{section}.temperature",
             "max_model_len": f"{section}.max_prompt_tokens",
         }
-        del setters["enable_sleep_mode"]
+        for name in ("enable_sleep_mode", *_OF_ADAPTERS):
+            del setters[name]
         yield from _vllm_args(f"{section}.engine", judge.engine.vllm_args, setters, fixed)
 
 
@@ -125,6 +134,23 @@ def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterato
                 f"{config.rollout.num_replicas} are more than actor.num_ranks={config.actor.num_ranks}"
             )
             yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto, or as many ranks as replicas.")
+
+
+def adapters_can_be_sent_alone(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    given, key, rank = config.rollout.sync.adapter, "rollout.sync.adapter", config.actor.lora.rank
+    if given == "auto":
+        return
+    if not rank:
+        yield Problem(key, given, "with actor.lora.rank=0 there is no adapter", "Leave it out, or set actor.lora.rank.")
+    elif given == "alone" and config.rollout.sleep == "weights":
+        rule = "rollout.sleep=weights frees the model that the adapter is for"
+        yield Problem(key, given, rule, "Use merged, or rollout.sleep=kv_cache.")
+    elif given == "alone" and rank > VLLM_LORA_RANKS[-1]:
+        rule = f"vLLM has room for adapters of rank {VLLM_LORA_RANKS[-1]}, and actor.lora.rank is {rank}"
+        yield Problem(key, given, rule, "Use merged, or a smaller rank.")
+    elif given == "alone" and HEAD in config.actor.lora.targets:
+        rule = f"vLLM has no log-probs of prompts, which prove a sync, with an adapter on {HEAD}"
+        yield Problem(key, given, rule, f"Use merged, or take {HEAD} from actor.lora.targets.")
 
 
 def _vllm_args(

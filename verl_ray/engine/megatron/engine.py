@@ -336,7 +336,7 @@ class MegatronEngine(PackedEngine):
         return found
 
     @torch.no_grad()
-    def shards(self, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
+    def shards(self, names: Iterable[str], *, apart: bool = False) -> Iterator[tuple[Slice, Tensor]]:
         return _parts(self._owned, names)
 
     @property

@@ -147,11 +147,11 @@ class MegatronFsdpEngine(ModuleEngine):
         found: Tensor = uneven_dtensor.uneven_dtensor_to_full_tensor(value)
         return found
 
-    def _merged(self, name: str, parameters: Mapping[str, Tensor]) -> Tensor:
+    def _leaving(self, name: str, parameters: Mapping[str, Tensor], *, merges: bool) -> Tensor:
         """Collective where there is an adapter: a weight and its B are cut apart, so B comes whole, as A does."""
         local = self._own(self._parameters[name])
         prefix = name.removesuffix(lora.BASE_WEIGHT)
-        if self.spec.lora is not None and prefix != name:
+        if merges and self.spec.lora is not None and prefix != name:
             a, b = (self.whole(self._parameters[f"{prefix}.lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
             rows, scale = own_box(self._parameters[name])[0], self.spec.lora.alpha / self.spec.lora.rank
             local = torch.addmm(local.float(), b[rows], a, alpha=scale)

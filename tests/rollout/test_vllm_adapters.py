@@ -1,0 +1,148 @@
+"""Adapters that reach vLLM beside the model, and then alone."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl_ray.config.backends import EngineBackend
+from verl_ray.config.roles import LoraConfig
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.stages import Rows
+from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.build import build_engine
+from verl_ray.engine.module_engine import ModuleEngine
+from verl_ray.errors import WeightSyncError
+from verl_ray.ops.outputs import Outputs
+from verl_ray.rollout.base import Probe, Request, RolloutEngine, Sampling, generate
+from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_loader import WeightLoader
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.shared_memory import create, remove
+
+pytestmark = pytest.mark.vllm
+
+LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+ROW = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
+
+
+@pytest.fixture(scope="module", params=["qwen3", "llama"])
+def path(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Path:
+    return make_model(request.param, tie=request.param == "qwen3")
+
+
+@pytest.fixture
+def actor(path: Path) -> ModuleEngine:
+    """An engine whose adapter has learned something."""
+    backend = EngineBackend(
+        kind="engine", dtype="float32", micro_batch_tokens_per_rank=64, activation_checkpointing=False
+    )
+    spec = EngineSpec("actor", str(path), "policy", backend, None, 1, seed=3, lora=LORA)
+    made = build_engine(spec, device=torch.device("cpu"), rank=0, world_size=1)
+    assert isinstance(made, ModuleEngine)
+    learn(made, 1)
+    return made
+
+
+@pytest.fixture(scope="module")
+def rollout(path: Path, start_vllm: Callable[..., VllmEngine]) -> VllmEngine:
+    return start_vllm(path, lora=LORA)
+
+
+@torch.no_grad()
+def learn(actor: ModuleEngine, seed: int) -> None:
+    random = torch.Generator().manual_seed(seed)
+    for name, value in actor.parameters().items():
+        if ".lora_B." in name:
+            value.copy_(torch.randn(value.shape, generator=random) * 0.1)
+
+
+def send(actor: ModuleEngine, rollout: RolloutEngine, version: int, *, alone: bool, proves: bool = False) -> int:
+    """One update; returns the bytes that travelled."""
+    manifest = actor.manifest(apart=True)
+    buckets = [one for one in plan_buckets(manifest, 100_000) if one.adapter or not alone]
+    address = create("adapters", max(one.nbytes for one in buckets))
+    try:
+        wire, sent = address.open(), {}
+        rollout.begin_update(manifest.adapter if alone else manifest, version)
+        for bucket in buckets:
+            sent |= wire.write(bucket, actor.shards(bucket.names, apart=True)).by_name
+            rollout.receive(bucket, address)
+        rollout.commit(sent, proof_follows=proves)
+    finally:
+        remove(address)
+    return sum(bucket.nbytes for bucket in buckets)
+
+
+def log_probs(actor: ModuleEngine, tokens: np.ndarray) -> np.ndarray:
+    """Of all tokens but the first, by the actor."""
+    mask = np.arange(len(tokens)) > 0
+    said = actor.forward(
+        Rows(offsets=offsets_of([len(tokens)]), tokens=tokens, response_mask=mask), Outputs(log_probs=True)
+    )
+    assert said.log_probs is not None
+    return said.log_probs[1:]
+
+
+def probe(actor: ModuleEngine) -> Probe:
+    rows = (ROW, ROW[3:])
+    return Probe(rows, tuple(log_probs(actor, row) for row in rows), 1e-4)
+
+
+def test_after_the_model_only_the_adapter_travels(actor: ModuleEngine, rollout: VllmEngine) -> None:
+    whole = send(actor, rollout, 1, alone=False, proves=True)
+    before = probe(actor)
+    assert rollout.prove(before) < 1e-5
+    learn(actor, 2)
+    alone = send(actor, rollout, 2, alone=True, proves=True)
+    now = probe(actor)
+    assert np.abs(now.log_probs[0] - before.log_probs[0]).max() > 0.05
+    assert rollout.prove(now) < 1e-5
+    # rank 4 beside matrices of 64 to 192 rows and columns
+    assert alone < whole / 8
+    (chunks,) = generate(rollout, [Request(0, ROW, Sampling(1.0, 1.0, -1, 8, ()), seed=5)])
+    expected = log_probs(actor, np.concatenate([ROW, chunks[0].tokens]))[len(ROW) - 1 :]
+    np.testing.assert_allclose(chunks[0].log_probs, expected, atol=1e-5)
+    send(actor, rollout, 3, alone=False, proves=True)  # a model that comes again brings its adapter with it
+    assert rollout.prove(now) < 1e-5
+
+
+def test_a_request_that_is_paused_goes_on_with_the_new_adapter(actor: ModuleEngine, rollout: VllmEngine) -> None:
+    send(actor, rollout, 1, alone=False)
+    rollout.submit([Request(0, ROW, Sampling(1.0, 1.0, -1, 20, ()), seed=5)])
+    for _ in range(5):
+        assert rollout.step() == []
+    rollout.pause()
+    learn(actor, 2)
+    send(actor, rollout, 2, alone=True)
+    rollout.resume()
+    (chunk,) = [chunk for _ in range(20) for chunk in rollout.step()]
+    (start, first), (turn, second) = chunk.version_spans
+    assert (start, first, second) == (0, 1, 2) and 4 <= turn <= 6
+    new = log_probs(actor, np.concatenate([ROW, chunk.tokens]))[len(ROW) - 1 :]
+    assert np.abs(chunk.log_probs - new)[:turn].max() > 0.01
+
+
+def test_an_adapter_that_vllm_was_not_given_is_found(
+    actor: ModuleEngine,
+    rollout: VllmEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    send(actor, rollout, 1, alone=False)
+    learn(actor, 2)
+    monkeypatch.setattr(WeightLoader, "_weights_add_adapter", lambda self, lora: None)
+    send(actor, rollout, 2, alone=True, proves=True)  # all fingerprints are right
+    with pytest.raises(WeightSyncError, match="version 2: every weight arrived as it was sent, but the engine"):
+        rollout.prove(probe(actor))
+    assert rollout.policy_version is None
+
+
+def test_an_adapter_needs_a_model_beside_it(actor: ModuleEngine, rollout: VllmEngine) -> None:
+    send(actor, rollout, 2, alone=False)
+    rollout.sleep("weights")
+    rollout.wake("weights")
+    rollout.wake("kv_cache")
+    with pytest.raises(WeightSyncError, match="version 3 is an adapter, and the engine does not hold the model"):
+        send(actor, rollout, 3, alone=True)
