@@ -113,6 +113,7 @@ def test_a_stopped_run_leaves_no_process(inputs: Inputs, tmp_path: Path, sent: s
 # ------------------------------------------------------------------------------------------------------ two nodes
 
 TWO_NODES = """
+import os
 import sys
 from ray.cluster_utils import Cluster
 import ray
@@ -125,8 +126,8 @@ from verl_ray.data.tokenizers import load_tokenizer
 
 if __name__ == "__main__":
     small = {"object_store_memory": 100 << 20, "include_dashboard": False}
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, **small})
-    cluster.add_node(num_cpus=2, object_store_memory=100 << 20)
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **small})
+    cluster.add_node(num_cpus=3, object_store_memory=100 << 20)
     config = compose("ppo", sys.argv[1:])
     with Session.open(cluster.address) as session:
         print("nodes", len(session.resources()), session.own)
@@ -135,7 +136,9 @@ if __name__ == "__main__":
                 group.role: group.members()[0].facts.node_id
                 for group in (system.actor, system.critic, system.reference, system.graders["reward"])
             }
-            print("apart", homes["actor"] != homes["critic"])
+            servers = system.rollout
+            nodes = {replica.members()[0].facts.node_id for replica in servers.replicas}
+            print("apart", len(set(homes.values())), len(nodes | {homes["actor"]}))
             prompts = PromptSource(config.data.train_path, load_tokenizer(config.model.path), config.data, 0)
             trainer = Trainer(config, system, prompts, None)
             trainer.publish(0)
@@ -143,22 +146,38 @@ if __name__ == "__main__":
                 metrics = trainer.step(number)
                 print("step", number, metrics["actor/grad_norm"] > 0, metrics["critic/grad_norm"] > 0,
                       metrics["training/rollout_probs_diff_mean"] < 1e-5)
+            os.kill(servers.replicas[1].members()[0].facts.pid, 9)
+            trainer.publish(3)  # to the one that is left, over another group
+            servers.gather(all_of_them=True)
+            trainer.publish(3)
+            print("versions", [one.status()[0].health["rollout"].policy_version for one in servers.replicas])
+            servers.close()
         print("still", len(session.resources()))
     cluster.shutdown()
 """
 
 
-def test_actor_and_critic_on_two_nodes(inputs: Inputs, tmp_path: Path) -> None:
+def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     program = tmp_path / "two_nodes.py"
     program.write_text(TWO_NODES)
-    arguments = [*inputs.rl(tmp_path / "run"), "placement=separate"]
+    arguments = [
+        *inputs.rl(tmp_path / "run"),
+        "placement=separate",
+        "rollout.num_replicas=2",
+        "rollout.sync.transport=broadcast",
+    ]
     ended = subprocess.run(
         [sys.executable, str(program), *arguments], cwd=ROOT, env={**environment(tmp_path), "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    said = [line for line in ended.stdout.splitlines() if line.split()[0] in ("nodes", "apart", "step", "still")]
-    assert said == ["nodes 2 False", "apart True", "step 1 True True True", "step 2 True True True", "still 2"]
+    said = [
+        line for line in ended.stdout.splitlines() if line.split()[0] in ("nodes", "apart", "step", "versions", "still")
+    ]
+    steps = [f"step {number} True True True" for number in (1, 2)]
+    assert said == ["nodes 2 False", "apart 2 2", *steps, "versions [3, 3]", "still 2"]
     assert wait_for(lambda: not marked(tmp_path), 10)
 
 
