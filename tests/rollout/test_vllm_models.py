@@ -3,16 +3,24 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from transformers import PreTrainedModel
 
+from tests.rollout.conftest import checkpoint_of, manifest_of
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.tiny import Architecture
 from verl_ray.rollout.base import Probe, Request, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
+from verl_ray.weight_sync.broadcast import BroadcastSender
+from verl_ray.weight_sync.buckets import plan_buckets
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.manifest import Slice
+from verl_ray.weight_sync.transport import Route
 
 pytestmark = pytest.mark.vllm
 
@@ -107,3 +115,27 @@ def test_two_ranks(
         model = load_reference(make_model("qwen3_moe", tie=True, seed=seed))
         publish(engine, model, version)
         assert _worst(engine, model, reference_log_probs) < 1e-4
+    model = load_reference(make_model("qwen3_moe", tie=True, seed=1))
+    _broadcast(engine, model, 2)
+    assert _worst(engine, model, reference_log_probs) < 1e-4
+
+
+def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None:
+    """One update over a wire on which every rank of the engine is a receiver of its own."""
+    manifest, state = manifest_of(model), checkpoint_of(model)
+    route = Route(plan_buckets(manifest, 100_000), receivers=2, deadline_s=60)
+    sender = BroadcastSender(route, 0, torch.device("cpu"))
+    address = sender.offer()
+    with ThreadPoolExecutor(1) as thread:
+        meeting = thread.submit(sender.connect, address)
+        engine.connect(address, route, 0)
+        meeting.result()
+    engine.begin_update(manifest, version)
+    sent: dict[str, Fingerprint] = {}
+    for bucket in route.buckets:
+        parameters = [entry.parameter for entry in bucket.entries]
+        shards = [(Slice(one.name, (0,) * len(one.shape), one.shape), state[one.name]) for one in parameters]
+        sent |= sender.write(bucket, shards, whole=True).prints.by_name
+        engine.receive(bucket, address)
+    engine.commit(sent)
+    sender.close()
