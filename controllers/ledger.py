@@ -194,7 +194,8 @@ def wire_bytes(config: RLConfig) -> int:
     """Shared memory through which weights travel."""
     if config.rollout.sync.transport not in ("auto", "shared_memory"):
         return 0
-    return SLOTS * min(_sent_bytes(config), config.rollout.sync.bucket_mib * MIB)
+    sent = _sent_bytes(config)
+    return SLOTS * min(sent, config.rollout.sync.bucket_bytes(sent))
 
 
 def _sent_bytes(config: RLConfig) -> int:
@@ -208,7 +209,7 @@ def _wire_end_bytes(config: RLConfig) -> int:
     """Of the wire, what the memory of every process counts that has used it: it stays open; and what was sent last,
     where only changes follow. On a CPU alone."""
     sync, sent = config.rollout.sync, _sent_bytes(config)
-    return min(sent, SLOTS * sync.bucket_mib * MIB) + (sent if sync.delta else 0)
+    return min(sent, SLOTS * sync.bucket_bytes(sent)) + (sent if sync.delta else 0)
 
 
 def _trainer(

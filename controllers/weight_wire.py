@@ -15,7 +15,7 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.buckets import Bucket, plan_buckets
+from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route, Sent
@@ -43,7 +43,8 @@ class WeightWire:
         self._apart = config.sends_adapter_alone(shares_a_gpu=shares_gpus)
         self._manifest = actor.rank_zero(ActorWorker.manifest, self._apart).result()
         self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
-        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_mib << 20)
+        sent = sum(aligned_bytes(parameter) for parameter in self._manifest.sent)
+        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes(sent))
         self._address: Address | None = None
         self._ends: tuple[object, ...] = ()
         self._synced_ends: tuple[object, ...] = ()

@@ -108,10 +108,11 @@ def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -
         machine = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=shm)
         return list(found(preflight(ppo(large, data, *overrides), machine)))
 
-    # 128 MiB of rows, and two buckets
-    assert problems(shm=700 * MIB) == []
-    assert problems(shm=600 * MIB) == ["/dev/shm"]
+    # 128 MiB of rows, and two buckets, each a twelfth of the model
+    assert problems(shm=200 * MIB) == []
+    assert problems(shm=180 * MIB) == ["/dev/shm"]
     assert problems("rollout.sync.bucket_mib=128", shm=400 * MIB) == []
+    assert problems("rollout.sync.bucket_mib=128", shm=370 * MIB) == ["/dev/shm"]
     assert problems("rollout.sync.transport=broadcast", shm=140 * MIB) == []
 
 

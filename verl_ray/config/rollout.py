@@ -40,8 +40,9 @@ class SyncConfig(Section):
     transport: TransportName
     """auto = shared memory where actor and rollout run on one node, else broadcast between hosts; it never takes what
     has not run on a GPU yet: cuda_ipc, and broadcast between GPUs of their own."""
-    bucket_mib: Positive
-    """What travels at once, and two of them are under way; a single larger tensor takes more."""
+    bucket_mib: Positive | Literal["auto"]
+    """What travels at once, and two of them are under way; a single larger tensor takes more. auto = a twelfth of the
+    model, from 16 to 512: so little has to come before the first can be loaded, and few calls are made."""
     delta: bool
     """After the first sync send only what changed, over broadcast or disk; the actor's rank 0 and every rollout rank
     keep a copy of the weights in host memory."""
@@ -55,6 +56,12 @@ class SyncConfig(Section):
     CPU, every tenth on GPUs. Fingerprints are compared at every sync."""
     probe_tolerance: PositiveFloat | Literal["auto"]
     """The largest difference of a log-prob; auto = 0.001 where trainer and rollout compute in float32, else 1."""
+
+    def bucket_bytes(self, sent: int) -> int:
+        """What travels at once of `sent` bytes."""
+        if self.bucket_mib == "auto":
+            return min(max(sent // 12, 16 << 20), 512 << 20)
+        return self.bucket_mib << 20
 
 
 class HealthConfig(Section):

@@ -35,6 +35,7 @@ from verl_ray.weight_sync.shared_memory import FOLDER
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
 if TYPE_CHECKING:
+    from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
     from vllm.v1.worker.gpu_worker import Worker as _Worker
 else:
     _Worker = object
@@ -46,6 +47,7 @@ class WeightLoader(_Worker):
     _weights_tied: list[torch.nn.Module]
     _weights_model_comes = False
     _weights_adapter: dict[str, torch.Tensor]
+    _weights_noted: list[LayerReloadingInfo]
 
     def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Open the wire that buckets will come over; one that was open before goes."""
@@ -69,6 +71,7 @@ class WeightLoader(_Worker):
         self._weights_tied = _tied_modules(model)
         with self._weights_context():
             self.start_weight_update()
+        self._weights_noted = [get_layerwise_info(module) for module in model.modules()]
 
     def weights_receive(self, bucket: Bucket, address: Address) -> None:
         """Load a bucket."""
@@ -78,12 +81,21 @@ class WeightLoader(_Worker):
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket, "address": address})
-            _own_pending_tensors(self.model_runner.model)
+            self._weights_own_pending()
         self._weights_receiver.release(address)
 
     def weights_arrived(self) -> Prints:
         """The fingerprints of the tensors that vLLM's loader was given."""
         return self._weights_receiver.prints
+
+    def _weights_own_pending(self) -> None:
+        """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
+        will use the place again."""
+        for info in self._weights_noted:
+            for _, arguments in info.loaded_weights:
+                for key, value in arguments.arguments.items():
+                    if isinstance(value, torch.Tensor) and not value.is_meta:
+                        arguments.arguments[key] = value.clone()
 
     def weights_finish(self, lora: LoraConfig | None) -> None:
         """`lora`: what the adapter is that came; None = none came."""
@@ -188,13 +200,3 @@ def _checkpoint_numel(module: torch.nn.Module) -> int:
         rows = module.shard_indices.num_org_elements
         return sum(rows * parameter[:1].numel() for parameter in module.parameters(recurse=False))
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
-
-
-def _own_pending_tensors(model: torch.nn.Module) -> None:
-    """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
-    will use the place again."""
-    for module in model.modules():
-        for _, arguments in get_layerwise_info(module).loaded_weights:
-            for key, value in arguments.arguments.items():
-                if isinstance(value, torch.Tensor) and not value.is_meta:
-                    arguments.arguments[key] = value.clone()

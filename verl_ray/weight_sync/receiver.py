@@ -1,9 +1,13 @@
 """The receiving ends in one process, and what arrived there.
 
-Invariant: every tensor that is handed on was fingerprinted first. Deliberately not here: what an engine makes of it.
+Invariant: every tensor that is handed on is fingerprinted before its place is filled again, beside its loading.
+Deliberately not here: what an engine makes of it.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
@@ -14,8 +18,9 @@ from verl_ray.weight_sync.transport import Address, Reader, Seat
 
 class Receiver:
     def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "fingerprints")  # beside the loading, which waits for memory, too
+        self._printing: Future[Prints] | None = None
         self._readers: dict[Address, Reader] = {}
-        self._arrived = Fingerprints()
         self._found: dict[str, Fingerprint] = {}
         self._seconds = 0.0
 
@@ -26,22 +31,22 @@ class Receiver:
 
     def begin(self) -> None:
         """An update begins: what arrived for another one does not count."""
-        self._arrived, self._found, self._seconds = Fingerprints(), {}, 0.0
+        self._found, self._seconds = {}, 0.0
 
     def read(self, bucket: Bucket, address: Address) -> dict[str, torch.Tensor]:
         """The bucket's parameters, whole, valid until `release`."""
         if address not in self._readers:
             self._readers[address] = address.open()
         tensors = dict(self._readers[address].read(bucket))
-        for name, tensor in tensors.items():
-            self._arrived.add(name, tensor)
-        prints = self._arrived.take()
-        self._found |= prints.by_name
-        self._seconds += prints.seconds
+        self._printing = self._thread.submit(_fingerprints, tensors)
         return tensors
 
     def release(self, address: Address) -> None:
         """The place of what was read last on the wire may be used again."""
+        assert self._printing is not None, "read comes first"
+        prints, self._printing = self._printing.result(), None
+        self._found |= prints.by_name
+        self._seconds += prints.seconds
         self._readers[address].release()
 
     @property
@@ -53,3 +58,10 @@ class Receiver:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+
+
+def _fingerprints(tensors: Mapping[str, torch.Tensor]) -> Prints:
+    made = Fingerprints()
+    for name, tensor in tensors.items():
+        made.add(name, tensor)
+    return made.take()
