@@ -142,6 +142,7 @@ def _in_turns(
         "median_s": {name: round(seconds, 4) for name, seconds in middle.items()},
         "best_s": {name: round(seconds, 4) for name, seconds in best.items()},
         "gb_per_s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in middle.items() if seconds > 1e-5},
+        "stream_to_reload": round(middle["stream"] / middle["reload"], 3),
         "hand_over_to_reload": round(middle["hand_over"] / middle["reload"], 3),
         "fingerprints_share": round(middle["fingerprints"] / middle["hand_over"], 3),
         "repeats": repeats,

@@ -83,6 +83,29 @@ def test_step(tmp_path: Path) -> None:
     assert found["peak_memory_gib"] > 0 and found["start_to_first_step_s"] > 0
 
 
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_weight_sync(tmp_path: Path) -> None:
+    found = measured("weight-sync", "--models", "1m", "--repeats", "1", "--dir", str(tmp_path))["1m"]
+    assert found["bytes"] > 3_000_000
+    seconds = found["median_s"]
+    assert {"stream", "prove", "hand_over", "reload", "copy", "fingerprints", "offload", "onload"} == seconds.keys()
+    assert seconds["stream"] + seconds["prove"] == pytest.approx(seconds["hand_over"], rel=0.2)
+    assert found["stream_to_reload"] == pytest.approx(seconds["stream"] / seconds["reload"], rel=0.02)
+    assert 0 < found["fingerprints_share"] < 1
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_rollout(tmp_path: Path) -> None:
+    found = measured(
+        "rollout", "--prompts", "8", "--tokens", "8", "--replicas", "1", "--repeats", "1", "--dir", str(tmp_path)
+    )
+    figures = found["1_replica"]
+    ratio = figures["servers_tokens_per_s"] / figures["offline_tokens_per_s"]
+    assert figures["ratio"] == pytest.approx(ratio, rel=0.02) == figures["best_ratio"]
+
+
 def test_padded_batches_hold_as_many_rows_as_fit_however_long_they_are() -> None:
     lengths = np.array([40, 500, 32, 512, 64])
     assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=False)] == [[0, 1], [2, 3], [4]]
