@@ -8,6 +8,7 @@ here: speed (`megatron.py`).
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import sys
@@ -17,7 +18,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -27,6 +28,8 @@ from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
 
 if TYPE_CHECKING:
+    from verl_ray.config.algorithm import AlgorithmConfig
+    from verl_ray.config.roles import SupervisedRole
     from verl_ray.engine.base import LossReport
 
 Settings = dict[str, int | str | bool]
@@ -262,28 +265,36 @@ def _run(work: Work) -> None:
     dist.destroy_process_group()
 
 
+@functools.cache
+def _configured(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
+    """A role on a backend of this kind, whose layout is each case's own, and the algorithm of both heads."""
+    from controllers.composition import compose
+    from verl_ray.config.roles import SupervisedRole
+    from verl_ray.config.schema import RLConfig
+
+    settings = ["actor.backend.micro_batch_tokens_per_rank=64", f"sft.max_tokens={max(_LENGTHS)}"]
+    settings += ["actor.optimizer.lr=1e-4", "actor.optimizer.max_grad_norm=0.3", "actor.optimizer.weight_decay=0.1"]
+    settings += ["run.dir=none", "data.train_path=none", "data.validation_path=null", "model.path=none"]
+    role = compose("sft", [f"backend={kind}", "run.evaluate_every=0", *settings]).model_roles["actor"]
+    learned = compose("quickstart", ["algorithm=ppo"])
+    assert isinstance(role, SupervisedRole) and isinstance(learned, RLConfig)
+    return role, learned.algorithm
+
+
 def _measured(work: Work, case: Case) -> Found:
     import torch
 
-    from controllers.composition import compose
     from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
-    from verl_ray.config.roles import SupervisedRole
-    from verl_ray.config.schema import RLConfig
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
     from verl_ray.ops.outputs import Outputs
 
-    settings = [f"actor.backend.{key}={str(value).lower()}" for key, value in case.settings.items()]
-    settings += [f"actor.num_ranks={case.world}", "actor.backend.micro_batch_tokens_per_rank=64"]
-    settings += ["actor.optimizer.lr=1e-4", "actor.optimizer.max_grad_norm=0.3", "actor.optimizer.weight_decay=0.1"]
-    settings += ["run.dir=none", "data.train_path=none", "data.validation_path=null", f"sft.max_tokens={max(_LENGTHS)}"]
-    settings += ["run.evaluate_every=0", f"model.path={work.models}/{case.model}"]
-    role = compose("sft", [f"backend={work.kind}", *settings]).model_roles["actor"]
-    algorithm = cast(RLConfig, compose("quickstart", ["algorithm=ppo"])).algorithm
-    assert isinstance(role, SupervisedRole) and algorithm.value_loss is not None
+    role, algorithm = _configured(work.kind)
+    assert algorithm.value_loss is not None
+    backend = type(role.backend).model_validate(role.backend.model_dump() | case.settings)
     spec = EngineSpec(
-        "actor", role.model.path, case.head, role.backend, role.optimizer, 100, seed=3,
+        "actor", f"{work.models}/{case.model}", case.head, backend, role.optimizer, 100, seed=3,
         expert_balance=0.1 if case.model == _MOE else None,
     )  # fmt: skip
     engine = build_engine(spec, device=torch.device("cpu"), rank=work.rank, world_size=work.world)

@@ -127,15 +127,25 @@ class CudaMeansCpu(TorchFunctionMode):
     megatron's optimizers expect it ("torch.cuda.FloatTensor")."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
+        # every operation comes through here, and nearly all of them have nothing to change
         if func is Tensor.cuda:
             return args[0]
         if func is Tensor.type and len(args) == 1 and not kwargs:
             return func(*args).replace("torch.", "torch.cuda.", 1)
-        if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
-        kwargs.pop("pin_memory", None)
-        return func(*("cpu" if _is_cuda(argument) else argument for argument in args), **kwargs)
+        for argument in args:
+            if type(argument) in _PLACES:
+                args = tuple("cpu" if _is_cuda(argument) else argument for argument in args)
+                break
+        if not kwargs:
+            return func(*args)
+        if "device" in kwargs or "pin_memory" in kwargs:
+            kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
+            if _is_cuda(kwargs.get("device")):
+                kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+_PLACES = frozenset({str, torch.device})
 
 
 def _is_cuda(value: object) -> bool:
