@@ -61,6 +61,8 @@ from verl_ray.config.rules.roles import (
     shared_processes_have_equal_ranks,
 )
 from verl_ray.config.rules.rollout import (
+    endpoint_settings_are_used,
+    endpoints_have_an_address,
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     vllm_args_are_free,
@@ -136,6 +138,8 @@ RL_RULES: tuple[RLRule, ...] = (
     greedy_evaluation_needs_one_response,
     vllm_args_are_free,
     wires_can_join_the_ends,
+    endpoint_settings_are_used,
+    endpoints_have_an_address,
     rewards_have_a_function,
     held_out_deadline_is_used,
     graders_keep_the_deadline_of_calls,
