@@ -470,9 +470,10 @@ class RolloutEngine(ABC):
             raise RolloutError(f"{verb}: the update to version {self._update.version} is open; commit or abort it")
 
     def _require_none_in_flight(self, verb: str, remedy: str) -> None:
+        staying = sum(not request.gives_way for request in self._open.values())
+        if staying:
+            raise RolloutError(f"{verb}: {staying} requests are in flight; {remedy} first")
         self.give_way()
-        if self._open:
-            raise RolloutError(f"{verb}: {len(self._open)} requests are in flight; {remedy} first")
 
     def _require_update(self, verb: str) -> _Update:
         self._require_alive()
