@@ -200,6 +200,7 @@ class VllmEngine(RolloutEngine):
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         self.core.abort([str(request_id) for request_id in request_ids])
+        self._drained = [progress for progress in self._drained if progress.request_id not in request_ids]
 
     def _hold(self) -> None:
         self._drained += map(_progress, self.core.hold())
