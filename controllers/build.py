@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from controllers.endpoints import Endpoints
 from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
@@ -107,7 +108,12 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
     rollout = None
     if isinstance(config, RLConfig):
         replicas = groups.replicas(plan.roles["rollout"])
-        rollout = RolloutServers(replicas, config.rollout, config.run.start_deadline_s)
+        endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
+        try:
+            rollout = RolloutServers(replicas, config.rollout, config.run.start_deadline_s, endpoints)
+        except BaseException:
+            groups.close()
+            raise
     return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0)
 
 
@@ -240,4 +246,4 @@ def updates_per_step(role: SupervisedRole, config: Config) -> int:
 def rollout_spec(config: RLConfig, *, shares_a_gpu: bool) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=shares_a_gpu) else None
-    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, lora)
+    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora)

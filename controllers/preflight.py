@@ -8,7 +8,9 @@ are the run's own folder, its data and its graders; models and resources have mo
 
 from __future__ import annotations
 
+import ipaddress
 import os
+import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,6 +55,8 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
         urls = {f"{key}.url": one.url for key, one in config.graders.items() if isinstance(one, HttpReward)}.items()
         findings.problems += [problem for key, url in urls if (problem := url_problem(url, key)) is not None]
+        findings.problems += _endpoint_problems(config, machine)
+        findings.warnings += _endpoint_warnings(config)
     findings.problems += resource_problems(config, machine)
     findings.warnings += resource_warnings(config, machine)
     return findings
@@ -112,6 +116,45 @@ def _inputs_problems(config: Config, evaluates: bool) -> Iterator[Problem]:
         )
     elif not evaluates:
         yield from foreign_inputs(config)
+
+
+def _endpoint_problems(config: RLConfig, machine: Machine | None) -> Iterator[Problem]:
+    """What keeps the replicas from listening, where they will be on this machine."""
+    endpoint, key = config.rollout.endpoint, "rollout.endpoint"
+    address = _address(endpoint.host)
+    if not endpoint.enabled or machine is None or address is None:
+        return
+    if endpoint.token_env is not None and not os.environ.get(endpoint.token_env):
+        rule = "there is no such environment variable, or it is empty"
+        yield Problem(f"{key}.token_env", endpoint.token_env, rule, "Set it to the token that clients must send.")
+    last = endpoint.port + config.rollout.num_replicas - 1 if endpoint.port else 0
+    for port in range(endpoint.port, min(last, 65535) + 1):
+        try:
+            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+            socket.create_server((endpoint.host, port), family=family).close()
+        except OSError as error:
+            rule = f"nobody can listen on {endpoint.host} port {port} here: {os.strerror(error.errno or 0)}"
+            fix = f"Give a port that is free, or 0 for any, and an address of this machine as {key}.host."
+            yield Problem(f"{key}.port", endpoint.port, rule, fix)
+            return
+
+
+def _endpoint_warnings(config: RLConfig) -> Iterator[str]:
+    endpoint = config.rollout.endpoint
+    address = _address(endpoint.host)
+    if endpoint.enabled and endpoint.token_env is None and address is not None and not address.is_loopback:
+        yield (
+            f"rollout.endpoint.host={endpoint.host}: everybody who can reach this address may use the rollout servers "
+            "(rollout.endpoint.token_env asks them for a token)"
+        )
+
+
+def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """None: the rules refuse it."""
+    try:
+        return ipaddress.ip_address(host)
+    except ValueError:
+        return None
 
 
 def _run_dir_problems(config: Config) -> Iterator[Problem]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from controllers.endpoints import Endpoints
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
 from verl_ray.cluster.pulse import Pulse
@@ -45,7 +46,18 @@ class _Draw:
 class RolloutServers:
     """The replicas of a run, of which at least one is there or on its way."""
 
-    def __init__(self, replicas: Sequence[Replica], config: RolloutConfig, start_deadline_s: float) -> None:
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        config: RolloutConfig,
+        start_deadline_s: float,
+        endpoints: Endpoints | None = None,
+    ) -> None:
+        """`endpoints`: tells where clients outside of the run find each replica."""
+        self._endpoints = endpoints
+        if endpoints is not None:
+            for replica in replicas:
+                endpoints.tell(replica)
         self._config, self._start_deadline_s = config, start_deadline_s
         self._pulses = {replica: self._pulse(replica) for replica in replicas}  # of those that are there
         self._restarts: dict[Replica, Future[None]] = {}
@@ -88,6 +100,8 @@ class RolloutServers:
         for restart in self._restarts.values():
             restart.exception()
         self._restarts.clear()
+        if self._endpoints is not None:
+            self._endpoints.close()
 
     # --------------------------------------------------------------------------------------------------- generation
 
@@ -214,14 +228,16 @@ class RolloutServers:
         for replica in [replica for replica, restart in self._restarts.items() if restart.done()]:
             self._restarts.pop(replica).result()
             self._pulses[replica] = self._pulse(replica)
-            if bring_up:
-                if self.bring_up is None:
-                    raise RolloutError("a rollout replica has started again, and nobody can give it the weights")
-                try:
+            if bring_up and self.bring_up is None:
+                raise RolloutError("a rollout replica has started again, and nobody can give it the weights")
+            try:
+                if self._endpoints is not None:
+                    self._endpoints.tell(replica)
+                if bring_up and self.bring_up is not None:
                     self.bring_up(replica)
-                except WorkerError as error:
-                    self.lose(error)
-                    continue
+            except WorkerError as error:
+                self.lose(error)
+                continue
             returned.append(replica)
         return returned
 

@@ -64,8 +64,23 @@ class RolloutError(VerlRayError):
     """Misuse of, or a failure inside, a rollout engine."""
 
 
+class CannotGenerate(RolloutError):
+    """A rollout engine that has no policy to draw from now: it sleeps, is being updated, or never had one."""
+
+
 class EngineFailed(RolloutError):
     """A rollout engine that is of no more use: it has to be started again."""
+
+
+class CallRefused(RolloutError):
+    """A call of an outside client that is not answered as it asks. Carries the field that is why, and HTTP's status."""
+
+    def __init__(self, what: str, param: str | None = None, status: int = 400) -> None:
+        super().__init__(what, param, status)
+        self.what, self.param, self.status = what, param, status
+
+    def __str__(self) -> str:
+        return self.what
 
 
 class MismatchError(VerlRayError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +21,7 @@ from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
+from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rollout.base import Chunk, Part, Probe, Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import Health, PauseMode, RolloutServer
@@ -27,6 +29,9 @@ from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route
+
+if TYPE_CHECKING:
+    from verl_ray.rollout.endpoint import Endpoint
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,8 @@ class RolloutSpec:
     config: RolloutConfig
     max_model_len: int
     seed: int
+    name: str
+    """What clients outside of the run call the policy."""
     lora: LoraConfig | None = None
     """The adapter that comes beside the model, which then comes only once."""
 
@@ -65,6 +72,7 @@ class RolloutWorker:
             )  # fmt: skip
 
         self.server = RolloutServer(start)
+        self.endpoint = start_endpoint(self.server, context, spec) if spec.config.endpoint.enabled else None
 
     # ------------------------------------------------------------------------------------------------ generation
 
@@ -123,11 +131,15 @@ class RolloutWorker:
         self.server.abort(request_ids)
 
     def abort(self) -> None:
-        """End all requests in flight early; they come back as far as they got."""
+        """End all requests of the run early; they come back as far as they got."""
         self.server.abort()
 
     def health(self) -> Health:
         return self.server.health()
+
+    def endpoint_port(self) -> int | None:
+        """Where clients outside of the run are listened to, if they are."""
+        return None if self.endpoint is None else self.endpoint.port
 
     # ------------------------------------------------------------------------------------- memory and weights
 
@@ -162,7 +174,20 @@ class RolloutWorker:
         return self.server.run(lambda engine: engine.memory_bytes)
 
     def close(self) -> None:
+        if self.endpoint is not None:
+            self.endpoint.close()
         self.server.close(process_ends=True)
+
+
+def start_endpoint(server: RolloutServer, context: WorkerContext, spec: RolloutSpec) -> Endpoint:
+    """The server's own endpoint for clients outside of the run."""
+    from verl_ray.rollout.endpoint import Endpoint  # here, because only a run that asks for it needs an HTTP server
+
+    config = spec.config.endpoint
+    return Endpoint(
+        server, load_tokenizer(spec.model_path), config, port=config.port and config.port + context.rank,
+        model=spec.name, max_model_len=spec.max_model_len,
+    )  # fmt: skip
 
 
 def start_engine(

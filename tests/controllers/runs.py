@@ -13,6 +13,7 @@ from pathlib import Path
 
 from controllers.build import Shape, System, plan_processes
 from controllers.composition import compose
+from controllers.endpoints import Endpoints
 from controllers.ppo import Trainer
 from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.group import WorkerGroup
@@ -132,7 +133,8 @@ def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups,
 def servers_of(config: RLConfig, groups: Groups) -> RolloutServers:
     """The rollout replicas that `start_some` started."""
     role = plan_processes(config, SHAPE).roles["rollout"]
-    return RolloutServers(groups.replicas(role), config.rollout, start_deadline_s=120)
+    endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
+    return RolloutServers(groups.replicas(role), config.rollout, start_deadline_s=120, endpoints=endpoints)
 
 
 @contextmanager

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
 from controllers.command_line import main
 from controllers.composition import compose
-from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, preflight
+from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, Findings, preflight
 from tests.controllers.findings import BIG, NO_GAIN, found, ppo
+
+PORT = "rollout.endpoint.port"
 
 
 def test_nothing_to_complain_about(model: Path, data: Path) -> None:
@@ -41,6 +44,30 @@ def test_a_reward_function_of_the_users_own_is_found_without_running_it(
     assert preflight(ppo(model, data, f"reward.functions.default={grader}:grade"), BIG).problems == []
     messages = found(preflight(ppo(model, data, f"reward.functions.default={grader}:grad"), BIG))
     assert "grade" in messages["reward.functions.default"]
+
+
+def test_an_endpoint_that_cannot_be_opened_or_is_open_to_everybody(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def endpoint(*changes: str) -> Findings:
+        changed = [f"rollout.endpoint.{change}" for change in ("enabled=true", *changes)]
+        return preflight(ppo(model, data, *changed, "rollout.num_replicas=2"), BIG)
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        problems = found(endpoint(f"port={port - 1}"))
+        assert f"nobody can listen on 127.0.0.1 port {port} here: Address already in use" in problems[PORT]
+        config = ppo(model, data, "rollout.endpoint.enabled=true", f"rollout.endpoint.port={port}")
+        assert preflight(config, None).problems == []  # a cluster's machines are not this one
+    assert endpoint("port=0").problems == endpoint("port=0").warnings == []
+    assert "Cannot assign requested address" in found(endpoint("port=0", "host=192.0.2.1"))[PORT]
+    (warning,) = endpoint("port=0", "host=0.0.0.0").warnings
+    assert "rollout.endpoint.host=0.0.0.0: everybody who can reach this address may use" in warning
+    monkeypatch.delenv("CLIENTS_TOKEN", raising=False)
+    asking = ("port=0", "host=0.0.0.0", "token_env=CLIENTS_TOKEN")
+    assert "no such environment variable" in found(endpoint(*asking))["rollout.endpoint.token_env"]
+    monkeypatch.setenv("CLIENTS_TOKEN", "s3cret")
+    assert endpoint(*asking).problems == endpoint(*asking).warnings == []
 
 
 def test_a_run_dir_and_a_checkpoint_that_cannot_be(model: Path, data: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 
@@ -34,7 +39,8 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
     config = inputs.config(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
-        "rollout.health.deadline_s=3", "rollout.health.max_restarts=1",
+        "rollout.health.deadline_s=3", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.endpoint.port=0",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
     with groups:
@@ -43,6 +49,7 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
             trainer.publish(0)
             yield trainer
             servers.close()
+            assert not (folder / "endpoints.json").exists()
 
 
 def drawn(run: Trainer, at_first_piece: Callable[[], None] = lambda: None) -> tuple[Rollouts, list[Rollouts]]:
@@ -75,6 +82,52 @@ def test_two_replicas_share_the_work_and_draw_each_response_once(run: Trainer) -
     assert again.rollout_log_probs.tolist() == rows.rollout_log_probs.tolist()
 
 
+def endpoints(run: Trainer) -> list[str]:
+    """Where clients find the replicas."""
+    listed = json.loads((Path(run.config.run.dir) / "endpoints.json").read_text())
+    assert {entry["model"] for entry in listed} == {run.config.run.name}
+    return [entry["url"] for entry in listed]
+
+
+def ask(url: str, **more: object) -> httpx.Response:
+    asked = {"prompt": "1+1=", "max_tokens": 24, "seed": 3, "ignore_eos": True, "return_token_ids": True, **more}
+    return httpx.post(f"{url}/completions", json=asked, timeout=60)
+
+
+def versions(answer: httpx.Response) -> list[list[int]]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["policy_versions"]
+
+
+def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_weights(run: Trainer) -> None:
+    expected, _ = drawn(run)
+    urls = endpoints(run)
+    assert len(set(urls)) == 2 and [versions(ask(url)) for url in urls] == [[[0, 0]]] * 2
+    answers: list[httpx.Response] = []
+    done = threading.Event()
+
+    def keep_asking(url: str) -> None:
+        while not done.is_set():
+            answers.append(ask(url, n=4))
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking, url) for url in urls * 2]
+        for version in (10, 11, 12):
+            run.publish(version)
+            rows, _ = drawn(run)
+            assert rows.tokens.tolist() == expected.tokens.tolist()
+            assert set(rows.version_spans.values[:, 1].tolist()) == {version}
+        done.set()
+        for one in asking:
+            one.result(60)
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    choices = [choice for answer in answers if answer.status_code == 200 for choice in answer.json()["choices"]]
+    assert {choice["finish_reason"] for choice in choices} <= {"length", "abort"}
+    whole = {tuple(choice["token_ids"]) for choice in choices if choice["finish_reason"] == "length"}
+    assert len(whole) == 4  # of four seeds, whatever was drawn beside them
+    assert {version for choice in choices for _, version in choice["policy_versions"]} >= {10, 11, 12}
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
     run: Trainer, capsys: pytest.CaptureFixture[str], how: signal.Signals
@@ -96,6 +149,7 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
     assert "rollout rank 1" in warned and reason in warned
 
     assert victim in run.servers.gather(all_of_them=True)
+    assert ask(endpoints(run)[1]).status_code in (200, 503)  # whether it has the weights yet or not
     assert pid(run, 1) != process and not _alive(process)
     run.publish(version)  # also to the one that was away
     rows, _ = drawn(run)
@@ -103,6 +157,7 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
     assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [version] * 2
     steps = [one.status()[0].health["rollout"].steps for one in run.servers.replicas]
     assert min(steps) > 20  # both of them draw
+    assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
 
 def test_a_replica_that_dies_while_weights_arrive_gets_them_all_the_same(run: Trainer) -> None:

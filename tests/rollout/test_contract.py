@@ -165,6 +165,33 @@ def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
         engine.begin_update(Manifest(()), 6)
 
 
+def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    guests = [_request(1, 20, gives_way=True), _request(2, 20, gives_way=True, stream=True)]
+    engine.submit([*guests, _request(3, 3)])
+    chunks = engine.step()
+    for refused in (lambda: engine.sleep("kv_cache"), lambda: engine.begin_update(Manifest(()), 6)):
+        with pytest.raises(RolloutError, match="1 requests are in flight"):
+            refused()
+    chunks += engine.step() + engine.step()
+    assert _join(chunks, 3)[2] == [Finish.LENGTH] and engine.unfinished == 2
+    publish(engine, model, 6)
+    assert engine.unfinished == 2 and engine.has_work  # ended, and not delivered yet
+    chunks += engine.step()
+    assert (len(_join(chunks, 1)[0]), _join(chunks, 1)[2]) == (3, [Finish.ABORTED])
+    assert (len(_join(chunks, 2)[0]), _join(chunks, 2)[2]) == (3, [None] * 3 + [Finish.ABORTED])
+    assert engine.unfinished == 0
+
+    engine.submit(guests)
+    engine.step()
+    engine.pause()
+    publish(engine, model, 7)  # paused, they stay
+    assert engine.unfinished == 2
+    engine.sleep("weights")
+    assert [chunk.finish for chunk in engine.step()] == [Finish.ABORTED] * 2  # also while it sleeps
+
+
 def test_requests_live_through_a_weight_update(
     engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
 ) -> None:

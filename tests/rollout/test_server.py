@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -138,6 +140,58 @@ def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
         if mode == "keep":
             ((chunk,),) = list(answers)
             assert (chunk.finish, chunk.tokens.tolist()) == (Finish.LENGTH, [10, 11, 12, 13])
+
+
+def test_requests_that_give_way_are_left_alone_by_aborts_and_not_waited_for_by_a_pause(
+    server: RolloutServer, engine: list[Gated]
+) -> None:
+    asked = request(1, 900)
+    outside, own = server.respond([replace(asked, gives_way=True)]), server.respond([asked])
+    engine[0].gate.release(2)
+    soon(lambda: engine[0].drawn == 2)
+    server.abort([1])
+    ((chunk,),) = own
+    assert (chunk.finish, server.health().in_flight) == (Finish.ABORTED, 1)
+    server.abort()
+    soon(lambda: server.health().in_flight == 1)
+    server.pause("wait")
+    ((chunk,),) = outside
+    assert (chunk.finish, len(chunk.tokens)) == (Finish.ABORTED, 2)
+
+
+def test_a_coroutine_gets_its_answers_and_takes_its_requests_with_it(
+    server: RolloutServer, engine: list[Gated]
+) -> None:
+    async def collect(asked: Request) -> list[Chunk]:
+        return [chunk async for chunks in server.respond_async([asked]) for chunk in chunks]
+
+    async def some() -> None:
+        both = asyncio.gather(collect(request(1, 3, stream=True)), collect(request(1, 2, first=20)))
+        engine[0].gate.release(3)
+        streamed, whole = await both
+        assert joined(streamed) == {1: [10, 11, 12]} and joined(whole) == {1: [20, 21]}
+
+        cancelled = asyncio.create_task(collect(request(1, 900)))
+        while server.health().in_flight == 0:
+            await asyncio.sleep(0.002)
+        cancelled.cancel()
+        await asyncio.wait([cancelled])
+
+    asyncio.run(some())
+    soon(lambda: server.health().in_flight == 0)
+
+    async def during_a_pause() -> None:
+        waiting = asyncio.create_task(collect(request(1, 900)))
+        await asyncio.sleep(0.05)
+        waiting.cancel()
+        await asyncio.wait([waiting])
+
+    server.pause("keep")
+    asyncio.run(during_a_pause())
+    server.resume()
+    assert server.health().in_flight == 0
+    with pytest.raises(RolloutError, match="request ids must be unique"):
+        server.respond([request(1, 1), request(1, 1)])
 
 
 def test_health_tells_of_a_step_that_does_not_end(server: RolloutServer, engine: list[Gated]) -> None:

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
-from verl_ray.rollout.base import Chunk, Request, Sampling, generate
+from verl_ray.rollout.base import Chunk, Progress, Request, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -114,6 +114,22 @@ def test_seeds_decide_whatever_runs_beside(engine: VllmEngine) -> None:
     assert len({tuple(chunk.tokens) for chunk in _run(engine, same_prompt)}) > 8
 
 
+def test_a_request_that_ends_while_paused_takes_what_was_under_way_with_it(engine: VllmEngine) -> None:
+    requests = [Request(i, prompt, _sampling(5), seed=i) for i, prompt in enumerate(_prompts(2))]
+    alone = _run(engine, requests[1:])[0].tokens.tolist()
+    engine.submit(requests)
+    engine.step()
+    engine.pause()
+    engine._drained.append(Progress(0, [3], [-1.0], None))  # as the step that a GPU has begun leaves it
+    engine.abort([0])
+    chunks = engine.step()
+    engine.resume()
+    while engine.unfinished:
+        chunks += engine.step()
+    assert {chunk.request_id: chunk.finish for chunk in chunks} == {0: Finish.ABORTED, 1: Finish.LENGTH}
+    assert next(chunk for chunk in chunks if chunk.request_id == 1).tokens.tolist() == alone
+
+
 def test_a_response_ends_with_its_end_token(engine: VllmEngine) -> None:
     requests = [Request(i, prompt, _sampling(60, None), seed=i) for i, prompt in enumerate(_prompts(24))]
     chunks = _run(engine, requests)
@@ -132,6 +148,8 @@ def test_requests_beyond_the_engine_are_refused(engine: VllmEngine) -> None:
         RolloutError, match="90 prompt tokens and up to 12 response tokens are more than the engine's 96"
     ):
         engine.submit([Request(0, np.full(90, 3, np.int32), _sampling(), seed=0)])
+    with pytest.raises(RolloutError, match="found the token ids 3 to 15, expected 0 to 14, the vocabulary"):
+        engine.submit([Request(0, np.array([3, 15], np.int32), _sampling(), seed=0)])
     with pytest.raises(RolloutError, match=r"rollout.temperature = 3.0: vLLM samples at 0"):
         engine.submit([Request(0, _prompts(1)[0], _sampling(temperature=3.0), seed=0)])
     with pytest.raises(RolloutError, match="no adapter 'a' is loaded"):

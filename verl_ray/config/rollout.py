@@ -77,6 +77,20 @@ class HealthConfig(Section):
     """Replicas that may be lost from one published policy to the next before the run stops."""
 
 
+class EndpointConfig(Section):
+    """What clients outside of the run may ask of the replicas: an OpenAI-compatible endpoint of each."""
+
+    enabled: bool
+    host: str
+    """The address to listen on; 127.0.0.1 = for processes of the same machine alone, 0.0.0.0 = for every machine."""
+    port: Annotated[int, Field(ge=0, le=65535)]
+    """Of the first replica, the next one has the next; 0 = any that is free."""
+    in_flight: Positive
+    """Responses that one replica draws for clients at a time; others wait."""
+    token_env: str | None
+    """Environment variable of the workers that holds the token which clients must send; null = none."""
+
+
 class RolloutConfig(RolloutEngineConfig):
     group_size: Positive
     """Responses per prompt."""
@@ -92,6 +106,7 @@ class RolloutConfig(RolloutEngineConfig):
     """Responses that one replica draws at a time; the others wait for the least loaded one."""
     sync: SyncConfig
     health: HealthConfig
+    endpoint: EndpointConfig
     sleep: Literal["auto", "never", "kv_cache", "weights"]
     """What a replica frees while the trainer works: nothing, the cache, or the weights too, which are then not copied
     anywhere (vLLM's sleep level 2): each sync brings new ones. auto = weights (kv_cache with sync.adapter=alone) on a

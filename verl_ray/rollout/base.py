@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.data.stages import Finish
-from verl_ray.errors import EngineFailed, RolloutError, VerlRayError, WeightSyncError
+from verl_ray.errors import CannotGenerate, EngineFailed, RolloutError, VerlRayError, WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Prints
 from verl_ray.weight_sync.manifest import Manifest
@@ -50,6 +50,7 @@ class Request:
     stream: bool = False  # chunks as tokens are sampled, instead of one at the end
     session: str | None = None  # requests of one session share a prefix: a hint
     adapter: str | None = None
+    gives_way: bool = False  # ended where it is when sleep or a weight update needs an engine without requests
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,6 +88,7 @@ class _Open:
     """A request in flight: what it has so far, under which versions, and how much of that was delivered."""
 
     stream: bool
+    gives_way: bool
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -125,7 +127,8 @@ class RolloutEngine(ABC):
         """Queue requests; they begin with the next step.
 
         Raises:
-            RolloutError: the engine cannot generate now, an id is in flight already, or a request cannot be served.
+            CannotGenerate: not now.
+            RolloutError: an id is in flight already, or a request cannot be served.
         """
         self._require_generating()
         ids = [request.request_id for request in requests]
@@ -139,7 +142,7 @@ class RolloutEngine(ABC):
                     f"{request.tokens.dtype} of shape {request.tokens.shape}"
                 )
         self._add(requests)
-        self._open.update((request.request_id, _Open(request.stream)) for request in requests)
+        self._open.update((request.request_id, _Open(request.stream, request.gives_way)) for request in requests)
 
     def step(self) -> list[Chunk]:
         """One step of every request that fits the batch: new tokens of streamed requests, and what ended.
@@ -147,7 +150,7 @@ class RolloutEngine(ABC):
         While paused it only delivers what was aborted.
 
         Raises:
-            RolloutError: the engine cannot generate now.
+            CannotGenerate: not now.
             EngineFailed: the step failed; the engine is of no more use but `close`, and nothing is in flight.
         """
         self._require_alive()
@@ -179,6 +182,11 @@ class RolloutEngine(ABC):
         return bool(self._due or self._aborts or (self._open and not self._paused))
 
     @property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a response where its sampling names none."""
+        return ()
+
+    @property
     def steps(self) -> int:
         """Steps that drew tokens so far."""
         return self._steps
@@ -190,6 +198,10 @@ class RolloutEngine(ABC):
         """
         self._aborts.update(list(self._open) if request_ids is None else self._open.keys() & set(request_ids))
 
+    def give_way(self) -> None:
+        """End the requests that give way; the next step delivers what they have, as `Finish.ABORTED`."""
+        self._due += self._end([request_id for request_id, request in self._open.items() if request.gives_way])
+
     def pause(self) -> None:
         """Stop drawing tokens; requests in flight keep what they have, also over a weight update."""
         self._require_alive()
@@ -200,7 +212,7 @@ class RolloutEngine(ABC):
         """Go on; tokens from here on are of the version that is committed now.
 
         Raises:
-            RolloutError: there are requests to go on with, and none is.
+            CannotGenerate: there are requests to go on with, and none is.
         """
         if self._open and self._paused:
             self._require_generating()
@@ -446,11 +458,11 @@ class RolloutEngine(ABC):
         self._require_alive()
         if self._update is not None:
             missing = "prove it" if self._update.committed else "commit it"
-            raise RolloutError(f"cannot generate: the update to version {self._update.version} is open; {missing}")
+            raise CannotGenerate(f"cannot generate: the update to version {self._update.version} is open; {missing}")
         if self._asleep:
-            raise RolloutError(f"cannot generate: asleep; call {self._wake_calls()} first")
+            raise CannotGenerate(f"cannot generate: asleep; call {self._wake_calls()} first")
         if self._version is None:
-            raise RolloutError("cannot generate: no policy version is committed; send the weights and commit them")
+            raise CannotGenerate("cannot generate: no policy version is committed; send the weights and commit them")
 
     def _wake_calls(self) -> str:
         return " and ".join(f'wake("{part}")' for part in sorted(self._asleep, reverse=True))
@@ -465,8 +477,10 @@ class RolloutEngine(ABC):
             raise RolloutError(f"{verb}: the update to version {self._update.version} is open; commit or abort it")
 
     def _require_none_in_flight(self, verb: str, remedy: str) -> None:
-        if self._open:
-            raise RolloutError(f"{verb}: {len(self._open)} requests are in flight; {remedy} first")
+        staying = sum(not request.gives_way for request in self._open.values())
+        if staying:
+            raise RolloutError(f"{verb}: {staying} requests are in flight; {remedy} first")
+        self.give_way()
 
     def _require_update(self, verb: str) -> _Update:
         self._require_alive()
@@ -482,6 +496,9 @@ class RolloutEngine(ABC):
     def _take_aborted(self) -> list[Chunk]:
         ids = [request_id for request_id in self._open if request_id in self._aborts]
         self._aborts.clear()
+        return self._end(ids)
+
+    def _end(self, ids: Sequence[int]) -> list[Chunk]:
         if not ids:
             return []
         self._drop(ids)

@@ -1,18 +1,20 @@
 """An engine behind a thread of its own: many callers at once, each with its own requests and its own answers.
 
 Invariant: only the engine's thread touches the engine; what others want of it is done between two steps, in the order
-it was asked. A caller gets the answers to its own requests, each token once. Deliberately not here: Ray, and which
-server a request goes to.
+it was asked. A caller gets the answers to its own requests, each token once. Requests that give way are of callers
+outside of the run: it never waits for them, nor aborts them by number. Deliberately not here: Ray, and which server a
+request goes to.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
@@ -22,6 +24,7 @@ from verl_ray.rollout.base import Chunk, Request, RolloutEngine
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]
+Answer = list[Chunk] | Exception
 
 
 @dataclass(frozen=True)
@@ -43,10 +46,22 @@ class _Task:
 
 @dataclass(eq=False)
 class _Caller:
-    """One call of `respond`: where its answers go, and its own number of each of its requests."""
+    """One call: its requests by their numbers here, where its answers go, and what of them it has yet to take."""
 
-    own: dict[int, int]
-    answers: queue.SimpleQueue[list[Chunk] | Exception] = field(default_factory=queue.SimpleQueue)
+    requests: dict[int, Request]
+    tell: Callable[[Answer], None]
+    left: set[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.left = set(self.requests)
+
+    def take(self, answer: Answer) -> list[Chunk]:
+        """An answer under the caller's own ids."""
+        if isinstance(answer, Exception):
+            self.left.clear()
+            raise answer
+        self.left.difference_update(chunk.request_id for chunk in answer if chunk.finish is not None)
+        return [replace(chunk, request_id=self.requests[chunk.request_id].request_id) for chunk in answer]
 
 
 class RolloutServer:
@@ -77,17 +92,27 @@ class RolloutServer:
             RolloutError: a request cannot be served, or the engine cannot generate now.
             EngineFailed: the engine failed; what was not yielded is lost.
         """
-        numbered = [replace(request, request_id=next(self._numbers)) for request in requests]
-        caller = _Caller({new.request_id: old.request_id for new, old in zip(numbered, requests, strict=True)})
-        if len(set(caller.own.values())) != len(requests):
-            raise RolloutError("request ids must be unique in one call")
+        answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
+        caller = self._caller(requests, answers.put)
+        self._submit(caller).result()
+        return self._answers(caller, answers)
 
-        def submit(engine: RolloutEngine) -> None:
-            engine.submit(numbered)
-            self._callers.update(dict.fromkeys(caller.own, caller))
+    async def respond_async(self, requests: Sequence[Request]) -> AsyncGenerator[list[Chunk], None]:
+        """`respond` for a coroutine; they are queued at the first `anext`, and cancelling it aborts what is left."""
+        loop = asyncio.get_running_loop()
+        answers: asyncio.Queue[Answer] = asyncio.Queue()
 
-        self._ask(submit, waits_for_resume=True).result()
-        return self._answers(caller)
+        def tell(answer: Answer) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody listens any more
+                loop.call_soon_threadsafe(answers.put_nowait, answer)
+
+        caller = self._caller(requests, tell)
+        try:
+            await asyncio.wrap_future(self._submit(caller))
+            while caller.left:
+                yield caller.take(await answers.get())
+        finally:
+            self._leave(caller)
 
     def run(self, act: Callable[[RolloutEngine], T]) -> T:
         """Do something with the engine between two steps: a weight update, sleep, wake."""
@@ -95,19 +120,23 @@ class RolloutServer:
         return done
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """End requests early, by their callers' ids (None: all): each comes back as far as it got."""
+        """End requests early, by their callers' ids (None: all), but for those that give way. Each comes back as far as
+        it got."""
 
         def end(engine: RolloutEngine) -> None:
-            callers = self._callers.items()
-            engine.abort([n for n, caller in callers if request_ids is None or caller.own[n] in request_ids])
+            requests = {number: caller.requests[number] for number, caller in self._callers.items()}
+            engine.abort([
+                number for number, request in requests.items()
+                if not request.gives_way and (request_ids is None or request.request_id in request_ids)
+            ])  # fmt: skip
 
         self.run(end)
 
     def pause(self, mode: PauseMode) -> None:
         """Stop drawing tokens; returns when nothing is being drawn. New requests wait for `resume`.
 
-        mode: "abort" ends the requests in flight where they are, "wait" lets them end by themselves, "keep" keeps them
-        as they are: they go on after `resume`, under whatever version is committed by then.
+        mode: "abort" ends the requests in flight where they are, "wait" lets them end by themselves unless they give
+        way, "keep" keeps them as they are: they go on after `resume`, under whatever version is committed by then.
         """
         paused: Future[None] = Future()
 
@@ -116,6 +145,8 @@ class RolloutServer:
             self._pausing = mode, paused
             if mode == "abort":
                 engine.abort()
+            elif mode == "wait":
+                engine.give_way()
 
         self.run(begin)
         paused.result()
@@ -145,6 +176,24 @@ class RolloutServer:
                 self._tasks.put(None)
         self._thread.join()
 
+    def _caller(self, requests: Sequence[Request], tell: Callable[[Answer], None]) -> _Caller:
+        if len({request.request_id for request in requests}) != len(requests):
+            raise RolloutError("request ids must be unique in one call")
+        return _Caller({next(self._numbers): request for request in requests}, tell)
+
+    def _submit(self, caller: _Caller) -> Future[None]:
+        def submit(engine: RolloutEngine) -> None:
+            engine.submit([replace(request, request_id=number) for number, request in caller.requests.items()])
+            self._callers.update(dict.fromkeys(caller.requests, caller))
+
+        return self._ask(submit, waits_for_resume=True)
+
+    def _leave(self, caller: _Caller) -> None:
+        """Nobody takes what is left."""
+        if caller.left:
+            with contextlib.suppress(EngineFailed):
+                self._ask(lambda engine: engine.abort(caller.left))
+
     def _ask(self, act: Callable[[RolloutEngine], Any], *, waits_for_resume: bool = False) -> Future[Any]:
         task = _Task(act, Future(), waits_for_resume)
         with self._gate:
@@ -153,23 +202,13 @@ class RolloutServer:
             self._tasks.put(task)
         return task.future
 
-    def _answers(self, caller: _Caller) -> Iterator[list[Chunk]]:
+    def _answers(self, caller: _Caller, answers: queue.SimpleQueue[Answer]) -> Iterator[list[Chunk]]:
         # Consumes the caller's answers; waits for the engine's thread; ends when no request is left, or it failed.
-        left = dict(caller.own)
         try:
-            while left:
-                chunks = caller.answers.get()
-                if isinstance(chunks, Exception):
-                    left.clear()
-                    raise chunks
-                yield [replace(chunk, request_id=left[chunk.request_id]) for chunk in chunks]
-                for chunk in chunks:
-                    if chunk.finish is not None:
-                        del left[chunk.request_id]
+            while caller.left:
+                yield caller.take(answers.get())
         finally:
-            if left:
-                with contextlib.suppress(EngineFailed):
-                    self._ask(lambda engine: engine.abort(left))
+            self._leave(caller)
 
     # ----------------------------------------------------------------------------------------- the engine's thread
 
@@ -199,6 +238,8 @@ class RolloutServer:
         if task.waits_for_resume and self._held is not None:
             self._held.append(task)
             return
+        if not task.future.set_running_or_notify_cancel():  # who asked has gone
+            return
         try:
             task.future.set_result(task.act(engine))
         except Exception as error:
@@ -219,7 +260,7 @@ class RolloutServer:
             if chunk.finish is not None:
                 del self._callers[chunk.request_id]
         for caller, its in due.items():
-            caller.answers.put(its)
+            caller.tell(its)
 
     def _see_pause(self, engine: RolloutEngine) -> None:
         if self._pausing is None:
@@ -241,9 +282,10 @@ class RolloutServer:
         callers, self._callers = set(self._callers.values()), {}
         held, self._held = self._held or [], None
         for caller in callers:
-            caller.answers.put(error)
+            caller.tell(error)
         for task in held:
-            task.future.set_exception(error)
+            if task.future.set_running_or_notify_cancel():
+                task.future.set_exception(error)
         if self._pausing is not None:
             self._pausing[1].set_exception(error)
             self._pausing = None

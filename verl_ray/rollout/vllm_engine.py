@@ -9,6 +9,7 @@ here: Ray, vLLM's inside (`vllm_core`), and what only a CPU needs (`vllm_cpu_wor
 from __future__ import annotations
 
 import copy
+import functools
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 _CPU_BATCHED_TOKENS = 8192
+_SAMPLINGS_KEPT = 1024
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 """Where torch reads the settings of its allocator."""
@@ -128,6 +130,7 @@ class VllmEngine(RolloutEngine):
                 lora=lora,
             )  # fmt: skip
             self._end_tokens = _end_tokens(model_path, vllm_config)
+            self._vocabulary = int(vllm_config.model_config.get_vocab_size())
             self.core = VllmCore(vllm_config)
             self._has_processes = config.tensor_parallel > 1
         except VerlRayError:
@@ -135,12 +138,16 @@ class VllmEngine(RolloutEngine):
         except Exception as error:
             raise RolloutError(f"vLLM did not start on {model_path} ({device}): {error}") from error
         self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
-        self._params: dict[Sampling, SamplingParams] = {}
+        self._sampling_params = functools.lru_cache(_SAMPLINGS_KEPT)(self._make_sampling_params)
         self._loads = 0
         self._lora, self._adapted = lora, False
         self._drained: list[Progress] = []
 
     # ------------------------------------------------------------------------------------------------- generation
+
+    @property
+    def end_tokens(self) -> tuple[int, ...]:
+        return self._end_tokens
 
     def _add(self, requests: Sequence[Request]) -> None:
         prepared = []
@@ -163,31 +170,35 @@ class VllmEngine(RolloutEngine):
                 f"{request.sampling.max_tokens} response tokens are more than the engine's {self._max_model_len}; "
                 f"lower data.max_prompt_tokens or rollout.max_response_tokens"
             )
+        least, most = int(request.tokens.min()), int(request.tokens.max())
+        if least < 0 or most >= self._vocabulary:  # one of them would end the engine
+            raise RolloutError(
+                f"request {request.request_id}: found the token ids {least} to {most}, expected 0 to "
+                f"{self._vocabulary - 1}, the vocabulary of the model"
+            )
         if request.adapter is not None:
             raise RolloutError(f"request {request.request_id}: no adapter {request.adapter!r} is loaded in this engine")
 
-    def _sampling_params(self, sampling: Sampling) -> SamplingParams:
+    def _make_sampling_params(self, sampling: Sampling) -> SamplingParams:
         from vllm import SamplingParams
 
-        if sampling not in self._params:
-            if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
-                raise RolloutError(
-                    f"rollout.temperature = {sampling.temperature}: vLLM samples at 0 (greedy) or from 0.01 to 2"
-                )
-            stop = self._end_tokens if sampling.stop_token_ids is None else sampling.stop_token_ids
-            try:
-                self._params[sampling] = SamplingParams(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    max_tokens=sampling.max_tokens,
-                    stop_token_ids=list(stop),
-                    logprobs=0,  # of the sampled token alone
-                    detokenize=False,
-                )
-            except ValueError as error:
-                raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
-        return self._params[sampling]
+        if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
+            raise RolloutError(
+                f"rollout.temperature = {sampling.temperature}: vLLM samples at 0 (greedy) or from 0.01 to 2"
+            )
+        stop = self._end_tokens if sampling.stop_token_ids is None else sampling.stop_token_ids
+        try:
+            return SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                max_tokens=sampling.max_tokens,
+                stop_token_ids=list(stop),
+                logprobs=0,  # of the sampled token alone
+                detokenize=False,
+            )
+        except ValueError as error:
+            raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
 
     def _advance(self) -> Iterator[Progress]:
         drained, self._drained = self._drained, []
@@ -196,6 +207,7 @@ class VllmEngine(RolloutEngine):
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         self.core.abort([str(request_id) for request_id in request_ids])
+        self._drained = [progress for progress in self._drained if progress.request_id not in request_ids]
 
     def _hold(self) -> None:
         self._drained += map(_progress, self.core.hold())

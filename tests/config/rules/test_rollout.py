@@ -152,6 +152,27 @@ CASES = [
         "rollout.num_replicas=2 are more than actor.num_ranks=1",
         "as many ranks",
     ),
+    Case(
+        "endpoint_settings_are_used",
+        "rollout.endpoint.port=9000",
+        "rollout.endpoint.port",
+        "rollout.endpoint.enabled=false",
+        "or set rollout.endpoint.enabled=true",
+    ),
+    Case(
+        "endpoints_have_an_address",
+        "rollout.endpoint.enabled=true rollout.endpoint.host=localhost",
+        "rollout.endpoint.host",
+        "no address to listen on",
+        "127.0.0.1",
+    ),
+    Case(
+        "endpoints_have_an_address",
+        "rollout.endpoint.enabled=true rollout.endpoint.port=65534 rollout.num_replicas=3",
+        "rollout.endpoint.port",
+        "each of 3 replicas has the port behind the one before",
+        "at most 65533",
+    ),
 ]
 
 

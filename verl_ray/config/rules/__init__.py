@@ -62,6 +62,8 @@ from verl_ray.config.rules.roles import (
 )
 from verl_ray.config.rules.rollout import (
     adapters_can_be_sent_alone,
+    endpoint_settings_are_used,
+    endpoints_have_an_address,
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     vllm_args_are_free,
@@ -138,6 +140,8 @@ RL_RULES: tuple[RLRule, ...] = (
     vllm_args_are_free,
     adapters_can_be_sent_alone,
     wires_can_join_the_ends,
+    endpoint_settings_are_used,
+    endpoints_have_an_address,
     rewards_have_a_function,
     held_out_deadline_is_used,
     graders_keep_the_deadline_of_calls,

@@ -6,6 +6,7 @@ here: whether an engine fits its model (`controllers/model_directories.py`).
 
 from __future__ import annotations
 
+import ipaddress
 import re
 from collections.abc import Iterator, Mapping
 
@@ -151,6 +152,25 @@ def adapters_can_be_sent_alone(config: RLConfig, _: Overridden) -> Iterator[Prob
     elif given == "alone" and HEAD in config.actor.lora.targets:
         rule = f"vLLM has no log-probs of prompts, which prove a sync, with an adapter on {HEAD}"
         yield Problem(key, given, rule, f"Use merged, or take {HEAD} from actor.lora.targets.")
+
+
+def endpoint_settings_are_used(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+    switch = "rollout.endpoint.enabled"
+    if not config.rollout.endpoint.enabled:
+        keys = [key for key in overridden.under("rollout.endpoint") if key != switch]
+        yield from ignored(keys, config, f"{switch}=false", f"Leave it out, or set {switch}=true.")
+
+
+def endpoints_have_an_address(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    endpoint, replicas = config.rollout.endpoint, config.rollout.num_replicas
+    try:
+        ipaddress.ip_address(endpoint.host)
+    except ValueError:
+        fix = "Use 127.0.0.1 for this machine alone, 0.0.0.0 for every one."
+        yield Problem("rollout.endpoint.host", endpoint.host, "this is no address to listen on", fix)
+    if endpoint.port and endpoint.port + replicas - 1 > 65535:
+        rule = f"each of {replicas} replicas has the port behind the one before, and the last port is 65535"
+        yield Problem("rollout.endpoint.port", endpoint.port, rule, f"Use at most {65536 - replicas}.")
 
 
 def _vllm_args(
