@@ -1,7 +1,7 @@
 """Where clients outside of the run find the rollout replicas: a line for each as it starts, and run.dir/endpoints.json.
 
-Invariant: the file names every replica that has started, at its present address, and is gone when the run has ended by
-itself. Deliberately not here: what is answered there (`verl_ray/rollout/endpoint.py`).
+Invariant: the file names every replica that has started, at its present address, and goes when the run ends, unless it
+is killed. Deliberately not here: what is answered there (`verl_ray/rollout/endpoint.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """What only the machine knows: whether all that a configuration asks for is there.
 
 Invariant: nothing is started, imported from a user or read in full; seconds at most, and torch is not needed. In here
-are the run's own folder, its data and its graders; models and resources have modules of their own
+are the run's own folder, its data, its graders and its endpoints; models and resources have modules of their own
 (`model_directories.py`, `resources.py`). Deliberately not here: rules over the configuration alone
 (`verl_ray.config.rules`).
 """

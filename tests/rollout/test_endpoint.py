@@ -26,6 +26,7 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
 from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.endpoint import Endpoint
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine
 
@@ -442,6 +443,24 @@ def test_a_token_is_asked_for(
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{address}/health")
+
+
+def test_an_engine_that_fails_says_so_in_the_middle_of_a_stream(tokenizer: PreTrainedTokenizerBase) -> None:
+    def script(asked: Request) -> list[tuple[int, float]]:
+        return [(3, -0.5)] * 100_000 if asked.tokens[0] == 3 else []  # nothing to draw: the step fails
+
+    server = RolloutServer(lambda: ScriptedEngine(script, initial_version=0))
+    endpoint = Endpoint(server, tokenizer, settings(), port=0, model=MODEL, max_model_len=200_000)
+    with openai.OpenAI(base_url=f"http://127.0.0.1:{endpoint.port}/v1", api_key="none", max_retries=0) as client:
+        stream = client.completions.create(model=MODEL, prompt=[3], max_tokens=100_000, stream=True)
+        assert next(stream).choices[0].text == "1"
+        for _ in range(2):
+            with pytest.raises(openai.InternalServerError, match="a step failed: IndexError"):
+                client.completions.create(model=MODEL, prompt=[4])
+        with pytest.raises(openai.APIError, match="a step failed: IndexError"):
+            list(stream)
+    endpoint.close()
+    server.close()
 
 
 REFUSED = [

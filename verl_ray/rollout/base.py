@@ -2,8 +2,8 @@
 
 Invariant: no token is ever delivered that was not sampled from a completely loaded policy whose version is known; every
 chunk says which. Weights change in a transaction (`begin_update`, `receive`..., `commit`, and `prove` where it was
-announced) while no request is in flight, or all of them are paused. All methods are for one thread (`server` is for
-many). Deliberately not here: which engine a request goes to, scoring, and text.
+announced) while no request is in flight, or all of them are paused; those that give way are ended for it. All methods
+are for one thread (`server` is for many). Deliberately not here: which engine a request goes to, scoring, and text.
 """
 
 from __future__ import annotations
