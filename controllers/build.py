@@ -246,4 +246,6 @@ def updates_per_step(role: SupervisedRole, config: Config) -> int:
 def rollout_spec(config: RLConfig, *, shares_a_gpu: bool) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=shares_a_gpu) else None
-    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora)
+    frees = config.rollout.frees(shares_a_gpu=shares_a_gpu)
+    asleep = None if frees == "never" else frees
+    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, asleep)

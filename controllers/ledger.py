@@ -199,9 +199,10 @@ def wire_bytes(config: RLConfig) -> int:
 
 
 def _sent_bytes(config: RLConfig) -> int:
-    """All weights, as the trainer holds them."""
+    """All weights, as the trainer holds them or the rollout engines will, whichever is narrower."""
     actor = config.actor
-    width = 2 if actor.backend.kind == "megatron" and actor.backend.dtype == "bfloat16" else 4
+    megatron = actor.backend.kind == "megatron" and actor.backend.dtype == "bfloat16"
+    width = 2 if megatron or config.rollout.dtype == "bfloat16" else 4
     return width * model_size("actor", actor, config).parameters
 
 

@@ -19,7 +19,7 @@ from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError, WorkerError
-from verl_ray.rollout.base import Part
+from verl_ray.rollout.base import Part, Probe
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
@@ -48,6 +48,7 @@ class Publisher:
         self._actor, self._servers = actor, servers
         servers.bring_up = self._bring_up
         self._version, self._syncs = -1, 0
+        self._probe: tuple[int, Probe] | None = None
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._sharing = tuple(sharing)
@@ -78,8 +79,9 @@ class Publisher:
         return found | {"weight_sync/bytes_per_s": found["weight_sync/bytes"] / seconds}
 
     def _bring_up(self, replica: Replica) -> None:
-        """The present version into a replica that has started again. The actor has not learned since."""
-        self._send(self._version, [replica], proves=True)
+        """The present version into a replica that has started again. The actor has not learned since, so the probe of
+        this version serves again; without one, an actor that is on the host now cannot make it."""
+        self._send(self._version, [replica], proves=self._probe_of(self._version) is not None or not self._sharing)
 
     def _send(self, version: int, replicas: Sequence[Replica], *, proves: bool | None = None) -> dict[str, float]:
         """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache -> prove."""
@@ -110,12 +112,17 @@ class Publisher:
             fingerprint_s += part.prints.seconds
             received.append(all_(RolloutWorker.receive, bucket, address))
         committed = all_(RolloutWorker.commit, sent, proves)
-        asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance) if proves else None
+        probe = self._probe_of(version)
+        asked = None
+        if proves and probe is None:
+            asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance)
         # In this order: the first failure is the reason of the others.
         wait_all([*opening, *(call for calls in received for call in calls), *committed])
         self._wire.finish()
         streamed = time.perf_counter()
-        told = [] if asked is None else asked.result()
+        if asked is not None:
+            (probe,) = (told for told in asked.result() if told is not None)
+            self._probe = version, probe
         self._place("host")
         if self._sleep != "never":
             wait_all(all_(RolloutWorker.wake, "kv_cache"))
@@ -123,16 +130,18 @@ class Publisher:
         found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
         if self._delta:
             found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._wire.manifest.sent)
-        for probe in told:
-            if probe is not None:
-                differences = wait_all(all_(RolloutWorker.prove, probe))
-                found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
+        if proves:
+            differences = wait_all(all_(RolloutWorker.prove, probe))
+            found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
         seconds = {
             "stream": streamed - began,
             "prove": time.perf_counter() - streamed,
             "fingerprints": fingerprint_s,  # the sender's and the receiver's, which lie within the stream
         }
         return found | {f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()}
+
+    def _probe_of(self, version: int) -> Probe | None:
+        return self._probe[1] if self._probe is not None and self._probe[0] == version else None
 
     def _give_up(self, replicas: Sequence[Replica]) -> None:
         """Leave the open update of replicas; those that fail at it are lost as well."""

@@ -17,7 +17,7 @@ from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
-from verl_ray.weight_sync.manifest import Manifest
+from verl_ray.weight_sync.manifest import Manifest, as_loaded
 from verl_ray.weight_sync.transport import Address, Route, Sent
 from verl_ray.weight_sync.wires import Layout, choose
 from workers.actor import ActorWorker
@@ -41,7 +41,7 @@ class WeightWire:
         """`shares_gpus`: whether rollout engines run on the actor's GPUs."""
         self._actor, self._config = actor, config.rollout
         self._apart = config.sends_adapter_alone(shares_a_gpu=shares_gpus)
-        self._manifest = actor.rank_zero(ActorWorker.manifest, self._apart).result()
+        self._manifest = as_loaded(actor.rank_zero(ActorWorker.manifest, self._apart).result(), config.rollout.dtype)
         self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
         sent = sum(aligned_bytes(parameter) for parameter in self._manifest.sent)
         self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes(sent))

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.host import concurrent
+from verl_ray.cluster.host import concurrent, steering, when_nobody_listens
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
@@ -46,6 +46,8 @@ class RolloutSpec:
     """What clients outside of the run call the policy."""
     lora: LoraConfig | None = None
     """The adapter that comes beside the model, which then comes only once."""
+    asleep: Part | None = None
+    """What the engine frees as soon as it has started: others have the memory until the first weights come."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class RolloutWorker:
             )  # fmt: skip
 
         self.server = RolloutServer(start)
+        if spec.asleep is not None:
+            self.sleep(spec.asleep)
         self.endpoint = start_endpoint(self.server, context, spec) if spec.config.endpoint.enabled else None
 
     # ------------------------------------------------------------------------------------------------ generation
@@ -98,7 +102,9 @@ class RolloutWorker:
         ]
         finished: list[Chunk] = []
         drawn = 0
-        for chunks in self.server.respond(requests):
+        answers = self.server.respond(requests)
+        when_nobody_listens(answers.close)
+        for chunks in answers:
             finished += chunks
             if len(finished) >= generation.stream_rows or drawn + len(finished) == len(requests):
                 yield _rollouts(prompts, prompt_of, finished)
@@ -113,19 +119,21 @@ class RolloutWorker:
         asked = [
             Request(number, row, sampling, seed, stream, session=str(session)) for number, row, seed, session in columns
         ]
-        for chunks in self.server.respond(asked):
+        answers = self.server.respond(asked)
+        when_nobody_listens(answers.close)
+        for chunks in answers:
             yield _responses(chunks)
 
-    @concurrent
+    @steering
     def pause(self, mode: PauseMode) -> None:
         """Stop drawing; see `RolloutServer.pause`."""
         self.server.pause(mode)
 
-    @concurrent
+    @steering
     def resume(self) -> None:
         self.server.resume()
 
-    @concurrent
+    @steering
     def abort_requests(self, request_ids: tuple[int, ...]) -> None:
         """End requests early; each comes back to its caller as far as it got."""
         self.server.abort(request_ids)

@@ -2,8 +2,8 @@
 
 Invariant: the hand-over is the one of `train` (Ray, the wire, fingerprints, vLLM's loading, the proof by log-probs).
 In turn with it the rollout process loads the very same tensors, which it has in memory, by vLLM's own `reload_weights`,
-and copies their bytes: so a slow minute of the machine slows all of them. Deliberately not here: generation, and wires
-that leave the machine.
+and copies their bytes: so a slow minute of the machine slows all of them. Deliberately not here: generation, wires that
+leave the machine, and GPUs, where the trainer's state would have to leave the device as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -32,7 +32,6 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RLConfig
 from workers.actor import ActorWorker
-from workers.model_worker import ModelWorker
 from workers.rollout import RolloutWorker
 
 if TYPE_CHECKING:
@@ -118,11 +117,6 @@ def _in_turns(
     def note(name: str, seconds: float) -> None:
         took.setdefault(name, []).append(seconds)
 
-    def timed(name: str, act: Callable[[], object]) -> None:
-        began = time.perf_counter()
-        act()
-        note(name, time.perf_counter() - began)
-
     for number in range(1, repeats + 2):
         if number == 2:
             took.clear()  # what is set up once is not timed
@@ -133,8 +127,6 @@ def _in_turns(
         note("reload", replica.rank_zero(MeasuredWorker.reload).result())
         note("copy", replica.rank_zero(MeasuredWorker.copy).result())
         note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
-        timed("offload", lambda: actor.broadcast(ModelWorker.place, "host", "host").result())
-        timed("onload", lambda: actor.broadcast(ModelWorker.place, "device", "device").result())
         print(f"hand-over {number - 1} of {repeats}", file=sys.stderr, flush=True)
     best, middle = ({name: pick(seconds) for name, seconds in took.items()} for pick in (min, median))
     return {

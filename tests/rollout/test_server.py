@@ -230,3 +230,43 @@ def test_an_engine_that_does_not_start_says_so() -> None:
 
     with pytest.raises(RolloutError, match="no such model"):
         RolloutServer(start)
+
+
+def test_a_resume_takes_a_pause_back_that_still_waits(server: RolloutServer, engine: list[Gated]) -> None:
+    answers = server.respond([request(1, 3)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.pause, "wait")
+        soon(lambda: server._pausing is not None)
+        server.resume()
+        waiting.result(10)
+    engine[0].free()
+    assert joined([chunk for chunks in answers for chunk in chunks]) == {1: [10, 11, 12]}
+    again = server.respond([request(2, 2)])  # nothing is paused
+    assert joined([chunk for chunks in again for chunk in chunks]) == {2: [10, 11]}
+
+
+def test_a_second_pause_takes_the_place_of_one_that_still_waits(server: RolloutServer, engine: list[Gated]) -> None:
+    answers = server.respond([request(1, 3)])
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(server.pause, "wait")
+        soon(lambda: server._pausing is not None)
+        server.pause("keep")
+        waiting.result(10)
+    server.resume()
+    engine[0].free()
+    assert joined([chunk for chunks in answers for chunk in chunks]) == {1: [10, 11, 12]}
+
+
+def test_answers_are_left_from_another_thread_and_no_others_with_them(
+    server: RolloutServer, engine: list[Gated]
+) -> None:
+    first, second = server.respond([request(1, 900)]), server.respond([request(1, 4)])
+    with ThreadPoolExecutor(1) as threads:
+        listening = threads.submit(lambda: [chunk for chunks in first for chunk in chunks])
+        engine[0].gate.release()
+        first.close()
+        (aborted,) = listening.result(10)
+    assert aborted.finish is Finish.ABORTED
+    engine[0].free()
+    (whole,) = [chunk for chunks in second for chunk in chunks]
+    assert (whole.finish, len(whole.tokens)) == (Finish.LENGTH, 4)

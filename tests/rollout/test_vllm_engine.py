@@ -114,19 +114,24 @@ def test_seeds_decide_whatever_runs_beside(engine: VllmEngine) -> None:
     assert len({tuple(chunk.tokens) for chunk in _run(engine, same_prompt)}) > 8
 
 
-def test_a_request_that_ends_while_paused_takes_what_was_under_way_with_it(engine: VllmEngine) -> None:
+def test_what_was_under_way_at_a_pause_belongs_to_it_even_if_the_request_is_ended(
+    engine: VllmEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     requests = [Request(i, prompt, _sampling(5), seed=i) for i, prompt in enumerate(_prompts(2))]
     alone = _run(engine, requests[1:])[0].tokens.tolist()
     engine.submit(requests)
     engine.step()
-    engine.pause()
-    engine._drained.append(Progress(0, [3], [-1.0], None))  # as the step that a GPU has begun leaves it
+    hold = engine._hold
+    with monkeypatch.context() as patch:  # as where a GPU has begun a step
+        patch.setattr(engine, "_hold", lambda: [*hold(), Progress(0, [3], [-1.0], None)])
+        engine.pause()
     engine.abort([0])
     chunks = engine.step()
     engine.resume()
     while engine.unfinished:
         chunks += engine.step()
     assert {chunk.request_id: chunk.finish for chunk in chunks} == {0: Finish.ABORTED, 1: Finish.LENGTH}
+    assert next(chunk for chunk in chunks if chunk.request_id == 0).tokens.tolist()[-1] == 3
     assert next(chunk for chunk in chunks if chunk.request_id == 1).tokens.tolist() == alone
 
 

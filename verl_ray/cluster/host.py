@@ -1,9 +1,9 @@
 """One worker process: hosts the workers of one or several roles that share it.
 
 Invariant: calls run one at a time, in the order they were sent, on the collective lane; calls of methods marked
-`concurrent` run beside them and beside each other; the control lane has a thread of its own and answers while the
-others are busy or stuck. A call that raises returns a `Failure`; it never ends the process. Deliberately not here: what
-a worker does, and who calls it (`group.py`).
+`concurrent` or `steering` run beside them and beside each other; the control lane has a thread of its own and answers
+while the others are busy or stuck. A call that raises returns a `Failure`; it never ends the process. Deliberately not
+here: what a worker does, and who calls it (`group.py`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -35,9 +35,9 @@ from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
 
-COLLECTIVE, SERVING, CONTROL = "collective", "serving", "control"
-LANES = {COLLECTIVE: 1, SERVING: 16, CONTROL: 1}
-"""Threads of each lane."""
+COLLECTIVE, SERVING, STEERING, CONTROL = "collective", "serving", "steering", "control"
+LANES = {COLLECTIVE: 1, SERVING: 64, STEERING: 4, CONTROL: 1}
+"""Threads of each lane. A call that is served holds one until it ends; what steers those must not wait for one."""
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
 _TAIL_BYTES = 4096
 
@@ -125,6 +125,33 @@ def concurrent(method: M) -> M:
     return method
 
 
+def steering(method: M) -> M:
+    """Mark a worker's method that tells its concurrent ones what to do: it never waits for one of them to begin."""
+    method.lane = STEERING  # type: ignore[attr-defined]
+    return method
+
+
+def when_nobody_listens(act: Callable[[], None]) -> None:
+    """In a generator method: what to do, on another thread, when its caller no longer wants what it yields."""
+    listening: _Listening | None = getattr(_thread, "listening", None)
+    if listening is not None:
+        listening.acts.append(act)
+        if listening.gone:
+            act()
+
+
+@dataclass(eq=False)
+class _Listening:
+    """Who listens to a stream: whether they have gone, and what is done then."""
+
+    lane: str
+    gone: bool = False
+    acts: list[Callable[[], None]] = field(default_factory=list)
+
+
+_thread = threading.local()
+
+
 def lane_of(method: Callable[..., Any]) -> str:
     """The lane that a worker's method runs on."""
     return getattr(method, "lane", COLLECTIVE)
@@ -140,7 +167,7 @@ class WorkerHost:
         self._log_path = _keep_output(seat)
         self._workers: dict[str, Any] = {}
         self._running: tuple[str, str, float] | None = None
-        self._ended_streams: set[str] = set()
+        self._streams: dict[str, _Listening] = {}
         self._listener: socket.socket | None = None
         self._joined = not seat.process_group
         self._memory = PeakWatch(on_device=seat.device != "cpu")
@@ -200,10 +227,12 @@ class WorkerHost:
 
     def stream(self, request: Request, stream_id: str) -> Iterator[Batch | Reply]:
         """Run one generator method: each batch that it yields, followed by its receipt."""
+        listening = self._streams.setdefault(stream_id, _Listening(request.lane))
+        _thread.listening = listening
         with self._doing(request):
             try:
                 for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
-                    if stream_id in self._ended_streams:
+                    if listening.gone:
                         break
                     if self._answers(request):
                         yield piece
@@ -212,7 +241,8 @@ class WorkerHost:
                 yield None
                 yield self._failure(error)
             finally:
-                self._ended_streams.discard(stream_id)
+                _thread.listening = None
+                del self._streams[stream_id]
 
     def close(self) -> None:
         """Close the workers, the last one built first, and leave the process group."""
@@ -272,9 +302,13 @@ class WorkerHost:
             worker.abort()
 
     def end_stream(self, role: str, stream_id: str) -> None:
-        """Nobody listens to this stream any more: abort, and stop at its next piece."""
-        self._ended_streams.add(stream_id)
-        self.abort(role)
+        """Nobody listens to this stream any more: stop at its next piece, which the worker may bring about."""
+        listening = self._streams.setdefault(stream_id, _Listening(SERVING))  # it may begin yet
+        listening.gone = True
+        for act in listening.acts:
+            act()
+        if listening.lane == COLLECTIVE:
+            self.abort(role)
 
     # ------------------------------------------------------------------------------------------------- internals
 

@@ -206,7 +206,8 @@ class RolloutEngine(ABC):
         """Stop drawing tokens; requests in flight keep what they have, also over a weight update."""
         self._require_alive()
         self._paused = True
-        self._hold()
+        # what was under way is of the present version, also where it is delivered after an update
+        self._due += self._deliver(self._hold(), self._version)
 
     def resume(self) -> None:
         """Go on; tokens from here on are of the version that is committed now.
@@ -409,8 +410,8 @@ class RolloutEngine(ABC):
     def _drop(self, request_ids: Sequence[int]) -> None: ...
 
     @abstractmethod
-    def _hold(self) -> None:
-        """Nothing is being computed when this returns; what was in the making is part of the next `_advance`."""
+    def _hold(self) -> list[Progress]:
+        """Nothing is being computed when this returns; what was in the making."""
 
     @abstractmethod
     def _let_go(self) -> None: ...

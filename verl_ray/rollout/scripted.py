@@ -67,8 +67,8 @@ class ScriptedEngine(RolloutEngine):
         for request_id in request_ids:
             del self._left[request_id], self._ends[request_id]
 
-    def _hold(self) -> None:
-        """Nothing to do: nothing is in the making between two steps."""
+    def _hold(self) -> list[Progress]:
+        return []  # nothing is in the making between two steps
 
     def _let_go(self) -> None:
         """Nothing to do."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import queue
 import threading
@@ -64,6 +65,23 @@ class _Caller:
         return [replace(chunk, request_id=self.requests[chunk.request_id].request_id) for chunk in answer]
 
 
+class Answers(Iterator[list[Chunk]]):
+    """What is due to one caller: waits for the engine's thread; ends when no request is left, or it failed."""
+
+    def __init__(self, caller: _Caller, answers: queue.SimpleQueue[Answer], leave: Callable[[], None]) -> None:
+        self._caller, self._answers = caller, answers
+        self.close = leave
+        """Abort what is left, from any thread: who waits for it gets it as far as it got. Never waits."""
+
+    def __next__(self) -> list[Chunk]:
+        if not self._caller.left:
+            raise StopIteration
+        return self._caller.take(self._answers.get())
+
+    def __del__(self) -> None:
+        self.close()
+
+
 class RolloutServer:
     def __init__(self, start: Callable[[], RolloutEngine]) -> None:
         """`start` makes the engine, on its thread; what it raises is raised here."""
@@ -83,7 +101,7 @@ class RolloutServer:
 
     # ------------------------------------------------------------------------------------------------- any thread
 
-    def respond(self, requests: Sequence[Request]) -> Iterator[list[Chunk]]:
+    def respond(self, requests: Sequence[Request]) -> Answers:
         """Continue token sequences; yields what is due of any of them, in the order it was drawn.
 
         Requests are queued at once, not at the first `next`. A caller that stops early aborts what is left.
@@ -95,7 +113,7 @@ class RolloutServer:
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
         caller = self._caller(requests, answers.put)
         self._submit(caller).result()
-        return self._answers(caller, answers)
+        return Answers(caller, answers, functools.partial(self._leave, caller))
 
     async def respond_async(self, requests: Sequence[Request]) -> AsyncGenerator[list[Chunk], None]:
         """`respond` for a coroutine; they are queued at the first `anext`, and cancelling it aborts what is left."""
@@ -133,7 +151,8 @@ class RolloutServer:
         self.run(end)
 
     def pause(self, mode: PauseMode) -> None:
-        """Stop drawing tokens; returns when nothing is being drawn. New requests wait for `resume`.
+        """Stop drawing tokens; returns when nothing is being drawn, or another pause or `resume` has taken its place.
+        New requests wait for `resume`.
 
         mode: "abort" ends the requests in flight where they are, "wait" lets them end by themselves unless they give
         way, "keep" keeps them as they are: they go on after `resume`, under whatever version is committed by then.
@@ -142,6 +161,7 @@ class RolloutServer:
 
         def begin(engine: RolloutEngine) -> None:
             self._held = self._held or []
+            self._settle_pause()
             self._pausing = mode, paused
             if mode == "abort":
                 engine.abort()
@@ -155,6 +175,7 @@ class RolloutServer:
         """Draw again. Without a pause: no effect."""
 
         def begin(engine: RolloutEngine) -> None:
+            self._settle_pause()
             engine.resume()
             held, self._held = self._held or [], None
             for task in held:
@@ -201,14 +222,6 @@ class RolloutServer:
                 raise EngineFailed(_CLOSED)
             self._tasks.put(task)
         return task.future
-
-    def _answers(self, caller: _Caller, answers: queue.SimpleQueue[Answer]) -> Iterator[list[Chunk]]:
-        # Consumes the caller's answers; waits for the engine's thread; ends when no request is left, or it failed.
-        try:
-            while caller.left:
-                yield caller.take(answers.get())
-        finally:
-            self._leave(caller)
 
     # ----------------------------------------------------------------------------------------- the engine's thread
 
@@ -261,6 +274,12 @@ class RolloutServer:
                 del self._callers[chunk.request_id]
         for caller, its in due.items():
             caller.tell(its)
+
+    def _settle_pause(self) -> None:
+        """Whoever waits for a pause waits no longer: another one, or a resume, has come in between."""
+        if self._pausing is not None:
+            self._pausing[1].set_result(None)
+            self._pausing = None
 
     def _see_pause(self, engine: RolloutEngine) -> None:
         if self._pausing is None:

@@ -165,8 +165,8 @@ class VllmCore:
         self._client.wake_up([part])
 
     def _tell_workers_of_ended_requests(self) -> None:
-        while self._core.scheduler.has_requests():
-            self.step()  # with the next, empty, batch
+        while self._core.scheduler.has_requests() or self._core.batch_queue:
+            self.step()  # with the next, empty, batch; on a GPU one more is under way
 
     # --------------------------------------------------------------------------------------------------- weights
 

@@ -141,7 +141,6 @@ class VllmEngine(RolloutEngine):
         self._sampling_params = functools.lru_cache(_SAMPLINGS_KEPT)(self._make_sampling_params)
         self._loads = 0
         self._lora, self._adapted = lora, False
-        self._drained: list[Progress] = []
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -201,16 +200,13 @@ class VllmEngine(RolloutEngine):
             raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
 
     def _advance(self) -> Iterator[Progress]:
-        drained, self._drained = self._drained, []
-        yield from drained
         yield from map(_progress, self.core.step())
 
     def _drop(self, request_ids: Sequence[int]) -> None:
         self.core.abort([str(request_id) for request_id in request_ids])
-        self._drained = [progress for progress in self._drained if progress.request_id not in request_ids]
 
-    def _hold(self) -> None:
-        self._drained += map(_progress, self.core.hold())
+    def _hold(self) -> list[Progress]:
+        return [_progress(output) for output in self.core.hold()]
 
     def _let_go(self) -> None:
         self.core.let_go()
@@ -238,7 +234,7 @@ class VllmEngine(RolloutEngine):
                 if output.finish_reason is not None:
                     waiting.discard(output.request_id)
         if was_held:
-            self._hold()
+            drawn += self._hold()
         return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
 
     def _suspects(self) -> str:
@@ -386,6 +382,9 @@ def fixed_arguments(
         fixed["enable_chunked_prefill"] = False
     else:
         fixed["enable_sleep_mode"] = sleeps
+        # With its KV cache given in bytes vLLM sizes nothing by this share of the device, but refuses to start while
+        # less of it is free: a trainer on the same GPU would keep it from starting.
+        fixed["gpu_memory_utilization"] = 0.01
     return fixed
 
 

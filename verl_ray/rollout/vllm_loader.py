@@ -48,6 +48,7 @@ class WeightLoader(_Worker):
     _weights_model_comes = False
     _weights_adapter: dict[str, torch.Tensor]
     _weights_noted: list[LayerReloadingInfo]
+    _weights_owned: dict[int, int]  # by place in `_weights_noted`, how many of its tensors are no longer the wire's
 
     def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Open the wire that buckets will come over; one that was open before goes."""
@@ -71,7 +72,7 @@ class WeightLoader(_Worker):
         self._weights_tied = _tied_modules(model)
         with self._weights_context():
             self.start_weight_update()
-        self._weights_noted = [get_layerwise_info(module) for module in model.modules()]
+        self._weights_noted, self._weights_owned = [get_layerwise_info(module) for module in model.modules()], {}
 
     def weights_receive(self, bucket: Bucket, address: Address) -> None:
         """Load a bucket."""
@@ -91,8 +92,9 @@ class WeightLoader(_Worker):
     def _weights_own_pending(self) -> None:
         """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
         will use the place again."""
-        for info in self._weights_noted:
-            for _, arguments in info.loaded_weights:
+        for place, info in enumerate(self._weights_noted):
+            owned, self._weights_owned[place] = self._weights_owned.get(place, 0), len(info.loaded_weights)
+            for _, arguments in info.loaded_weights[owned:]:
                 for key, value in arguments.arguments.items():
                     if isinstance(value, torch.Tensor) and not value.is_meta:
                         arguments.arguments[key] = value.clone()

@@ -7,7 +7,7 @@ one engine own cover each parameter exactly once. Deliberately not here: tensors
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,18 @@ class Slice:
     name: str
     start: tuple[int, ...]
     shape: tuple[int, ...]
+
+
+def as_loaded(manifest: Manifest, dtype: str) -> Manifest:
+    """What travels to an engine that keeps its model in `dtype`: what it would round is rounded before. An adapter is
+    small, and stays as it is."""
+    rounded = ("float32", "bfloat16")
+    return Manifest(
+        tuple(
+            replace(one, dtype=dtype) if (one.dtype, dtype) == rounded and not one.adapter else one
+            for one in manifest.parameters
+        )
+    )
 
 
 @dataclass(frozen=True)
