@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.host import concurrent, steering, when_nobody_listens
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
@@ -38,6 +40,7 @@ class Echo:
         self.context, self.args = context, args
         self.calls: list[int] = []
         self.aborted = False
+        self.gate = threading.Event()
         print(f"echo {context.rank} is here")
 
     def context_of(self) -> WorkerContext:
@@ -79,6 +82,21 @@ class Echo:
         yield self.halve(rows.select([0]))
         time.sleep(1.0)  # what was yielded is on its way
         os.kill(os.getpid(), signal.SIGKILL)
+
+    @concurrent
+    def wait_at_the_gate(self) -> bool:
+        return self.gate.wait(20)
+
+    @concurrent
+    def number_at_the_gate(self, rows: Rows) -> Iterator[LogProbs]:
+        when_nobody_listens(self.gate.set)
+        yield self.halve(rows)
+        self.gate.wait(20)
+        yield self.halve(rows)
+
+    @steering
+    def open_the_gate(self) -> None:
+        self.gate.set()
 
     def abort(self) -> None:
         self.aborted = True

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.cluster.crew import Echo, Paired, rows_of
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.host import LANES, SERVING
 from verl_ray.cluster.store import put, read
 from verl_ray.data.packing import balance
 from verl_ray.errors import DataError
@@ -121,6 +122,26 @@ def test_stream_yields_pieces_as_they_finish_anywhere(crew: Crew) -> None:
     assert group.broadcast(Echo.was_aborted).result() == [True, True]
     assert time.monotonic() - started < 3
     assert len(list(group.stream(Echo.one_by_one, put(rows_of([1])), 0.0))) == 1
+
+
+@pytest.mark.cluster
+def test_what_steers_calls_that_are_served_waits_for_none_of_them(crew: Crew) -> None:
+    group = crew(Echo, 1)
+    waiting = [group.broadcast(Echo.wait_at_the_gate) for _ in range(LANES[SERVING] + 3)]
+    started = time.monotonic()
+    group.broadcast(Echo.open_the_gate).result()
+    assert all(call.result() == [True] for call in waiting)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.cluster
+def test_a_stream_that_is_served_ends_alone(crew: Crew) -> None:
+    group = crew(Echo, 1)
+    pieces = group.stream(Echo.number_at_the_gate, put(rows_of([1])))
+    next(pieces)
+    pieces.close()
+    assert group.broadcast(Echo.wait_at_the_gate).result() == [True]
+    assert group.broadcast(Echo.was_aborted).result() == [False]
 
 
 @pytest.mark.cluster
