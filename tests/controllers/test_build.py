@@ -237,5 +237,18 @@ def test_what_each_engine_is_built_with() -> None:
     assert (critic.model_path, critic.seed, critic.optimizer) == ("/c", 5, found.critic.optimizer)
     reference = engine_spec("reference", found.reference, found)
     assert (reference.optimizer, reference.schedule_steps) == (None, 0)
-    assert rollout_spec(found).max_model_len == 512 + 1024
+    alone, beside = (rollout_spec(found, shares_a_gpu=shares) for shares in (False, True))
+    assert alone.max_model_len == 512 + 1024
+    assert (alone.asleep, alone.lora, beside.asleep, beside.lora) == (None, None, "weights", None)
+
+
+def test_engines_that_keep_the_model_are_built_for_an_adapter() -> None:
+    found = config("actor.lora.rank=8")
+    alone, beside = (rollout_spec(found, shares_a_gpu=shares) for shares in (False, True))
+    assert (alone.asleep, alone.lora) == (None, found.actor.lora)
+    assert (beside.asleep, beside.lora) == ("weights", None)  # which frees the model: merged weights bring it again
+    kept = rollout_spec(config("actor.lora.rank=8", "rollout.sync.adapter=alone"), shares_a_gpu=True)
+    assert (kept.asleep, kept.lora) == ("kv_cache", found.actor.lora)
+    merged = rollout_spec(config("actor.lora.rank=8", "rollout.sync.adapter=merged"), shares_a_gpu=False)
+    assert merged.lora is None
     assert Path(rollout_spec(found).model_path) == Path("/m")

@@ -170,7 +170,7 @@ def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies
     ]
     ended = subprocess.run(
         [sys.executable, str(program), *arguments], cwd=ROOT, env={**environment(tmp_path), "PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=280,
+        capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     said = [
