@@ -251,4 +251,4 @@ def test_engines_that_keep_the_model_are_built_for_an_adapter() -> None:
     assert (kept.asleep, kept.lora) == ("kv_cache", found.actor.lora)
     merged = rollout_spec(config("actor.lora.rank=8", "rollout.sync.adapter=merged"), shares_a_gpu=False)
     assert merged.lora is None
-    assert Path(rollout_spec(found).model_path) == Path("/m")
+    assert Path(merged.model_path) == Path("/m")
