@@ -1,17 +1,13 @@
 """The body of the contract tests: everything an engine must do, run by each rank, its findings left in a file.
 
-Run as `python -m tests.engine.contract FAMILY RANK WORLD FOLDER` by test_contract.py, which judges the findings. One
-process runs all checks of all backends of a family, because starting it costs more than they do; megatron's backends
-change their process, and have one of their own.
+`main` is a rank of test_contract.py, which judges the findings. One process runs all checks of all backends of a
+family; megatron's backends change their process, and have one of their own.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -703,8 +699,12 @@ HELD: dict[int, dict[str, tuple[str, dict[str, Any]]]] = {
     4: {"pp2 ep2": ("qwen3_moe", {"pipeline_parallel": 2, "expert_parallel": 2})},
 }  # fmt: skip
 """By name: a model, and the layout that holds it."""
-PLACES = tuple((family, rank, world) for family in FAMILIES for world in (1, 2, 4) for rank in range(world))
-"""Every process: its family, rank and number of ranks."""
+WAVES = tuple(
+    tuple((part, family, rank, world) for family in families for rank in range(world))
+    for part in ("write", "read")
+    for world, families in ((1, tuple(FAMILIES)), *((world, (family,)) for world in (2, 4) for family in FAMILIES))
+)
+"""Every process, of those at the same time: what it does, its family, rank and number of ranks."""
 WRITERS = (
     ("engine", 1), ("engine", 2), ("fsdp", 1), ("fsdp", 2), ("hybrid", 4), ("megatron", 1), ("megatron", 2),
     ("tp2 sp", 2), ("pp2", 2), ("tp2 pp2", 4), ("megatron_fsdp", 1), ("megatron_fsdp", 2),
@@ -716,52 +716,52 @@ def models_of(kind: str) -> tuple[str, ...]:
     return tuple(model for model in MODELS if kind != "megatron" or model != "gemma")
 
 
-def main(family: str, rank: int, world: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
-    ranks = Ranks(rank, world, folder)
-    # a group of one where there is one rank, as FSDP needs it and as workers have it
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting_{family}_{world}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=DEADLINE_S),
-    )  # fmt: skip
+def write(ranks: Ranks, family: str) -> dict[str, Any]:
+    """What this process finds by itself; the states that it leaves are for others to read."""
     torch_alone = family == "torch"
     found: dict[str, Any] = {}
     if not torch_alone:
         found = {"layouts": check_layouts(ranks), "held": check_held(ranks)}
-        if world == 4:
+        if ranks.world == 4:
             found |= check_four(ranks)
-    if world == 4 and torch_alone:
+    if ranks.world == 4 and torch_alone:
         found["hybrid"] = check_hybrid(ranks)
-    if world > 1 and torch_alone:
+    if ranks.world > 1 and torch_alone:
         found["sequence"] = check_sequence(ranks)
-    kinds = () if world == 4 else FAMILIES[family]
-    for kind in kinds:
+    for kind in FAMILIES[family] if ranks.world < 4 else ():
         checks = (*CHECKS, check_adapter) if kind in ADAPTED else CHECKS
         found[kind] = {check.__name__: check(ranks, kind) for check in checks}
-    (folder / f"wrote_{family}_{world}_{rank}").touch()
-    deadline = time.monotonic() + DEADLINE_S
-    while not all((folder / f"wrote_{f}_{w}_{r}").exists() for f, r, w in PLACES):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the other processes did not write their states")
-        time.sleep(0.05)
-    for kind in kinds:
-        found[kind]["check_elsewhere"] = check_elsewhere(ranks, kind)
-        if world == 2 and kind in ("fsdp", "megatron"):
-            found[kind]["check_continued"] = check_continued(ranks, kind)
-    if world == 4:
-        of_four = LAYOUTS_OF_FOUR[family]
-        found[f"elsewhere {family}"] = [check_elsewhere(ranks, FAMILIES[family][-1], **how) for how in of_four]
     if not torch_alone:
         found["apex"] = "apex" in sys.modules
-    torch.save(found, folder / f"found_{family}_{world}_{rank}.pt")
+    return found
+
+
+def read(ranks: Ranks, family: str) -> dict[str, Any]:
+    """What it finds of what all of them have written."""
+    kinds = FAMILIES[family]
+    of_four = [(kinds[-1], layout) for layout in LAYOUTS_OF_FOUR[family]]
+    readers = of_four if ranks.world == 4 else [(kind, {}) for kind in kinds]
+    found: dict[str, Any] = {
+        f"elsewhere {family}": [check_elsewhere(ranks, kind, **settings) for kind, settings in readers]
+    }
+    if ranks.world == 2:
+        found[f"continued {family}"] = check_continued(ranks, kinds[-1])
+    return found
+
+
+PARTS = {"write": write, "read": read}
+
+
+def main(part: str, family: str, rank: int, world: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    if (family, world) == ("megatron", 1):
+        sys.path.insert(0, str(folder / "beside"))  # with an Apex to import, which must make no difference
+    ranks = Ranks(rank, world, folder)
+    # a group of one where there is one rank, as FSDP needs it and as workers have it
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meeting_{part}_{family}_{world}", rank=rank, world_size=world,
+        timeout=timedelta(seconds=DEADLINE_S),
+    )  # fmt: skip
+    torch.save(PARTS[part](ranks, family), folder / f"found_{part}_{family}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    try:
-        main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)

@@ -1,16 +1,13 @@
 """One rank of four that trains megatron's model, its matrices on two ranks each, under megatron-core's own switch for
 Megatron-FSDP (`use_megatron_fsdp`), over the copy of the package that megatron-core brings.
 
-Run as `python -m tests.engine.core_switch RANK FOLDER` by test_core_switch.py, which judges what it finds. No backend
-offers the switch: `megatron` has a distributed optimizer, and `megatron_fsdp` the newer package.
+`main` is a rank of test_core_switch.py, which judges what it finds. No backend offers the switch: `megatron` has a
+distributed optimizer, and `megatron_fsdp` the newer package.
 """
 
 from __future__ import annotations
 
 import functools
-import gc
-import sys
-import traceback
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -111,7 +108,6 @@ def train(ranks: contract.Ranks, strategy: str) -> dict[str, Any]:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
     ranks = contract.Ranks(rank, WORLD, folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD,
@@ -125,11 +121,3 @@ def main(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"found_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), Path(sys.argv[2]))
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)

@@ -1,12 +1,11 @@
 """One rank that loads and exports a model while its memory is watched, for test_memory.py, which judges what it finds.
 
-Run as `python -m tests.engine.memory KIND RANK WORLD FOLDER`, where KIND is fsdp, megatron or megatron_fsdp.
+`main` is a rank; `kind` is fsdp, megatron or megatron_fsdp.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -54,7 +53,3 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
     (folder / f"found_{kind}_{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))

@@ -1,15 +1,11 @@
 """One rank of megatron-fsdp in all its strategies and settings; what it finds is left in a file.
 
-Run as `python -m tests.engine.strategies RANK WORLD FOLDER` by test_megatron_fsdp.py, which judges the findings.
+`main` is a rank of test_megatron_fsdp.py, which judges the findings.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
-import sys
-import time
-import traceback
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -48,7 +44,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 MICRO_BATCH = 40  # tokens: several micro-batches
 WRITERS = tuple((name, 2) for name in STRATEGIES) + tuple((name, 4) for name in list(HYBRID)[:2])
-WORLDS = (1, 2, 4)
 
 
 class Watched:
@@ -228,40 +223,38 @@ def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
     return found
 
 
-def main(rank: int, world: int, folder: Path) -> None:
+def write(ranks: contract.Ranks) -> dict[str, Any]:
+    """What this process finds by itself; the states that it leaves are for others to read."""
+    found = check_strategies(ranks)
+    if ranks.world == 2:
+        found["settings"] = check_settings(ranks)
+        found["package"] = check_package(ranks)
+    return found
+
+
+def read(ranks: contract.Ranks) -> dict[str, Any]:
+    return {"elsewhere": check_elsewhere(ranks)}
+
+
+PARTS = {"write": write, "read": read}
+WORLDS = {"write": (2, 4), "read": (1, 2, 4)}
+WAVES = tuple(tuple((part, rank, world) for rank in range(world)) for part in PARTS for world in WORLDS[part])
+"""Every process, of those at the same time: what it does, its rank and number of ranks."""
+
+
+def main(part: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
     ranks = contract.Ranks(rank, world, folder)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meeting_{world}", rank=rank, world_size=world,
+        "gloo", init_method=f"file://{folder}/meeting_{part}_{world}", rank=rank, world_size=world,
         timeout=timedelta(seconds=contract.DEADLINE_S),
     )  # fmt: skip
     found: dict[str, Any] = {}
-    if world == 2:
+    if (part, world) == ("write", 2):
         parts, own = [torch.empty(2), torch.empty(1)], torch.ones(2 - rank)
         with contextlib.suppress(Exception):
             dist.all_gather(parts, own)
             found["gathers unevenly"] = True
-    if world > 1:
-        found |= check_strategies(ranks)
-    if world == 2:
-        found["settings"] = check_settings(ranks)
-        found["package"] = check_package(ranks)
-    (folder / f"wrote_{world}_{rank}").touch()
-    deadline = time.monotonic() + contract.DEADLINE_S
-    while not all((folder / f"wrote_{w}_{r}").exists() for w in WORLDS for r in range(w)):
-        if time.monotonic() > deadline:
-            raise TimeoutError("the other processes did not write their states")
-        time.sleep(0.05)
-    found["elsewhere"] = check_elsewhere(ranks)
-    torch.save(found, folder / f"found_{world}_{rank}.pt")
+    torch.save(found | PARTS[part](ranks), folder / f"found_{part}_{world}_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    try:
-        main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]))
-    except BaseException:
-        traceback.print_exc()
-        sys.exit(1)

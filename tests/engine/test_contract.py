@@ -1,11 +1,8 @@
 """Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
 
 import functools
+import itertools
 import math
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests.engine import contract
+from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
@@ -60,6 +58,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+IMPORTS = (
+    "peft", "verl_ray.engine.plain", "verl_ray.engine.fsdp", "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+)  # fmt: skip
+"""What most ranks need, beside what their module imports."""
 APEX = """
 import torch
 
@@ -71,45 +74,18 @@ FusedSGD = torch.optim.SGD
 """
 
 
-def environment(folder: Path, family: str, world: int) -> dict[str, str]:
-    """Of the process of one rank: one of megatron's has an Apex to import, which must make no difference."""
-    if (family, world) != ("megatron", 1):
-        return {**os.environ}
+@pytest.fixture(scope="module")
+def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
+    """What each rank found, by number of ranks."""
     (folder / "beside" / "apex").mkdir(parents=True)
     (folder / "beside" / "apex" / "__init__.py").touch()
     (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
-    return os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "beside"), os.environ.get("PYTHONPATH", "")])}
-
-
-@pytest.fixture(scope="module")
-def found(folder: Path) -> Iterator[dict[int, list[dict[str, Any]]]]:
-    """What each rank found, by number of ranks."""
-    outputs = [(folder / f"output_{family}_{world}_{rank}").open("wb") for family, rank, world in contract.PLACES]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", contract.__name__, family, str(rank), str(world), str(folder)],
-            cwd=Path(__file__).parents[2], stdout=output, stderr=subprocess.STDOUT,
-            env=environment(folder, family, world),
-        )
-        for (family, rank, world), output in zip(contract.PLACES, outputs, strict=True)
-    ]  # fmt: skip
-    until = time.monotonic() + 2 * contract.DEADLINE_S
-    try:
-        # the first that fails ends the others, which would wait for it
-        while None in (codes := [process.poll() for process in processes]) and not any(codes):
-            assert time.monotonic() < until, "the processes of the contract are not done"
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-    for output, code in zip(outputs, codes, strict=True):
-        output.close()
-        assert not code, f"{output.name} ended with {code}:\n{Path(output.name).read_text()}"
+    run_ranks(contract.__name__, contract.WAVES, folder, deadline_s=2 * contract.DEADLINE_S, imports=IMPORTS)
     findings: dict[int, list[dict[str, Any]]] = {}
-    for family, rank, world in contract.PLACES:
+    for part, family, rank, world in itertools.chain(*contract.WAVES):
         ranks = findings.setdefault(world, [{} for _ in range(world)])
-        ranks[rank] |= torch.load(folder / f"found_{family}_{world}_{rank}.pt", weights_only=False)
-    yield findings
+        ranks[rank] |= torch.load(folder / f"found_{part}_{family}_{world}_{rank}.pt", weights_only=False)
+    return findings
 
 
 @pytest.fixture(params=[(kind, world) for kind in contract.KINDS for world in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
@@ -290,6 +266,19 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
     }
 
 
+@pytest.fixture(scope="module")
+def plain(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[tuple[str, str], list[Tensor]]:
+    """What each model says of each row with either head: logits, or values."""
+    rows, said = contract.rows_of(), {}
+    value_head = found[1][0]["engine"]["check_outputs"]["head"]
+    for name in MODELS:
+        policy, value = reference_model(folder, name), reference_model(folder, name, "value", value_head)
+        with torch.no_grad():
+            said[name, "policy"] = [naive_logits(policy, rows.tokens[row]) for row, _ in by_row(rows)]
+            said[name, "value"] = [naive_values(value, rows.tokens[row]) for row, _ in by_row(rows)]
+    return said
+
+
 # ------------------------------------------------------------------------------------------------------- the checks
 
 
@@ -300,17 +289,15 @@ def close(found: list[float], expected: list[float], tolerance: float = EXACT) -
 
 @pytest.mark.parametrize("model", MODELS)
 def test_log_probs_and_entropy_are_those_of_plain_transformers(
-    folder: Path, place: tuple[str, int], results: Any, model: str
+    place: tuple[str, int], results: Any, plain: Any, model: str
 ) -> None:
     rows = contract.rows_of()
     if model not in contract.models_of(place[0]):
         assert results[0]["check_refusals"][model].startswith("ModelError: ")
         return
     given = results[0]["check_outputs"][model]
-    plain = reference_model(folder, model)
-    for row, read in by_row(rows):
-        with torch.no_grad():
-            logits = naive_logits(plain, rows.tokens[row])[read - 1]
+    for i, (row, read) in enumerate(by_row(rows)):
+        logits = plain[model, "policy"][i][read - 1]
         targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
         log_p = torch.log_softmax(logits / contract.TEMPERATURE, -1)
         expected = log_p.gather(1, targets[:, None])[:, 0]
@@ -321,21 +308,17 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
 
 
 def test_values_are_those_before_each_token_and_after_the_last(
-    folder: Path, place: tuple[str, int], results: Any
+    place: tuple[str, int], results: Any, plain: Any
 ) -> None:
     rows = contract.rows_of()
     found = results[0]["check_outputs"]
-    plain = reference_model(folder, "qwen3", "value", found["head"])
     for i, (row, read) in enumerate(by_row(rows)):
-        with torch.no_grad():
-            values = naive_values(plain, rows.tokens[row])
+        values = plain["qwen3", "value"][i]
         np.testing.assert_allclose(found["value"]["values"][row][read], values[read - 1], atol=EXACT)
         np.testing.assert_allclose(found["value"]["scores"][i], values[-1], atol=EXACT)
     np.testing.assert_array_equal(found["scores alone"]["scores"], found["value"]["scores"])
     for model in contract.models_of(place[0]):
-        plain = reference_model(folder, model, "value", found["head"])
-        with torch.no_grad():
-            last = [naive_values(plain, rows.tokens[row])[-1].item() for row, _ in by_row(rows)]
+        last = [values[-1].item() for values in plain[model, "value"]]
         np.testing.assert_allclose(found[f"{model} scores"]["scores"], last, atol=EXACT)
     assert found["scores alone"].keys() == {"scores"}
     assert not found["value"]["values"][~rows.response_mask].any()
@@ -532,9 +515,9 @@ def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, nai
 def test_a_state_is_read_by_every_backend_on_every_number_of_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
     """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
     for writer in (f"{kind} on {world}" for kind, world in contract.WRITERS):
-        ranks = [one[kind]["check_elsewhere"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
-        ranks += [layout for one in found[4] for family in contract.FAMILIES for layout in one[f"elsewhere {family}"]]
-        read = [one[writer] for one in ranks if writer in one]
+        ranks = [rank for world in found.values() for rank in world]
+        readers = [one for rank in ranks for family in contract.FAMILIES for one in rank[f"elsewhere {family}"]]
+        read = [one[writer] for one in readers if writer in one]
         assert len(read) >= 3 * len(contract.KINDS)
         for other in read[1:]:
             for name, value in read[0]["weights"].items():
@@ -605,7 +588,7 @@ def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(found: dict[in
 def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
     exported = load_file(folder / "export_qwen3_moe_fsdp_2" / "model.safetensors")
     for rank in found[2]:
-        given, plain = (rank[kind]["check_continued"] for kind in ("megatron", "fsdp"))
+        given, plain = (rank[f"continued {family}"] for family in ("megatron", "torch"))
         assert all(torch.equal(given["weights"][name], value) for name, value in exported.items())
         close(given["loss"], plain["loss"])
         close(given["norm"], plain["norm"])
@@ -681,18 +664,17 @@ def test_an_adapter_learns_as_with_peft(adapted: Any, naive: Any, head: str, ref
         close(rank[head]["norm"], naive[reference]["norm"])
 
 
-def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, adapted: Any) -> None:
+def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, adapted: Any, plain: Any) -> None:
     where = adapted[0]
     rows = contract.rows_of()
     for head, naive_of in (("policy", naive_logits), ("value", naive_values)):
         adapted = with_adapter(folder, head, head, where)
         merged = reference_model(folder, f"adapter_{where}/{head}_merged", head)
-        before = reference_model(folder, "qwen3", head)
-        for row, _ in by_row(rows):
+        for (row, _), before in zip(by_row(rows), plain["qwen3", head], strict=True):
             with torch.no_grad():
-                given, same, other = (naive_of(model, rows.tokens[row]) for model in (adapted, merged, before))
+                given, same = (naive_of(model, rows.tokens[row]) for model in (adapted, merged))
             torch.testing.assert_close(given, same, rtol=0, atol=EXACT)
-            assert float((given - other).abs().max()) > 100 * EXACT
+            assert float((given - before).abs().max()) > 100 * EXACT
 
 
 def test_with_its_adapter_off_a_model_is_what_it_was_to_the_bit(adapted: Any) -> None:

@@ -3,9 +3,6 @@ does."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +10,10 @@ import torch
 
 from tests.engine import contract, core_switch
 from tests.engine.test_contract import close
+from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -30,20 +26,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         tie_embeddings=False,
     )  # fmt: skip
     make_tiny("qwen3", folder / "qwen3", folder / "tokenizer", sizes, seed=1)
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", core_switch.__name__, str(rank), str(folder)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(core_switch.WORLD)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=contract.DEADLINE_S)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for process, output in zip(ranks, outputs, strict=True):
-        assert process.returncode == 0, output
+    places = [(rank,) for rank in range(core_switch.WORLD)]
+    run_ranks(core_switch.__name__, [places], folder, deadline_s=contract.DEADLINE_S)
     return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(core_switch.WORLD)]
 
 

@@ -7,7 +7,6 @@ import itertools
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from tests.engine import contract, strategies
 from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
 from tests.engine.test_contract import BFLOAT16, close
+from tests.rank_processes import ROOT, run_ranks
 from verl_ray.config.backends import MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
@@ -28,7 +28,6 @@ from verl_ray.engine.megatron_fsdp import package
 from verl_ray.engine.megatron_fsdp.memory import Elements, held
 from verl_ray.models.tiny import make_tiny
 
-ROOT = Path(__file__).parents[2]
 PLACES = [(name, 2) for name in STRATEGIES] + [(name, 4) for name in HYBRID]
 BESIDE = 2 * 14 * 64 + 64  # embeddings, head, norm
 MODEL = Elements(layers=4 * LAYER, layer=LAYER, beside=BESIDE)
@@ -49,27 +48,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Iterator[Found]:
+def found(folder: Path) -> Found:
     """What each rank found, by number of ranks."""
-    places = [(rank, world) for world in strategies.WORLDS for rank in range(world)]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", strategies.__name__, str(rank), str(world), str(folder)],
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank, world in places
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=contract.DEADLINE_S + 30)[0] for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    for (rank, world), process, output in zip(places, ranks, outputs, strict=True):
-        assert process.returncode == 0, f"rank {rank} of {world}:\n{output}"
-    yield {
-        world: [torch.load(folder / f"found_{world}_{rank}.pt", weights_only=False) for rank in range(world)]
-        for world in strategies.WORLDS
-    }
+    run_ranks(strategies.__name__, strategies.WAVES, folder, deadline_s=contract.DEADLINE_S)
+    findings: Found = {}
+    for part, rank, world in itertools.chain(*strategies.WAVES):
+        ranks = findings.setdefault(world, [{} for _ in range(world)])
+        ranks[rank] |= torch.load(folder / f"found_{part}_{world}_{rank}.pt", weights_only=False)
+    return findings
 
 
 @pytest.fixture(params=PLACES, ids=lambda place: place[0])

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +11,12 @@ from safetensors.torch import load_file
 
 from controllers.model_directories import tensor_shapes
 from tests.engine import memory
+from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 
-ROOT = Path(__file__).parents[2]
 WORLD = 2
 KINDS = ("fsdp", "megatron", "megatron_fsdp")
 OVERHEAD_BYTES = 64 << 20
@@ -36,17 +33,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             tie_embeddings=False,
         )  # fmt: skip
         make_tiny_qwen3(folder / name, folder / "tokenizer", shape, seed=0)
-    for kind in KINDS:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-m", memory.__name__, kind, str(rank), str(WORLD), str(folder)],
-                cwd=ROOT,
-                env={**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"},  # what is freed is given back at once
-            )
-            for rank in range(WORLD)
-        ]
-        for rank in ranks:
-            assert rank.wait(240) == 0
+    waves = [[(kind, rank, WORLD) for rank in range(WORLD)] for kind in KINDS]
+    # what is freed is given back at once
+    run_ranks(memory.__name__, waves, folder, deadline_s=500, settings={"MALLOC_MMAP_THRESHOLD_": "65536"})
     return folder
 
 

@@ -1,13 +1,12 @@
 """What each of three ranks, and of the first two of them, finds with its slice of a head, left in a file.
 
-Run as `python -m tests.ops.slices RANK FOLDER` by test_vocab_parallel.py, which judges the findings.
+`main` is a rank of test_vocab_parallel.py, which judges the findings.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
-import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -184,7 +183,3 @@ def main(rank: int, folder: Path) -> None:
     torch.save(found, folder / f"found_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from torch.nn.functional import linear
 from tests.ops import slices
 from tests.ops.naive import naive
 from tests.ops.slices import Case
+from tests.rank_processes import run_ranks
 from verl_ray.errors import EngineError
 from verl_ray.ops.log_probs import head_log_probs
 from verl_ray.ops.vocab_parallel import VocabularySlice
@@ -29,23 +28,7 @@ Found = dict[int, list[dict[str, Any]]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank of a group found, by the size of the group."""
     folder = tmp_path_factory.mktemp("slices")
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", slices.__name__, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(slices.WORLD)
-    ]
-    try:
-        outputs = [process.communicate(timeout=slices.DEADLINE_S + 30)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    run_ranks(slices.__name__, [[(rank,) for rank in range(slices.WORLD)]], folder, deadline_s=slices.DEADLINE_S + 30)
     everyone = [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(slices.WORLD)]
     return {size: [everyone[rank][size] for rank in range(size)] for size in slices.SIZES}
 

@@ -1,11 +1,10 @@
 """What each of four ranks finds as one of a group of four, then as one of two groups of two, left in a file.
 
-Run as `python -m tests.parallel.ranks RANK FOLDER` by test_ulysses.py, which judges the findings.
+`main` is a rank of test_ulysses.py, which judges the findings.
 """
 
 from __future__ import annotations
 
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -152,7 +151,3 @@ def main(rank: int, folder: Path) -> None:
     torch.save({4: find(folder, four), 2: find(folder, two)}, folder / f"found_{rank}.pt")
     dist.barrier()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))

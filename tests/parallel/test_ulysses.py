@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.parallel import ranks
+from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import EngineError
@@ -111,23 +110,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What each rank of a group found, of each group, by the size of the group."""
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-m", ranks.__name__, str(rank), str(folder)],
-            cwd=Path(__file__).parents[2],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks.WORLD)
-    ]
-    try:
-        outputs = [process.communicate(timeout=ranks.DEADLINE_S + 30)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    for rank, (process, output) in enumerate(zip(processes, outputs, strict=True)):
-        assert process.returncode == 0, f"rank {rank}:\n{output}"
+    run_ranks(ranks.__name__, [[(rank,) for rank in range(ranks.WORLD)]], folder, deadline_s=ranks.DEADLINE_S + 30)
     everyone = [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
     return {
         size: [[one[size] for one in everyone[first : first + size]] for first in range(0, ranks.WORLD, size)]

@@ -1,0 +1,92 @@
+"""Ranks of a test: processes forked from a parent that imports once what all of them need.
+
+Invariant: no rank outlives `run_ranks`, and the first that fails ends the others, which would wait for it. The parent
+is a new process that starts no thread and computes nothing, so that it can be forked. Deliberately not here: what ranks
+do, and how they meet.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # there are more ranks than cores
+
+PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
+
+Place = Sequence[str | int]
+
+
+def run_ranks(
+    module: str,
+    waves: Sequence[Sequence[Place]],
+    folder: Path,
+    *,
+    deadline_s: float,
+    imports: Sequence[str] = (),
+    settings: Mapping[str, str] | None = None,
+) -> None:
+    """Call `main(*place, folder)` of a module for each place, in processes of their own: those of a wave at the same
+    time, one wave after another.
+
+    `imports` are what it imports only while it runs, and `settings` go into its environment. Raises AssertionError with
+    what all of them said when one fails, and TimeoutExpired when they are not done in time.
+    """
+    command = [sys.executable, "-X", "faulthandler", "-m", __name__, module, json.dumps(waves), str(folder), *imports]
+    environment = {**os.environ, **THREADS, **(settings or {})}
+    with (folder / "said").open("wb") as said:
+        ended = subprocess.run(
+            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=deadline_s
+        )
+    said = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*")))
+    assert ended.returncode == 0, said
+
+
+def _end_with_parent() -> None:
+    """However that ends."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _rank(module: str, place: Place, folder: Path) -> None:
+    _end_with_parent()
+    with (folder / "_".join(["said", *map(str, place)])).open("wb") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    sys.modules[module].main(*place, folder)
+
+
+def _fork(module: str, waves: Sequence[Sequence[Place]], folder: Path, imports: Sequence[str]) -> int:
+    """Returns 1 as soon as a rank failed, and 0 at the end."""
+    _end_with_parent()
+    for name in (module, *imports):
+        importlib.import_module(name)
+    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
+    forking = multiprocessing.get_context("fork")
+    for places in waves:
+        ranks = [forking.Process(target=_rank, args=(module, place, folder), daemon=True) for place in places]
+        for rank in ranks:
+            rank.start()
+        running = {rank.sentinel: (rank, place) for rank, place in zip(ranks, places, strict=True)}
+        while running:
+            for sentinel in wait(list(running)):
+                rank, place = running.pop(sentinel)  # type: ignore[index]
+                rank.join()
+                if rank.exitcode:
+                    print(f"{place} ended with {rank.exitcode}")
+                    return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_fork(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
