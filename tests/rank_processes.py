@@ -49,8 +49,8 @@ def run_ranks(
         ended = subprocess.run(
             command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=deadline_s
         )
-    said = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*")))
-    assert ended.returncode == 0, said
+    words = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*")))
+    assert ended.returncode == 0, words
 
 
 def _end_with_parent() -> None:
