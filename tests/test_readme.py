@@ -238,7 +238,7 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
     finally:
         os.killpg(head.pid, signal.SIGINT)
         try:
-            head.wait(60)
+            head.wait(200)  # it ends what it started, on a machine that may be busy
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(head.pid, signal.SIGKILL)
