@@ -7,23 +7,20 @@ do, and how they meet.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib
 import json
-import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from multiprocessing.connection import wait
 from pathlib import Path
+
+from controllers.bench.processes import fork
 
 ROOT = Path(__file__).parents[1]
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # there are more ranks than cores
 
-PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
 
 Place = Sequence[str | int]
 
@@ -53,40 +50,20 @@ def run_ranks(
     assert ended.returncode == 0, words
 
 
-def _end_with_parent() -> None:
-    """However that ends."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _rank(module: str, place: Place, folder: Path) -> None:
-    _end_with_parent()
     with (folder / "_".join(["said", *map(str, place)])).open("wb") as said:
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
     sys.modules[module].main(*place, folder)
 
 
-def _fork(module: str, waves: Sequence[Sequence[Place]], folder: Path, imports: Sequence[str]) -> int:
-    """Returns 1 as soon as a rank failed, and 0 at the end."""
-    _end_with_parent()
+def _parent(module: str, waves: Sequence[Sequence[Place]], folder: Path, imports: Sequence[str]) -> None:
     for name in (module, *imports):
         importlib.import_module(name)
     gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
-    forking = multiprocessing.get_context("fork")
     for places in waves:
-        ranks = [forking.Process(target=_rank, args=(module, place, folder), daemon=True) for place in places]
-        for rank in ranks:
-            rank.start()
-        running = {rank.sentinel: (rank, place) for rank, place in zip(ranks, places, strict=True)}
-        while running:
-            for sentinel in wait(list(running)):
-                rank, place = running.pop(sentinel)  # type: ignore[index]
-                rank.join()
-                if rank.exitcode:
-                    print(f"{place} ended with {rank.exitcode}")
-                    return 1
-    return 0
+        fork(_rank, [(module, place, folder) for place in places])
 
 
 if __name__ == "__main__":
-    sys.exit(_fork(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:]))
+    _parent(sys.argv[1], json.loads(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

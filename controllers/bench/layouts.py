@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import json
-import multiprocessing
 import sys
 import tempfile
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from controllers.bench.processes import PATIENCE_S, ask
+from controllers.bench.processes import PATIENCE_S, ask, fork
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
@@ -39,6 +38,8 @@ LOOKED = (0, 1, STEPS)
 """After how many optimizer steps log-probs are compared."""
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "qwen3_moe": False}
 """What is made, and whether its embeddings are tied."""
+_SHARED = ("controllers.composition", "transformers.modeling_utils", "verl_ray.engine.plain")
+"""What every rank has use for, whose ways part before it chooses an engine."""
 _VOCABULARY = "0123456789+=-"
 _LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
 
@@ -125,10 +126,14 @@ class Work:
 
     rank: int
     world: int
-    meeting: str
-    models: str
     kind: str
-    cases: list[dict[str, Any]]
+    folder: str
+    cases: Sequence[Case]
+
+    @property
+    def found(self) -> Path:
+        """Where it leaves what it found."""
+        return Path(self.folder) / f"{self.kind}-{self.world}-{self.rank}.json"
 
 
 @dataclass
@@ -153,29 +158,34 @@ def main(argv: list[str]) -> int:
 def measure(cases: Sequence[Case] = CASES) -> list[dict[str, Any]]:
     """The largest differences of each case from the plain engine."""
     with tempfile.TemporaryDirectory() as folder:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
-            other.submit(_make_models, folder).result()
-        plain = list({(case.model, case.head): Case(1, {}, case.model, case.head) for case in cases}.values())
-        print("the plain engine ...", file=sys.stderr, flush=True)
-        (told,) = _ask("engine", plain, folder)
-        expected = {(case.model, case.head): one for case, one in zip(plain, told, strict=True)}
-        compared = []
-        for world in sorted({case.world for case in cases}):
-            print(f"layouts of {world} ranks ...", file=sys.stderr, flush=True)
-            chosen = [case for case in cases if case.world == world]
-            for case, *ranks in zip(chosen, *_ask("megatron", chosen, folder), strict=True):
-                compared.append(_compared(case, ranks, expected[case.model, case.head]))
+        work = {"folder": folder, "cases": [asdict(case) for case in cases]}
+        (told,) = ask(__name__, [work], 1, patience_s=4 * PATIENCE_S)  # it loads torch, and all ranks are copies of it
+    compared: list[dict[str, Any]] = told["compared"]
     return compared
 
 
-def _ask(kind: str, cases: Sequence[Case], folder: str) -> list[list[Found]]:
+def _compare(folder: str, cases: Sequence[Case]) -> list[dict[str, Any]]:
+    for name in _SHARED:
+        importlib.import_module(name)
+    fork(_make_models, [[folder]])
+    print("the plain engine ...", file=sys.stderr, flush=True)
+    of_plain = list({(case.model, case.head): Case(1, {}, case.model, case.head) for case in cases}.values())
+    (told,) = _found("engine", of_plain, folder)
+    expected = {(case.model, case.head): one for case, one in zip(of_plain, told, strict=True)}
+    compared = []
+    for world in sorted({case.world for case in cases}):
+        print(f"layouts of {world} ranks ...", file=sys.stderr, flush=True)
+        chosen = [case for case in cases if case.world == world]
+        for case, *ranks in zip(chosen, *_found("megatron", chosen, folder), strict=True):
+            compared.append(_compared(case, ranks, expected[case.model, case.head]))
+    return compared
+
+
+def _found(kind: str, cases: Sequence[Case], folder: str) -> list[list[Found]]:
     """Per rank, per case."""
-    world = cases[0].world
-    works = [
-        asdict(Work(rank, world, f"{folder}/{kind}-{world}", folder, kind, [asdict(case) for case in cases]))
-        for rank in range(world)
-    ]
-    return [[Found(**one) for one in json.loads(Path(told["found"]).read_text())] for told in ask(__name__, works, 1)]
+    works = [Work(rank, cases[0].world, kind, folder, cases) for rank in range(cases[0].world)]
+    fork(_rank, [[work] for work in works])
+    return [[Found(**one) for one in json.loads(work.found.read_text())] for work in works]
 
 
 def _compared(case: Case, ranks: list[Found], plain: Found) -> dict[str, Any]:
@@ -250,18 +260,16 @@ def _rows() -> TrainingBatch:
     )
 
 
-def _run(work: Work) -> None:
+def _rank(work: Work) -> None:
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{work.meeting}", rank=work.rank, world_size=work.world,
+        "gloo", init_method=f"file://{work.folder}/{work.kind}-{work.world}", rank=work.rank, world_size=work.world,
         timeout=timedelta(seconds=PATIENCE_S),
     )  # fmt: skip
-    found = Path(f"{work.meeting}-{work.rank}.json")  # more than fits into a pipe
-    found.write_text(json.dumps([asdict(_measured(work, Case(**case))) for case in work.cases]))
-    print(json.dumps({"found": str(found)}))
+    work.found.write_text(json.dumps([asdict(_measured(work, case)) for case in work.cases]))
     dist.destroy_process_group()
 
 
@@ -294,7 +302,7 @@ def _measured(work: Work, case: Case) -> Found:
     assert algorithm.value_loss is not None
     backend = type(role.backend).model_validate(role.backend.model_dump() | case.settings)
     spec = EngineSpec(
-        "actor", f"{work.models}/{case.model}", case.head, backend, role.optimizer, 100, seed=3,
+        "actor", f"{work.folder}/{case.model}", case.head, backend, role.optimizer, 100, seed=3,
         expert_balance=0.1 if case.model == _MOE else None,
     )  # fmt: skip
     engine = build_engine(spec, device=torch.device("cpu"), rank=work.rank, world_size=work.world)
@@ -322,4 +330,6 @@ def _measured(work: Work, case: Case) -> Found:
 
 
 if __name__ == "__main__":
-    _run(Work(**json.loads(sys.argv[1])))
+    given = json.loads(sys.argv[1])
+    compared = _compare(given["folder"], [Case(**case) for case in given["cases"]])
+    print(json.dumps({"compared": compared}))

@@ -99,13 +99,17 @@ class AnonymousGrowth:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._look()  # on a busy machine the thread may not have come to it
         self._ended.set()
         self._thread.join()
         self.peak_bytes = self._most - self._before
 
     def _watch(self) -> None:
         while not self._ended.wait(0.002):
-            self._most = max(self._most, anonymous_bytes())
+            self._look()
+
+    def _look(self) -> None:
+        self._most = max(self._most, anonymous_bytes())
 
 
 @dataclass(frozen=True)
