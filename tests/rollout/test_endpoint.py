@@ -35,6 +35,7 @@ pytestmark = pytest.mark.vllm
 README = Path(__file__).parents[2] / "README.md"
 MODEL, MAX_MODEL_LEN = "policy", 96
 IDS = {"return_token_ids": True}
+http = httpx.Client(timeout=60)
 
 
 class Gate:
@@ -95,9 +96,9 @@ def server(shared: RolloutServer, gate: Gate, path: Path, publish: Any, load_ref
     """At version 0, and idle."""
     yield shared
     gate.is_open = True
-    shared.resume()
-    shared.run(lambda engine: engine.abort())
+    shared.run(lambda engine: (engine.abort_update(), engine.abort()))
     soon(lambda: shared.health().in_flight == 0)
+    shared.resume()
     if shared.health().policy_version != 0:
         for part in ("weights", "kv_cache"):
             shared.run(lambda engine, part=part: engine.wake(part))
@@ -222,7 +223,7 @@ def test_the_pieces_of_a_stream_add_up(client: openai.OpenAI, url: str) -> None:
     assert [delta.role for delta in deltas] == ["assistant"] + [None] * 19
     assert "".join(delta.content for delta in deltas) == whole.choices[2].text
 
-    raw = httpx.post(f"{url}/v1/completions", json={"prompt": "1", "max_tokens": 2, "stream": True})
+    raw = http.post(f"{url}/v1/completions", json={"prompt": "1", "max_tokens": 2, "stream": True})
     lines = raw.text.split("\n\n")
     assert raw.headers["content-type"] == "text/event-stream" and lines[-2:] == ["data: [DONE]", ""]
     assert all(line.startswith("data: {") for line in lines[:-2])
@@ -336,13 +337,14 @@ def test_a_weight_update_ends_what_clients_have_in_flight_where_it_is(
         assert server.health().in_flight == 2 and not cut.done()  # what the run cannot do costs nobody anything
         own.close()  # type: ignore[attr-defined]
         server.abort()
+        soon(lambda: server.health().in_flight == 1)
         other = load_reference(make_model("qwen3", tie=False, seed=1))
         server.run(lambda engine: publish(engine, other, 1, proof_follows=True))
         choice = cut.result(60).choices[0]
         assert (choice.finish_reason, choice.token_ids) == ("abort", whole.token_ids[:7])
         assert choice.logprobs.token_logprobs == pytest.approx(whole.logprobs.token_logprobs[:7], abs=1e-5)
         assert choice.policy_versions == [[0, 0]]
-    refused = httpx.post(f"{url}/v1/completions", json=asked)
+    refused = http.post(f"{url}/v1/completions", json=asked)
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert refused.json()["error"]["message"] == "cannot generate: the update to version 1 is open; prove it"
     assert client.models.list().data[0].policy_version is None
@@ -393,7 +395,7 @@ def test_asleep_it_says_so_and_when_to_come_again(
         with pytest.raises(openai.InternalServerError, match="cannot generate: asleep") as refused:
             client.completions.create(**asked, stream=streams)
         assert (refused.value.status_code, refused.value.response.headers["retry-after"]) == (503, "1")
-    assert httpx.get(f"{url}/health").json()["in_flight"] == 0
+    assert http.get(f"{url}/health").json()["in_flight"] == 0
     with ThreadPoolExecutor(1) as pool:
         patient = pool.submit(client.with_options(max_retries=9).completions.create, **asked)
         time.sleep(0.2)
@@ -406,7 +408,7 @@ def test_responses_beyond_in_flight_wait(server: RolloutServer, tokenizer: PreTr
     gate.is_open = False
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "1", "n": 5, "ignore_eos": True}
-        asked = pool.submit(httpx.post, f"http://127.0.0.1:{endpoint.port}/v1/completions", json=body, timeout=60)
+        asked = pool.submit(http.post, f"http://127.0.0.1:{endpoint.port}/v1/completions", json=body)
         soon(lambda: server.health().in_flight == 2)
         gate.steps.release(20)
         soon(lambda: gate.steps._value == 0)
@@ -432,9 +434,9 @@ def test_a_token_is_asked_for(
     endpoint = start()
     address = f"http://127.0.0.1:{endpoint.port}"
     for header in ({}, {"Authorization": "Bearer s3cre"}, {"Authorization": "Bearer s3cret2"}):
-        refused = httpx.get(f"{address}/v1/models", headers=header)
+        refused = http.get(f"{address}/v1/models", headers=header)
         assert refused.status_code == 401 and "s3cret" not in refused.text
-    assert httpx.get(f"{address}/health").status_code == 200
+    assert http.get(f"{address}/health").status_code == 200
     with openai.OpenAI(base_url=f"{address}/v1", api_key="s3cret") as client:
         assert [model.id for model in client.models.list()] == [MODEL]
     with pytest.raises(ConfigError, match=rf"cannot listen on 127.0.0.1 port {endpoint.port}: .*in use"):
@@ -442,7 +444,7 @@ def test_a_token_is_asked_for(
     endpoint.close()
     endpoint.close()
     with pytest.raises(httpx.ConnectError):
-        httpx.get(f"{address}/health")
+        http.get(f"{address}/health")
 
 
 def test_an_engine_that_fails_says_so_in_the_middle_of_a_stream(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -481,7 +483,7 @@ REFUSED = [
 def test_what_is_refused_leaves_the_engine_as_it_is(
     url: str, client: openai.OpenAI, server: RolloutServer, body: dict[str, Any], param: str | None, message: str
 ) -> None:
-    refused = httpx.post(f"{url}/v1/completions", json=body)
+    refused = http.post(f"{url}/v1/completions", json=body)
     error = refused.json()["error"]
     assert refused.status_code == error["code"] == (404 if param == "model" else 400)
     assert (error["type"], error["param"]) == ("invalid_request_error", param)
@@ -491,12 +493,12 @@ def test_what_is_refused_leaves_the_engine_as_it_is(
 
 def test_what_is_no_call(url: str, client: openai.OpenAI, tokenizer: PreTrainedTokenizerBase) -> None:
     for method, route, status in (("GET", "/v1/completions", 405), ("POST", "/v1/embeddings", 404)):
-        answer = httpx.request(method, url + route)
+        answer = http.request(method, url + route)
         assert (answer.status_code, answer.json()["error"]["code"]) == (status, status)
-    form = httpx.post(f"{url}/v1/completions", data={"prompt": "1"})
+    form = http.post(f"{url}/v1/completions", data={"prompt": "1"})
     assert (form.status_code, form.json()["error"]["type"]) == (415, "invalid_request_error")
     for content in (b"{", b"[" * 100_000, b"[]", b"\xff"):
-        answer = httpx.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
+        answer = http.post(f"{url}/v1/completions", content=content, headers={"Content-Type": "application/json"})
         assert answer.status_code == 400
     template, tokenizer.chat_template = tokenizer.chat_template, None
     with pytest.raises(openai.BadRequestError, match="no chat template; use /v1/completions"):
@@ -511,6 +513,6 @@ def test_the_command_of_the_readme(url: str) -> None:
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert program == "curl" and address.startswith("http://127.0.0.1:8100/v1/")
     name, _, value = given["-H"].partition(": ")
-    answer = httpx.post(url + address.removeprefix("http://127.0.0.1:8100"), content=given["-d"], headers={name: value})
+    answer = http.post(url + address.removeprefix("http://127.0.0.1:8100"), content=given["-d"], headers={name: value})
     assert answer.status_code == 200, answer.text
     assert "policy_versions" in answer.json()["choices"][0]
