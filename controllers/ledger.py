@@ -176,7 +176,8 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
             own = replace(own, held={**own.held, "buffers": _wire_end_bytes(rl)})
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
-        uses[name] = dict(_trainer(own, role, grades=grades, moves=moves, on_gpus=on_gpus))
+        leaves = _leaving(own, rl) if rl is not None and moves else frozenset()
+        uses[name] = dict(_trainer(own, role, grades=grades, leaves=leaves, on_gpus=on_gpus))
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
         uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
@@ -213,10 +214,17 @@ def _wire_end_bytes(config: RLConfig) -> int:
     return min(sent, SLOTS * sync.bucket_bytes(sent)) + (sent if sync.delta else 0)
 
 
+def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
+    """What of a trainer's state is on the host while rollouts are drawn on its device."""
+    if config.placement.offloads_weights:
+        return frozenset(own.held) - {"gradients"}
+    return frozenset(own.held) & {"optimizer"} if config.placement.offload == "optimizer" else frozenset()
+
+
 def _trainer(
-    own: Footprint, role: ModelRole, *, grades: bool, moves: bool, on_gpus: bool
+    own: Footprint, role: ModelRole, *, grades: bool, leaves: frozenset[Part], on_gpus: bool
 ) -> Iterator[tuple[Phase, Use]]:
-    """A role on a training backend. `moves`: its state is on the host while rollouts are drawn."""
+    """A role on a training backend. `leaves`: what is on the host while rollouts are drawn."""
     stays = on_gpus and isinstance(role.backend, FsdpBackend) and role.backend.host_parameters
     for phase in PHASES:
         working: Bytes = {}
@@ -228,12 +236,11 @@ def _trainer(
             moved: Bytes = {part: size for part, size in working.items() if part != "gradients"}
             kept: Bytes = {**own.held, "gradients": working.get("gradients", 0)}
             yield phase, Use({}, moved, kept)
-        elif moves and phase == "generate":
-            # Gradients are none then: their buffers are given back, but for the buckets of torch's DDP, which stay.
-            stay: Bytes = {}
-            if isinstance(role.backend, EngineBackend):
-                stay = {"gradients": own.held.get("gradients", 0)}
-            yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part != "gradients"})
+        elif leaves and phase == "generate":
+            # Gradients are none: their buffers are given back with the weights, but for the buckets of torch's DDP.
+            given_back = {"gradients"} if "weights" in leaves and not isinstance(role.backend, EngineBackend) else set()
+            stay: Bytes = {part: size for part, size in own.held.items() if part not in {*leaves, *given_back}}
+            yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part in leaves})
         else:
             yield phase, Use(own.held, working)
 

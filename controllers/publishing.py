@@ -9,6 +9,7 @@ and loaded (rollout engine).
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,14 +45,15 @@ class Publisher:
         has_gpus: bool,
     ) -> None:
         """`sharing`: groups of models that take turns with the rollout engines on the same GPUs, the actor included;
-        while rollouts are drawn their state is on the host. None of them on a CPU."""
+        while rollouts are drawn, what placement.offload says of their state is on the host. None of them on a CPU."""
         self._actor, self._servers = actor, servers
         servers.bring_up = self._bring_up
         self._version, self._syncs = -1, 0
         self._probe: tuple[int, Probe] | None = None
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
-        self._sharing = tuple(sharing)
+        self._offloading = () if config.placement.offload == "none" else tuple(sharing)
+        self._offloads_weights = config.placement.offloads_weights
         self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=bool(sharing))
         self._delta = rollout.sync.delta
         self._probe_every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
@@ -71,7 +73,8 @@ class Publisher:
                 break
             except WorkerError as error:
                 lost = self._servers.lose(error)
-                self._give_up([replica for replica in replicas if replica is not lost])
+                left = [replica for replica in replicas if replica is not lost]
+                self._servers.of_each(left, RolloutWorker.abort_update)
         self._version = version
         self._syncs += 1
         self._servers.published()
@@ -81,7 +84,8 @@ class Publisher:
     def _bring_up(self, replica: Replica) -> None:
         """The present version into a replica that has started again. The actor has not learned since, so the probe of
         this version serves again; without one, an actor that is on the host now cannot make it."""
-        self._send(self._version, [replica], proves=self._probe_of(self._version) is not None or not self._sharing)
+        proves = self._probe_of(self._version) is not None or not (self._offloading and self._offloads_weights)
+        self._send(self._version, [replica], proves=proves)
 
     def _send(self, version: int, replicas: Sequence[Replica], *, proves: bool | None = None) -> dict[str, float]:
         """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache -> prove."""
@@ -90,8 +94,10 @@ class Publisher:
         def all_(verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
             return [replica.broadcast(verb, *args) for replica in replicas]
 
+        watch = functools.partial(self._servers.watch, replicas)
+        wait = functools.partial(wait_all, watch=watch)
         began = time.perf_counter()
-        address = self._wire.meet(replicas)
+        address = self._wire.meet(replicas, watch)
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
             opening += all_(RolloutWorker.wake, "weights")
@@ -101,11 +107,11 @@ class Publisher:
         received: list[list[Call[Any]]] = []
         for i, bucket in enumerate(self._wire.buckets):
             if i >= SLOTS:
-                wait_all([*opening, *received[i - SLOTS]])
+                wait([*opening, *received[i - SLOTS]])
             try:
-                part = self._wire.write(bucket)
+                part = self._wire.write(bucket, watch)
             except WeightSyncError:
-                wait_all([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
+                wait([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
                 raise
             sent |= part.prints.by_name
             nbytes, changed = nbytes + part.nbytes, changed + part.changed
@@ -117,7 +123,7 @@ class Publisher:
         if proves and probe is None:
             asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance)
         # In this order: the first failure is the reason of the others.
-        wait_all([*opening, *(call for calls in received for call in calls), *committed])
+        wait([*opening, *(call for calls in received for call in calls), *committed])
         self._wire.finish()
         streamed = time.perf_counter()
         if asked is not None:
@@ -125,13 +131,13 @@ class Publisher:
             self._probe = version, probe
         self._place("host")
         if self._sleep != "never":
-            wait_all(all_(RolloutWorker.wake, "kv_cache"))
+            wait(all_(RolloutWorker.wake, "kv_cache"))
         fingerprint_s += max(seconds for call in committed for seconds in call.result())
         found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
         if self._delta:
             found["weight_sync/changed_fraction"] = changed / sum(one.numel for one in self._wire.manifest.sent)
         if proves:
-            differences = wait_all(all_(RolloutWorker.prove, probe))
+            differences = wait(all_(RolloutWorker.prove, probe))
             found["weight_sync/probe_difference"] = max(worst for (worst,) in differences)
         seconds = {
             "stream": streamed - began,
@@ -143,24 +149,14 @@ class Publisher:
     def _probe_of(self, version: int) -> Probe | None:
         return self._probe[1] if self._probe is not None and self._probe[0] == version else None
 
-    def _give_up(self, replicas: Sequence[Replica]) -> None:
-        """Leave the open update of replicas; those that fail at it are lost as well."""
-        for replica in replicas:
-            try:
-                replica.broadcast(RolloutWorker.abort_update).result()
-            except WorkerError as error:
-                self._servers.lose(error)
-
     def hand_back(self) -> None:
         """Generation is over: free what the trainer needs, and bring its state back to the device."""
         if self._sleep != "never":
             part: Part = "weights" if self._sleep == "weights" else "kv_cache"
-            for replica in self._servers.gather(all_of_them=True):  # one that starts takes memory, too
-                try:
-                    replica.broadcast(RolloutWorker.sleep, part).result()
-                except WorkerError as error:
-                    self._servers.lose(error)
+            # one that starts takes memory, too
+            self._servers.of_each(self._servers.gather(all_of_them=True), RolloutWorker.sleep, part)
         self._place("device")
 
     def _place(self, where: str) -> None:
-        wait_all([group.broadcast(ModelWorker.place, where, where) for group in self._sharing])
+        weights = where if self._offloads_weights else "device"
+        wait_all([group.broadcast(ModelWorker.place, weights, where) for group in self._offloading])

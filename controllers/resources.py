@@ -74,6 +74,9 @@ def _cpu_problems(config: Config) -> Iterator[Problem]:
     if isinstance(config, RLConfig) and config.rollout.sync.transport == "cuda_ipc":
         rule = "it joins processes on one GPU, and this machine has none"
         yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
+    if isinstance(config, RLConfig) and config.placement.offload in ("all", "optimizer"):
+        rule = "it frees GPUs, and this machine has none"
+        yield Problem("placement.offload", config.placement.offload, rule, "Use auto.")
     for section, engine in engines(config).items():
         arguments = engine.config.vllm_args
         for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):

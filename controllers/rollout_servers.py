@@ -8,6 +8,7 @@ here: weights (`publishing.py`) and scores (`generation.py`).
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from controllers.endpoints import Endpoints
+from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
 from verl_ray.cluster.pulse import Pulse
@@ -169,6 +171,21 @@ class RolloutServers:
 
     # ---------------------------------------------------------------------------------------------- lost and found
 
+    def of_each(self, replicas: Sequence[Replica], verb: Callable[..., object], *args: object) -> None:
+        """The same call of several replicas; one that is lost meanwhile does not keep the others from it."""
+        calls = {replica: replica.broadcast(verb, *args) for replica in replicas}
+        while calls:
+            try:
+                wait_all(list(calls.values()), functools.partial(self.watch, list(calls)))
+                return
+            except WorkerError as error:
+                del calls[self.lose(error)]
+
+    def watch(self, replicas: Sequence[Replica]) -> None:
+        """While their answers are waited for: ask how they are, and raise for one that does not say."""
+        for replica in replicas:
+            self._look_at(replica)
+
     def lose(self, error: WorkerError) -> Replica:
         """The replica that failed, which is fenced and started anew, beside everything else.
 
@@ -188,21 +205,28 @@ class RolloutServers:
     def _see(self) -> list[Replica]:
         """Ask how the replicas are; those that were lost just now."""
         lost = []
-        for replica, pulse in list(self._pulses.items()):
+        for replica in self.replicas:
             try:
-                status = pulse.beat()
-                stalled_s = status.health[replica.role].stalled_s if status else 0.0
-                if stalled_s > self._config.health.stall_s:
-                    raise pulse.late("a step of the engine", stalled_s, "rollout.health.stall_s")
+                self._look_at(replica)
             except WorkerError as error:
-                replica.fail(error)
                 self._fence(replica, error)
                 lost.append(replica)
         return lost
 
+    def _look_at(self, replica: Replica) -> None:
+        pulse = self._pulses[replica]
+        try:
+            status = pulse.beat()
+            stalled_s = status.health[replica.role].stalled_s if status else 0.0
+            if stalled_s > self._config.health.stall_s:
+                raise pulse.late("a step of the engine", stalled_s, "rollout.health.stall_s")
+        except WorkerError as error:
+            replica.fail(error)
+            raise
+
     def _fence(self, replica: Replica, error: WorkerError) -> None:
         health = self._config.health
-        del self._pulses[replica]
+        self._pulses.pop(replica, None)
         self._lost_since_publish += 1
         self._counts["rollout/restarts"] += 1
         if self._lost_since_publish > health.max_restarts:
@@ -226,7 +250,11 @@ class RolloutServers:
         """Take in what has started again, with the present weights if asked; those that are there now, but were not."""
         returned = []
         for replica in [replica for replica, restart in self._restarts.items() if restart.done()]:
-            self._restarts.pop(replica).result()
+            try:
+                self._restarts.pop(replica).result()
+            except WorkerError as error:  # it did not come up: once more, while there are others
+                self._fence(replica, error)
+                continue
             self._pulses[replica] = self._pulse(replica)
             if bring_up and self.bring_up is None:
                 raise RolloutError("a rollout replica has started again, and nobody can give it the weights")

@@ -7,7 +7,7 @@ incarnation, other replicas) or that sync did not finish. Deliberately not here:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_ray.cluster.calls import wait_all
@@ -24,6 +24,7 @@ from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
 Replicas = Sequence[WorkerGroup[RolloutWorker]]
+Watch = Callable[[], None]  # raises for a replica that does not answer
 
 _OF_A_CALL = 0.8
 """Of a call's deadline: so long do the ends of a wire wait for each other, so that they say who did not come."""
@@ -50,7 +51,7 @@ class WeightWire:
         self._synced_ends: tuple[object, ...] = ()
         self._whole = True
 
-    def meet(self, replicas: Replicas) -> Address:
+    def meet(self, replicas: Replicas, watch: Watch) -> Address:
         """Before each sync: the ends are these, and ready. Returns where the replicas receive.
 
         Raises:
@@ -60,7 +61,7 @@ class WeightWire:
         self._whole = self._ends != self._synced_ends
         self._synced_ends = ()  # until this sync has finished, too
         if self._whole or self._address is None:
-            self._address = self._open(replicas)
+            self._address = self._open(replicas, watch)
         return self._address
 
     @property
@@ -73,13 +74,13 @@ class WeightWire:
         """The same, in the order it travels."""
         return tuple(one for one in self._buckets if one.adapter or not self._apart or self._whole)
 
-    def write(self, bucket: Bucket) -> Sent:
+    def write(self, bucket: Bucket, watch: Watch) -> Sent:
         """Put a bucket on the wire; what all ranks of the actor did together.
 
         Raises:
             WeightSyncError: the wire is broken; the receiver that is gone says more.
         """
-        parts = self._actor.broadcast(ActorWorker.write_bucket, bucket.index, self._whole).result()
+        (parts,) = wait_all([self._actor.broadcast(ActorWorker.write_bucket, bucket.index, self._whole)], watch)
         for broken in (part.broken for part in parts if part.broken is not None):
             self._actor.broadcast(ActorWorker.finish_sync).result()
             raise WeightSyncError(broken)
@@ -94,7 +95,7 @@ class WeightWire:
         self._actor.broadcast(ActorWorker.finish_sync).result()
         self._synced_ends = self._ends
 
-    def _open(self, replicas: Replicas) -> Address:
+    def _open(self, replicas: Replicas, watch: Watch) -> Address:
         sync, parallel = self._config.sync, self._config.tensor_parallel
         home = _facts(self._actor)
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
@@ -115,7 +116,7 @@ class WeightWire:
         for replica in replicas:
             joining.append(replica.broadcast(RolloutWorker.connect, address, route, first))
             first += replica.num_ranks * parallel
-        wait_all(joining)
+        wait_all(joining, watch)
         for missing in (told for told in meeting.result() if told is not None):
             raise WeightSyncError(missing)
         return address

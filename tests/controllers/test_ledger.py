@@ -34,6 +34,16 @@ def test_roles_that_share_gpus_take_turns_with_the_rollout_engine() -> None:
     assert held(found, "rollout") == {"generate": weights + CACHE, "measure": 0, "learn": 0, "publish": weights}
 
 
+def test_what_leaves_a_shared_gpu_is_what_the_configuration_says() -> None:
+    weights = 4 * PARAMETERS
+    for offload, stays in (("all", 0), ("optimizer", weights), ("none", 3 * weights)):
+        found = made(f"placement.offload={offload}")
+        generate = found.uses["actor"]["generate"]
+        assert sum(generate.held.values()) == stays and sum(generate.host.values()) == 3 * weights - stays
+        assert held(found, "actor")["learn"] == 3 * weights
+        assert sum(found.uses["reference"]["generate"].held.values()) == (0 if offload == "all" else weights)
+
+
 def test_what_sleeps_is_what_the_configuration_says() -> None:
     weights = 4 * PARAMETERS
     for sleep, in_learn, in_publish in (

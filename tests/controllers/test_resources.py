@@ -97,6 +97,14 @@ def test_device_memory_is_not_shared_without_devices(model: Path, data: Path) ->
     assert preflight(config, on_gpu).problems == []
 
 
+def test_nothing_leaves_a_gpu_where_there_is_none(model: Path, data: Path) -> None:
+    config = ppo(model, data, "placement.offload=optimizer")
+    assert "it frees GPUs, and this machine has none" in found(preflight(config, BIG))["placement.offload"]
+    on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
+    assert preflight(config, on_gpu).problems == []
+    assert preflight(ppo(model, data, "placement.offload=none"), BIG).problems == []
+
+
 def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -> None:
     large = tmp_path / "large"
     large.mkdir()

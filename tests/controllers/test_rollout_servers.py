@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -160,9 +161,12 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
     assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
 
-def test_a_replica_that_dies_while_weights_arrive_gets_them_all_the_same(run: Trainer) -> None:
-    os.kill(pid(run, 0), signal.SIGKILL)
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run: Trainer, how: signal.Signals) -> None:
+    process, began = pid(run, 0), time.monotonic()
+    os.kill(process, how)
     run.publish(5)
+    assert time.monotonic() - began < run.config.run.call_deadline_s / 2 and not _alive(process)
     run.servers.gather(all_of_them=True)
     run.publish(5)
     assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]

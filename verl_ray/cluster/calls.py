@@ -23,6 +23,8 @@ T = TypeVar("T")
 # After a rank's exception its peers are given this long: when one of them died, its death is the reason.
 _GRACE_S = 2.0
 
+_TICK_S = 0.5
+
 
 class Caller(Protocol):
     """Who a call belongs to: it learns of failures, and tells when it has been restarted since."""
@@ -108,13 +110,15 @@ class Call(Generic[T]):
         self._flights = ()  # the answer holds the references that are wanted
 
 
-def wait_all(calls: Sequence[Call[T]]) -> list[T]:
-    """The answers of several calls, in order. A failure or an expired deadline of any of them ends the wait."""
+def wait_all(calls: Sequence[Call[T]], watch: Callable[[], None] | None = None) -> list[T]:
+    """The answers of several calls, in order. A failure or an expired deadline of any of them ends the wait, and so
+    does what `watch` raises, which is called now and then meanwhile. Those that have not answered may be waited for
+    again."""
     for call in calls:
         check_current(call._caller, call._incarnation)
     waiting = [call for call in calls if call._answer is None]
     try:
-        replies = collect([flight for call in waiting for flight in call._flights])
+        replies = collect([flight for call in waiting for flight in call._flights], watch)
     except WorkerError as error:
         for call in waiting:
             if call._caller.owns(error):
@@ -128,15 +132,19 @@ def wait_all(calls: Sequence[Call[T]]) -> list[T]:
     return [call._answer[0] for call in calls if call._answer is not None]
 
 
-def collect(flights: Sequence[Flight]) -> list[Any]:
-    """The replies, in the order of the flights. Raises the first failure of any rank, or its root cause."""
+def collect(flights: Sequence[Flight], watch: Callable[[], None] | None = None) -> list[Any]:
+    """The replies, in the order of the flights. Raises the first failure of any rank, or its root cause, or what
+    `watch` raises."""
     pending = {flight.reply: flight for flight in flights}
     replies: dict[Any, Any] = {}
     while pending:
         left = min(flight.deadline.left_s for flight in pending.values())
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=left)
+        ready, _ = ray.wait(list(pending), num_returns=1, timeout=left if watch is None else min(left, _TICK_S))
         if not ready:
-            raise late(list(pending.values()))
+            if watch is None or left <= _TICK_S:
+                raise late(list(pending.values()))
+            watch()
+            continue
         flight = pending.pop(ready[0])
         reply = receive(flight)
         if isinstance(reply, WorkerError):

@@ -49,6 +49,14 @@ class EvaluationConfig(Section):
 class PlacementConfig(Section):
     kind: Literal["colocated", "separate"]
     """Whether actor, critic, reference and rollout share bundles (and devices), or have their own."""
+    offload: Literal["auto", "all", "optimizer", "none"]
+    """What actor, critic and reference keep on the host while rollouts are drawn on the GPUs that they share: their
+    whole state, their optimizers' alone, or nothing. auto = all."""
+
+    @property
+    def offloads_weights(self) -> bool:
+        """Whether weights are on the host then, too."""
+        return self.offload in ("auto", "all")
 
 
 class RLConfig(Section):

@@ -100,6 +100,13 @@ CASES = [
         "reward_model",
     ),
     Case(
+        "offloading_frees_shared_devices",
+        "placement=separate placement.offload=optimizer",
+        "placement.offload",
+        "with placement=separate trainers share their devices with no rollout engine",
+        "use placement=colocated",
+    ),
+    Case(
         "peers_divide_the_ranks",
         "backend=fsdp actor.num_ranks=6 actor.backend.sequence_parallel=4",
         "actor.backend.sequence_parallel",

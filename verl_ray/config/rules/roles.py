@@ -87,6 +87,13 @@ def mini_batches_divide_the_rows(config: RLConfig, _: Overridden) -> Iterator[Pr
             )
 
 
+def offloading_frees_shared_devices(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    kind, offload = config.placement.kind, config.placement.offload
+    if kind != "colocated" and offload in ("all", "optimizer"):
+        rule = f"with placement={kind} trainers share their devices with no rollout engine"
+        yield Problem("placement.offload", offload, rule, "Leave it out, or use placement=colocated.")
+
+
 def shared_processes_have_equal_ranks(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     """Colocated roles on one kind of backend share a process per rank."""
     if config.placement.kind != "colocated":
