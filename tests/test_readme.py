@@ -26,6 +26,7 @@ from verl_ray.cluster.session import Session
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
+QUIET = "tracking.wandb.mode=disabled"  # after the first run, which is told to W&B as it stands
 FEW = "run.total_steps=1 run.threads_per_rank=1 data.prompts_per_step=4 rollout.group_size=2 actor.mini_batch_size=null"
 SHORT = "evaluation.num_prompts=5 rollout.max_response_tokens=8"
 NO_WARM_START = "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1"
@@ -39,14 +40,14 @@ PREPARED = f"prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 
 SHORTER = {
     "scripts/quickstart": f"{FEW} {PREPARED}",
     "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",  # one more
-    "verl-ray train --config-name quickstart run.name=groups": f"{FEW} {MADE}",
-    "verl-ray train --config-name quickstart": f"{FEW} {PREPARED}",
-    "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT}",
-    "verl-ray train --config-name ppo": f"{FEW} evaluation.num_prompts=5",
-    "verl-ray train --config-name reward_model": "run.total_steps=2 run.evaluate_every=2 run.threads_per_rank=1",
+    "verl-ray train --config-name quickstart run.name=groups": f"{FEW} {MADE} {QUIET}",
+    "verl-ray train --config-name quickstart": f"{FEW} {PREPARED} {QUIET}",
+    "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT} {QUIET}",
+    "verl-ray train --config-name ppo": f"{FEW} {QUIET} evaluation.num_prompts=5",
+    "verl-ray train --config-name reward_model": f"{QUIET} run.total_steps=2 run.evaluate_every=2",
     "verl-ray evaluate --config-name reward_model": "evaluation.num_pairs=4 run.threads_per_rank=1",
-    "verl-ray train --config-name grpo": f"{FEW} {SHORT}",
-    "verl-ray train --config-name sft": "run.total_steps=2 run.threads_per_rank=1",
+    "verl-ray train --config-name grpo": f"{FEW} {SHORT} {QUIET}",
+    "verl-ray train --config-name sft": f"{QUIET} run.total_steps=2 run.threads_per_rank=1",
     "verl-ray evaluate": "evaluation.num_prompts=5 run.threads_per_rank=1",
     "ray job submit": f"{FEW} {PREPARED}",
 }

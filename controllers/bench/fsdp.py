@@ -34,10 +34,12 @@ def main(argv: list[str]) -> int:
     if found is None:
         return 2
     given, figures = found
-    print("the head ...", file=sys.stderr, flush=True)
-    packing = _packing(figures, row_lengths(given.rows), given.micro_batch_tokens)
-    alone = head.measure(given.device, given.dtype, given.repeats, figures["cores"])
-    print(json.dumps({**figures, "packing": packing, "head": alone}, indent=2))
+    if figures.keys() >= {"engine_1", PLAIN, SORTED}:
+        figures["packing"] = _packing(figures, row_lengths(given.rows), given.micro_batch_tokens)
+    if not given.only:
+        print("the head ...", file=sys.stderr, flush=True)
+        figures["head"] = head.measure(given.device, given.dtype, given.repeats, figures["cores"])
+    print(json.dumps(figures, indent=2))
     return 0
 
 

@@ -39,9 +39,10 @@ class Work:
     threads: int
 
 
-def measure(device: str, dtype: str, repeats: int, threads: int) -> dict[str, Any]:
-    """Seconds and bytes of both, and how they compare."""
-    tokens, hidden_size, vocabulary = SIZES[device]
+def measure(device: str, dtype: str, repeats: int, threads: int, tokens: int | None = None) -> dict[str, Any]:
+    """Seconds and bytes of both on so many tokens (None: as many as SIZES has), and how they compare."""
+    most, hidden_size, vocabulary = SIZES[device]
+    tokens = tokens or most
     told: dict[str, list[dict[str, Any]]] = {"naive": [], "chunked": []}
     for _, kind in product(range(repeats), told):  # in turns: a slow minute of the machine is not one's alone
         work = Work(kind, device, dtype, tokens, hidden_size, vocabulary, threads)

@@ -1,8 +1,8 @@
 """`verl-ray bench step`: whole training steps of a small GRPO run, beside the floor of the same work.
 
 Invariant: the steps are those of `train` (real Ray, vLLM, scores, weight sync), and each block of steps is followed by
-its floor on the very same rows, so that a slow minute of the machine slows both. Memory is sampled in a pass of its
-own, since sampling takes time. Deliberately not here: evaluation, checkpoints and trackers, which no step contains.
+its floor on the very same rows, so that a slow minute of the machine slows both. Memory is sampled during further
+steps, since sampling takes time. Deliberately not here: evaluation, checkpoints and trackers, which no step contains.
 """
 
 from __future__ import annotations
@@ -145,10 +145,9 @@ def main(argv: list[str]) -> int:
                     name: measure(bench, floor, steps, warm_up, forced=name == "forced")
                     for name in ("natural", "forced")
                 }
-        with TreeMemorySampler() as memory, start(config, session) as system:
-            bench = Bench(config, system)
-            for forced in (False, True):
-                bench.steps(MEMORY_STEPS, forced=forced)
+            with TreeMemorySampler() as memory:
+                for forced in (False, True):
+                    bench.steps(MEMORY_STEPS, forced=forced)
     result = {
         **figures,
         "peak_memory_gib": round(memory.peak_bytes / GIB, 3),
