@@ -12,16 +12,19 @@ import functools
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from controllers.endpoints import Endpoints
-from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
+from verl_ray.cluster.host import LANES, SERVING
 from verl_ray.cluster.pulse import Pulse
 from verl_ray.cluster.store import put
 from verl_ray.config.rollout import RolloutConfig
@@ -34,6 +37,9 @@ from workers.rollout import Generation, RolloutWorker
 Replica = WorkerGroup[RolloutWorker]
 
 _TICK_S = 0.5
+
+STREAMS = LANES[SERVING] // 2
+"""Calls under way of one replica; what it has room for beyond them comes in one call when the next of them ends."""
 
 
 @dataclass(eq=False)
@@ -62,6 +68,7 @@ class RolloutServers:
                 endpoints.tell(replica)
         self._config, self._start_deadline_s = config, start_deadline_s
         self._pulses = {replica: self._pulse(replica) for replica in replicas}  # of those that are there
+        self._condemned: set[Replica] = set()  # seen not to answer: what they say later changes nothing
         self._restarts: dict[Replica, Future[None]] = {}
         self._lost_since_publish = 0
         self._counts = {"rollout/restarts": 0, "rollout/reissued": 0}
@@ -86,6 +93,11 @@ class RolloutServers:
             time.sleep(_TICK_S / 10)
         self._return_started()
         return self.replicas
+
+    @property
+    def restarting(self) -> bool:
+        """Whether some are on their way."""
+        return bool(self._restarts)
 
     def published(self) -> None:
         """All that are there hold the same new version."""
@@ -140,7 +152,8 @@ class RolloutServers:
                     take_back(replica)
                 for replica in self._return_started(bring_up=True):
                     balancer.join(replica)
-                for replica, items in balancer.assign().items():
+                held = Counter(draw.replica for draw in draws)
+                for replica, items in balancer.assign({one for one in held if held[one] >= STREAMS}).items():
                     owed = set().union(*(wanted.pop(item.session) for item in items))
                     rows = stored.select(np.array([position[item.session] for item in items]))
                     stream = replica.open_stream(RolloutWorker.generate, rows, generation, np.array(sorted(owed)))
@@ -173,7 +186,12 @@ class RolloutServers:
 
     def of_each(self, replicas: Sequence[Replica], verb: Callable[..., object], *args: object) -> None:
         """The same call of several replicas; one that is lost meanwhile does not keep the others from it."""
-        calls = {replica: replica.broadcast(verb, *args) for replica in replicas}
+        calls: dict[Replica, Call[Any]] = {}
+        for replica in replicas:
+            try:
+                calls[replica] = replica.broadcast(verb, *args)
+            except WorkerError as error:  # it has failed before
+                self.lose(error)
         while calls:
             try:
                 wait_all(list(calls.values()), functools.partial(self.watch, list(calls)))
@@ -198,9 +216,14 @@ class RolloutServers:
         return replica
 
     def _is_lost(self, replica: Replica, error: WorkerError) -> bool:
+        if replica in self._condemned or isinstance(error, WorkerDied):
+            return True
         if isinstance(error, DeadlineExceeded):  # the work may just be too much for the deadline
             return not replica.answers(self._config.health.deadline_s)
-        return isinstance(error, WorkerDied) or isinstance(error.__cause__, EngineFailed)
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, EngineFailed):
+            cause = cause.__cause__
+        return cause is not None
 
     def _see(self) -> list[Replica]:
         """Ask how the replicas are; those that were lost just now."""
@@ -222,11 +245,13 @@ class RolloutServers:
                 raise pulse.late("a step of the engine", stalled_s, "rollout.health.stall_s")
         except WorkerError as error:
             replica.fail(error)
+            self._condemned.add(replica)
             raise
 
     def _fence(self, replica: Replica, error: WorkerError) -> None:
         health = self._config.health
         self._pulses.pop(replica, None)
+        self._condemned.discard(replica)
         self._lost_since_publish += 1
         self._counts["rollout/restarts"] += 1
         if self._lost_since_publish > health.max_restarts:

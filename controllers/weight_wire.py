@@ -14,7 +14,7 @@ from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
 from verl_ray.config.schema import RLConfig
-from verl_ray.errors import WeightSyncError
+from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest, as_loaded
@@ -116,7 +116,11 @@ class WeightWire:
         for replica in replicas:
             joining.append(replica.broadcast(RolloutWorker.connect, address, route, first))
             first += replica.num_ranks * parallel
-        wait_all(joining, watch)
+        try:
+            wait_all(joining, watch)
+        except WorkerError:
+            self._actor.broadcast(ActorWorker.leave_wire).result()
+            raise
         for missing in (told for told in meeting.result() if told is not None):
             raise WeightSyncError(missing)
         return address

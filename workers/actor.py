@@ -10,6 +10,7 @@ import torch
 from verl_ray.algorithms.credit import assign, diverge
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.host import steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import (
     Credit,
@@ -135,6 +136,11 @@ class ActorWorker(ModelWorker):
         except WeightSyncError as error:
             return str(error)
         return None
+
+    @steering
+    def leave_wire(self) -> None:
+        """A receiver will not come: those who meet wait no longer."""
+        self._sender.leave()
 
     def write_bucket(self, index: int, whole: bool) -> Sent:
         """Put this rank's slices of a bucket on the wire. `whole`: a receiver may not hold what was sent before."""

@@ -119,7 +119,7 @@ class RolloutWorker:
         asked = [
             Request(number, row, sampling, seed, stream, session=str(session)) for number, row, seed, session in columns
         ]
-        answers = self.server.respond(asked)
+        answers = self.server.respond(asked, by_name=True)
         when_nobody_listens(answers.close)
         for chunks in answers:
             yield _responses(chunks)
@@ -135,7 +135,7 @@ class RolloutWorker:
 
     @steering
     def abort_requests(self, request_ids: tuple[int, ...]) -> None:
-        """End requests early; each comes back to its caller as far as it got."""
+        """End requests of `respond` early; each comes back to its caller as far as it got."""
         self.server.abort(request_ids)
 
     def abort(self) -> None:
@@ -159,13 +159,13 @@ class RolloutWorker:
 
     def connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Meet the actor, whose ranks connect at the same time."""
-        self.server.run(lambda engine: engine.connect(address, route, first_receiver))
+        self.server.run(lambda engine: engine.connect(address, route, first_receiver), waits_for_others=True)
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
         self.server.run(lambda engine: engine.begin_update(manifest, version))
 
     def receive(self, bucket: Bucket, address: Address) -> None:
-        self.server.run(lambda engine: engine.receive(bucket, address))
+        self.server.run(lambda engine: engine.receive(bucket, address), waits_for_others=True)
 
     def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> float:
         """Accept the version if what arrived is what was sent; the seconds that its fingerprints took."""

@@ -32,6 +32,7 @@ from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
+from verl_ray.config.backends import BACKENDS
 from verl_ray.config.schema import RLConfig
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
@@ -220,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["1m", "100m", "400m"],
                         help="1m 100m 400m; the others are for GPUs")  # fmt: skip
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="hand-overs that count (5)")
-    parser.add_argument("--backend", choices=("engine", "fsdp"), default="engine", help="of the actor (engine)")
+    parser.add_argument("--backend", choices=tuple(BACKENDS), default="engine", help="of the actor (engine)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides (float32)")
     wires = ("auto", "shared_memory", "cuda_ipc", "broadcast", "disk")
     parser.add_argument("--transport", choices=wires, default="auto", help="rollout.sync.transport (auto)")

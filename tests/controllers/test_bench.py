@@ -138,6 +138,7 @@ def test_figures_by_hand() -> None:
     assert both["model_flops_utilization"] is None
 
 
+@pytest.mark.ranks
 def test_memory_of_megatron_fsdp_is_what_the_formula_says() -> None:
     found = measured("megatron_fsdp_memory", "--only", "all")["strategies"]["all"]
     formula, held = found["formula"], found["measured"]
@@ -196,6 +197,7 @@ def test_fsdp() -> None:
     )
 
 
+@pytest.mark.ranks
 def test_the_head_computes_what_the_formula_does_in_less_memory() -> None:
     found = head.measure("cpu", "float32", 1, threads=1, tokens=1280)  # more logits than are kept
     assert found["chunked"]["outputs_sum"] == pytest.approx(found["naive"]["outputs_sum"], rel=1e-5)

@@ -89,6 +89,15 @@ def test_other_wires_bring_the_same(trainer: MakeTrainer, tmp_path: Path, wire: 
         assert again["weight_sync/bytes"] == first["weight_sync/bytes"]
 
 
+def test_a_probe_knows_how_much_rounding_does_from_the_first(trainer: MakeTrainer) -> None:
+    run = trainer("ppo", "rollout.dtype=bfloat16")
+    first = run.publish(0)["weight_sync/probe_difference"]
+    assert 1e-4 < first < 0.5
+    run.publish(1)
+    kept = run.publisher._probe
+    assert kept is not None and kept[1].tolerance == min(max(5 * first, 0.1), 1.0)
+
+
 def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     trainer: MakeTrainer, samplers: Samplers, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from controllers.ppo import Trainer
+from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
 from tests.controllers.runs import Inputs, Samplers, servers_of, start_some, training
 from verl_ray.cluster.session import Session
@@ -170,6 +171,20 @@ def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run:
     run.servers.gather(all_of_them=True)
     run.publish(5)
     assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
+
+
+def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_waiting(run: Trainer) -> None:
+    sync = run.config.rollout.sync.model_copy(update={"transport": "broadcast"})
+    config = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"sync": sync})})
+    publisher = Publisher(run.system.actor, run.servers, config, sharing=(), has_gpus=False)
+    process, began = pid(run, 1), time.monotonic()
+    os.kill(process, signal.SIGSTOP)
+    publisher.publish(5)
+    assert time.monotonic() - began < run.config.run.call_deadline_s / 4 and not _alive(process)
+    assert len(run.servers.gather(all_of_them=True)) == 2
+    publisher.publish(5)
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
+    run.servers.bring_up = run.publisher._bring_up
 
 
 def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:

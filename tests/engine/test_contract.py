@@ -23,7 +23,7 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.models.tiny import make_tiny
 
-pytestmark = pytest.mark.timeout(1500)  # the processes of all backends run at once
+pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]  # the processes of all backends run at once
 
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
 """Name and whether the embeddings are tied."""

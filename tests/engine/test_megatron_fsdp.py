@@ -28,6 +28,8 @@ from verl_ray.engine.megatron_fsdp import package
 from verl_ray.engine.megatron_fsdp.memory import Elements, held
 from verl_ray.models.tiny import make_tiny
 
+pytestmark = pytest.mark.ranks
+
 PLACES = [(name, 2) for name in STRATEGIES] + [(name, 4) for name in HYBRID]
 BESIDE = 2 * 14 * 64 + 64  # embeddings, head, norm
 MODEL = Elements(layers=4 * LAYER, layer=LAYER, beside=BESIDE)

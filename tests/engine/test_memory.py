@@ -17,6 +17,8 @@ from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 
+pytestmark = pytest.mark.ranks
+
 WORLD = 2
 KINDS = ("fsdp", "megatron", "megatron_fsdp")
 OVERHEAD_BYTES = 64 << 20

@@ -20,6 +20,8 @@ from verl_ray.errors import EngineError
 from verl_ray.ops.log_probs import head_log_probs
 from verl_ray.ops.vocab_parallel import VocabularySlice
 
+pytestmark = pytest.mark.ranks
+
 EXACT = 1e-6
 Found = dict[int, list[dict[str, Any]]]
 

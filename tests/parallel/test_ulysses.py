@@ -23,6 +23,8 @@ from verl_ray.ops.outputs import TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 
+pytestmark = pytest.mark.ranks
+
 ROWS = PackedTokens(
     tokens=np.array([5, 6, 7, 8, 9]),
     positions=np.array([0, 1, 2, 0, 1]),

@@ -52,3 +52,15 @@ def test_a_server_that_left_gets_nothing_and_what_it_had_is_first() -> None:
     assert given(balancer) == {}
     balancer.join("a")
     assert given(balancer) == {"a": [0]}
+
+
+def test_a_busy_server_takes_none_and_its_sessions_wait() -> None:
+    balancer = Balancer("ab", 10)
+    balancer.add([Item(0, 1), Item(1, 1)])
+    first = balancer.assign()
+    home = next(server for server, items in first.items() if Item(0, 1) in items)
+    balancer.add([Item(2, 1), Item(0, 1), Item(3, 1)])
+    other = ({"a", "b"} - {home}).pop()
+    assert balancer.assign({home}) == {other: [Item(2, 1)]}  # 0 is at home there, and none passes it
+    assert balancer.assign({"a", "b"}) == {} and balancer.waiting == 2
+    assert sum(map(len, balancer.assign().values())) == 2

@@ -156,6 +156,12 @@ def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: 
     assert [chunk.tokens.tolist() for chunk in chunks] == before
     assert chunks[0].version_spans == ((0, 6),)
 
+    engine.sleep("weights")
+    engine.wake("weights")
+    engine.wake("kv_cache")  # awake, and nothing was sent
+    with pytest.raises(RolloutError, match="no policy version is committed; send the weights"):
+        engine.submit([_request(1)])
+
 
 def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
     engine.submit([_request(1), _request(2)])

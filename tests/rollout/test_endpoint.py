@@ -472,6 +472,8 @@ REFUSED = [
         "1 prompt tokens and max_tokens = 96 are more than the 96 tokens",
     ),
     ({"prompt": "1" * 96}, "prompt", "96 prompt tokens are more than the 96 tokens"),
+    ({"prompt": ["1"] * 1000, "n": 2}, "n", "1000 prompts with n = 2 are more than the 1024 responses of one call"),
+    ({"prompt": "1" * 100_000}, "prompt", "100000 characters are more than 96 tokens have"),
     ({"prompt": "1x"}, None, "prompt: the tokenizer .* cannot encode '1x'"),
     ({"prompt": [3, 15]}, None, "found the token ids 3 to 15, expected 0 to 14"),
     ({"prompt": "1", "frequency_penalty": 0.5}, "frequency_penalty", "frequency_penalty = 0.5: .* not support it"),

@@ -101,15 +101,34 @@ def test_requests_are_queued_before_anybody_listens_and_one_that_stops_listening
 
 
 def test_an_abort_ends_requests_where_they_are(server: RolloutServer, engine: list[Gated]) -> None:
-    answers = server.respond([request(1, 900), request(2, 900)])
+    rows = server.respond([request(2, 900)])  # of somebody whose ids are nobody else's business
+    answers = server.respond([request(1, 900), request(2, 900)], by_name=True)
     engine[0].gate.release(2)
     soon(lambda: engine[0].drawn == 2)
+    with pytest.raises(RolloutError, match=r"must be unique in flight, found again: \[2\]"):
+        server.respond([request(2, 900)], by_name=True)
     server.abort([2, 77])
     (chunk,) = next(answers)
     assert (chunk.request_id, chunk.finish, len(chunk.tokens)) == (2, Finish.ABORTED, 2)
+    assert server.health().in_flight == 2
     server.abort()
     ((chunk,),) = list(answers)
     assert (chunk.request_id, chunk.finish, len(chunk.tokens)) == (1, Finish.ABORTED, 2)
+    ((chunk,),) = list(rows)
+    assert (chunk.request_id, chunk.finish) == (2, Finish.ABORTED)
+
+
+def test_what_takes_long_is_told_unless_it_waits_for_others(server: RolloutServer) -> None:
+    for waits in (False, True):
+        done = threading.Event()
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(server.run, lambda engine, done=done: done.wait(10), waits_for_others=waits)
+            time.sleep(0.1)
+            stalled_s = server.health().stalled_s
+            done.set()
+            assert running.result(10)
+        assert (stalled_s == 0) if waits else (0.05 < stalled_s < 10)
+    assert server.health().stalled_s == 0
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
@@ -146,7 +165,7 @@ def test_requests_that_give_way_are_left_alone_by_aborts_and_not_waited_for_by_a
     server: RolloutServer, engine: list[Gated]
 ) -> None:
     asked = request(1, 900)
-    outside, own = server.respond([replace(asked, gives_way=True)]), server.respond([asked])
+    outside, own = server.respond([replace(asked, gives_way=True)]), server.respond([asked], by_name=True)
     engine[0].gate.release(2)
     soon(lambda: engine[0].drawn == 2)
     server.abort([1])

@@ -75,13 +75,19 @@ def test_synced_weights_are_what_is_sampled_from(
     probe = Probe((row,), (reference_log_probs(first, row[:1], row[1:]),), 1e-4)
     if vllm_is_right:
         assert engine.prove(probe) < 1e-4
+        publish(engine, second, 4, proof_follows=True)
+        reload_as_vllm_does(engine, first)  # what it had; no tolerance hides that nothing moved
+        probe = Probe((row,), (reference_log_probs(second, row[:1], row[1:]),), 100.0)
+        with pytest.raises(WeightSyncError, match=r"older ones.* to the bit those of version 3, since when .* by \d"):
+            engine.prove(probe)
+        assert engine.policy_version is None
     else:
         with pytest.raises(WeightSyncError, match=r"version 3: every weight arrived as it was sent.*vLLM repacks"):
             engine.prove(probe)
         assert engine.policy_version is None
     engine.sleep("weights")
     engine.wake("weights")
-    publish(engine, second, 4)
+    publish(engine, second, 5)
     engine.wake("kv_cache")
     assert _worst(engine, second, reference_log_probs) < 1e-4
 

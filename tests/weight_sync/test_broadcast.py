@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 from tests.weight_sync.ends import BUCKETS, CPU, MANIFEST, made, shards
 from verl_ray.errors import WeightSyncError
-from verl_ray.weight_sync.broadcast import BroadcastSender
+from verl_ray.weight_sync.broadcast import BroadcastAddress, BroadcastSender
 from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
 from verl_ray.weight_sync.meeting import gather, invite, join
 from verl_ray.weight_sync.transport import Address, Route, Seat
@@ -116,10 +118,30 @@ def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_th
 
 def test_who_does_not_come_is_named() -> None:
     meeting, listener = invite("127.0.0.1", receivers=2)
-    with pytest.raises(WeightSyncError, match=r"of 2 receivers \[0, 1\] did not come to 127.0.0.1:\d+ within 0 s"):
+    with pytest.raises(
+        WeightSyncError, match=r"of 2 receivers \[0, 1\] did not come to 127.0.0.1:\d+, which was open for 0 s"
+    ):
         gather(meeting, listener, 0.2, "cpu")
     with pytest.raises(WeightSyncError, match=r"receiver 1 waited 0 s .* at 127.0.0.1:\d+, where the sender"):
         join(meeting, 1, 0.2, "cpu")
+
+
+def test_those_who_meet_leave_when_one_will_not_come() -> None:
+    sender = BroadcastSender(Route(BUCKETS, 2, 60.0), 0, CPU)
+    meeting = sender.offer().meeting
+    began = time.monotonic()
+    with ThreadPoolExecutor(2) as pool:
+        sending = pool.submit(sender.connect, BroadcastAddress(meeting))
+        other = pool.submit(join, meeting, 1, 60.0, "cpu")
+        time.sleep(0.5)
+        assert not sending.done() and not other.done()
+        sender.leave()
+        with pytest.raises(WeightSyncError, match=r"of 2 receivers \[0\] will not come"):
+            sending.result(10)
+        with pytest.raises(WeightSyncError, match="receiver 1 waited"):
+            other.result(10)
+    assert time.monotonic() - began < 30
+    sender.close()
 
 
 def test_a_broadcast_needs_a_meeting() -> None:

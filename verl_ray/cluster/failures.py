@@ -144,20 +144,29 @@ def _examine_living(process: psutil.Process, facts: Facts, stacks: bool) -> tupl
 def kill(members: Sequence[Member]) -> None:
     """End processes at once, also those that are stopped (SIGSTOP) and do not hear Ray. Never raises: the cluster may
     be gone already."""
+    elsewhere = []
+    for member in members:
+        if member.facts is not None:
+            with contextlib.suppress(Exception):
+                ended = _on_node(member.facts, end)
+                elsewhere += [] if ended is None else [ended]
+    with contextlib.suppress(Exception):
+        ray.wait(elsewhere, num_returns=len(elsewhere), timeout=_QUESTION_S) if elsewhere else None
     for member in members:
         with contextlib.suppress(Exception):
             ray.kill(member.actor)
-        if member.facts is not None:
-            with contextlib.suppress(Exception):
-                _on_node(member.facts, end)
 
 
 def end(facts: Facts) -> None:
-    """On the node of a process: end it."""
+    """On the node of a process: end it, and those that it has started, such as the ranks of an engine, which may be
+    stopped and would not see it go."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(facts.pid)
         if abs(process.create_time() - facts.started) < 1.0:
-            process.kill()
+            started = process.children(recursive=True)
+            for one in (process, *started):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    one.kill()
 
 
 def _on_node(facts: Facts, act: Callable[..., Any], *more: object) -> Any:

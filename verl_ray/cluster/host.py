@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -168,6 +169,7 @@ class WorkerHost:
         self._workers: dict[str, Any] = {}
         self._running: tuple[str, str, float] | None = None
         self._streams: dict[str, _Listening] = {}
+        self._ended: deque[str] = deque(maxlen=1024)  # of which their callers may not know yet
         self._listener: socket.socket | None = None
         self._joined = not seat.process_group
         self._memory = PeakWatch(on_device=seat.device != "cpu")
@@ -243,6 +245,7 @@ class WorkerHost:
             finally:
                 _thread.listening = None
                 del self._streams[stream_id]
+                self._ended.append(stream_id)
 
     def close(self) -> None:
         """Close the workers, the last one built first, and leave the process group."""
@@ -303,6 +306,8 @@ class WorkerHost:
 
     def end_stream(self, role: str, stream_id: str) -> None:
         """Nobody listens to this stream any more: stop at its next piece, which the worker may bring about."""
+        if stream_id in self._ended:
+            return
         listening = self._streams.setdefault(stream_id, _Listening(SERVING))  # it may begin yet
         listening.gone = True
         for act in listening.acts:

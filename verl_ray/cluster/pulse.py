@@ -15,6 +15,8 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import CONTROL, Status
 from verl_ray.errors import WorkerError
 
+_GRACE_S = 1.0
+
 
 class Pulse:
     """Of a group of one process."""
@@ -40,7 +42,9 @@ class Pulse:
                 lane = member.actor.status.options(concurrency_group=CONTROL)
                 self._asked, self._since = lane.remote(), now
             return None
-        ready, _ = ray.wait([self._asked], timeout=0)
+        # Where the time is up because nobody looked, the answer may be there and not delivered yet.
+        late = now - self._since > self._deadline_s
+        ready, _ = ray.wait([self._asked], timeout=_GRACE_S if late else 0)
         if ready:
             asked, self._asked = self._asked, None
             try:
@@ -48,7 +52,7 @@ class Pulse:
             except ray.exceptions.RayError as error:
                 raise failures.died(self._group.members()[0], "status", error) from error
             return status
-        if now - self._since > self._deadline_s:
+        if late:
             raise self.late("the control lane", now - self._since, self._key)
         return None
 

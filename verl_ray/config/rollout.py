@@ -55,7 +55,8 @@ class SyncConfig(Section):
     """Syncs from one comparison of log-probs, of fixed tokens with the trainer's, to the next; auto = every one on a
     CPU, every tenth on GPUs. Fingerprints are compared at every sync."""
     probe_tolerance: PositiveFloat | Literal["auto"]
-    """The largest difference of a log-prob; auto = 0.001 where trainer and rollout compute in float32, else 1."""
+    """The largest difference of a log-prob; auto = 0.001 where trainer and rollout compute in float32, else five times
+    what the first sync of the run shows, at least 0.1 and at most 1."""
 
     def bucket_bytes(self, sent: int) -> int:
         """What travels at once of `sent` bytes."""

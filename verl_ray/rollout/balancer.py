@@ -8,7 +8,7 @@ well or not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Iterable
+from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -47,19 +47,19 @@ class Balancer(Generic[S]):
         else:
             self._waiting.extend(items)
 
-    def assign(self) -> dict[S, list[Item]]:
+    def assign(self, busy: Container[S] = ()) -> dict[S, list[Item]]:
         """Hand out what servers have room for, in the order it came: to the session's server, else the least loaded.
 
-        An item that must wait for its session's server lets none behind it pass.
+        An item that must wait for its session's server lets none behind it pass. `busy`: servers that take none now.
         """
         given: dict[S, list[Item]] = {}
-        while self._waiting and self._loads:
+        while self._waiting and (free := [server for server in self._loads if server not in busy]):
             item = self._waiting[0]
             home = self._homes.get(item.session)
-            server = home if home in self._loads else min(self._loads, key=self._loads.__getitem__)
+            server = home if home in self._loads else min(free, key=self._loads.__getitem__)
             assert server is not None
             load = self._loads[server]
-            if load and load + item.size > self._room:
+            if server in busy or (load and load + item.size > self._room):
                 break
             self._waiting.popleft()
             self._loads[server] += item.size

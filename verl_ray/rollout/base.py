@@ -104,6 +104,10 @@ class _Update:
     committed: bool = False
 
 
+STALE = 0.01
+"""By how much log-probs of the trainer move, at the most, while those of an engine that has its weights do not."""
+
+
 class RolloutEngine(ABC):
     """States: parts of the memory are resident or asleep; a policy version is committed or none is; an update is open
     or not; the engine has failed or not. What a state does not allow raises `RolloutError` and says what to do."""
@@ -120,6 +124,7 @@ class RolloutEngine(ABC):
         self._steps = 0
         self._aborts: set[int] = set()
         self._due: list[Chunk] = []  # for the next step to deliver
+        self._moved: tuple[int, Probe, list[Float32]] | None = None  # when a probe last found something new
 
     # ------------------------------------------------------------------------------------------------- generation
 
@@ -367,10 +372,29 @@ class RolloutEngine(ABC):
                     f"others: of fixed tokens {probe.rows[worst].tolist()} its log-probs differ from the trainer's by "
                     f"{differences[worst]:.3g}, more than {probe.tolerance:.3g}. {self._suspects()}"
                 )
+            self._require_moved(probe, found, update.version)
         self._update = None
         self._version = update.version
         self._due += self._deliver(drawn, update.version)
         return float(differences[worst])
+
+    def _require_moved(self, probe: Probe, found: list[Float32], version: int) -> None:
+        """Where rounding hides small steps: log-probs that stay the same to the bit are of weights that do, too."""
+        if self._moved is not None:
+            since, then, before = self._moved
+            same = len(found) == len(before) and all(map(np.array_equal, found, before))
+            if same and all(map(np.array_equal, probe.rows, then.rows)):
+                pairs = zip(probe.log_probs, then.log_probs, strict=True)
+                moved = max(np.abs(now - earlier).max(initial=0.0) for now, earlier in pairs)
+                if moved > STALE:
+                    self.abort()
+                    raise WeightSyncError(
+                        f"version {version}: every weight arrived as it was sent, but the engine computes with older "
+                        f"ones: its log-probs of fixed tokens are to the bit those of version {since}, since when the "
+                        f"trainer's have moved by {moved:.3g}. {self._suspects()}"
+                    )
+                return
+        self._moved = version, probe, found
 
     def abort_update(self) -> None:
         """Give the open update up; the engine has no version until another one is committed. No update: no effect."""

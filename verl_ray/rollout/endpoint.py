@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -41,10 +41,12 @@ from verl_ray.rollout.texts import GrowingText
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MAX_CHOICES = 1024
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's; a chat completion may fill the engine's length
 
 _MOST_BODY_BYTES = 1 << 24
 _RETRY_AFTER_S = "1"
+_SHRINKS = 4  # times that normalising may shorten a text before it is cut into tokens
 _LAST_CALLS_S = 0.1
 
 
@@ -71,6 +73,7 @@ class Endpoint:
         """
         self._server, self._tokenizer = server, tokenizer
         self._model, self._max_model_len = model, max_model_len
+        self._longest_text = _SHRINKS * max_model_len * max(map(len, tokenizer.get_vocab()))
         self._end_tokens: tuple[int, ...] = server.run(lambda engine: engine.end_tokens)
         self._token = _token(config.token_env)
         self._room = asyncio.Semaphore(config.in_flight)
@@ -186,15 +189,26 @@ class Endpoint:
         if isinstance(call, ChatCall):
             if not self._tokenizer.chat_template:
                 raise CallRefused("messages: the tokenizer of this model has no chat template; use /v1/completions")
+            self._require_short((str(message["content"]) for message in call.messages), "messages")
             texts = render(self._tokenizer, [call.messages], add_generation_prompt=True, where=lambda _: "messages")
             return [encode(self._tokenizer, texts, special=False, where=lambda _: "messages")[0]]
         assert isinstance(call, CompletionCall)
+        if len(call.prompt) * call.n > MAX_CHOICES:
+            asked = f"{len(call.prompt)} prompts with n = {call.n}"
+            raise CallRefused(f"{asked} are more than the {MAX_CHOICES} responses of one call", "n")
+        self._require_short((prompt for prompt in call.prompt if isinstance(prompt, str)), "prompt")
         return [
             encode(self._tokenizer, [prompt], special=True, where=lambda _: "prompt")[0]
             if isinstance(prompt, str)
             else np.array(prompt, np.int32)
             for prompt in call.prompt
         ]
+
+    def _require_short(self, texts: Iterable[str], field: str) -> None:
+        """Before any is cut into tokens, which takes its time."""
+        for text in texts:
+            if len(text) > self._longest_text:
+                raise CallRefused(f"{len(text)} characters are more than {self._max_model_len} tokens have", field)
 
     def _choices(self, call: Call, prompts: Sequence[Tokens]) -> list[_Choice]:
         """`call.n` to each prompt; number j has the seed `call.seed` + j."""

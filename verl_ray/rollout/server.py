@@ -35,7 +35,7 @@ class Health:
     policy_version: int | None
     in_flight: int
     steps: int
-    stalled_s: float  # since the step under way began; 0 while there is nothing to do
+    stalled_s: float  # since what the engine does now began; 0 while it does nothing, or waits for others
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class _Task:
     act: Callable[[RolloutEngine], Any]
     future: Future[Any]
     waits_for_resume: bool
+    waits_for_others: bool = False
 
 
 @dataclass(eq=False)
@@ -51,6 +52,7 @@ class _Caller:
 
     requests: dict[int, Request]
     tell: Callable[[Answer], None]
+    by_name: bool
     left: set[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,7 +91,7 @@ class RolloutServer:
         self._gate, self._closed = threading.Lock(), False  # nothing is asked behind the end
         self._numbers = itertools.count()
         self._health = Health(None, 0, 0, 0.0)
-        self._step_began: float | None = None
+        self._began: float | None = None
         # The engine's thread's own: who waits for which request; what was asked while paused, and the pause itself.
         self._callers: dict[int, _Caller] = {}
         self._held: list[_Task] | None = None
@@ -101,17 +103,18 @@ class RolloutServer:
 
     # ------------------------------------------------------------------------------------------------- any thread
 
-    def respond(self, requests: Sequence[Request]) -> Answers:
+    def respond(self, requests: Sequence[Request], *, by_name: bool = False) -> Answers:
         """Continue token sequences; yields what is due of any of them, in the order it was drawn.
 
-        Requests are queued at once, not at the first `next`. A caller that stops early aborts what is left.
+        Requests are queued at once, not at the first `next`. A caller that stops early aborts what is left. `by_name`:
+        others may abort these by their ids.
 
         Raises:
-            RolloutError: a request cannot be served, or the engine cannot generate now.
+            RolloutError: a request cannot be served, the engine cannot generate now, or a name is taken.
             EngineFailed: the engine failed; what was not yielded is lost.
         """
         answers: queue.SimpleQueue[Answer] = queue.SimpleQueue()
-        caller = self._caller(requests, answers.put)
+        caller = self._caller(requests, answers.put, by_name)
         self._submit(caller).result()
         return Answers(caller, answers, functools.partial(self._leave, caller))
 
@@ -132,20 +135,21 @@ class RolloutServer:
         finally:
             self._leave(caller)
 
-    def run(self, act: Callable[[RolloutEngine], T]) -> T:
-        """Do something with the engine between two steps: a weight update, sleep, wake."""
-        done: T = self._ask(act).result()
+    def run(self, act: Callable[[RolloutEngine], T], *, waits_for_others: bool = False) -> T:
+        """Do something with the engine between two steps: a weight update, sleep, wake. `waits_for_others`: how long it
+        takes says nothing of this engine."""
+        done: T = self._ask(act, waits_for_others=waits_for_others).result()
         return done
 
     def abort(self, request_ids: Collection[int] | None = None) -> None:
-        """End requests early, by their callers' ids (None: all), but for those that give way. Each comes back as far as
+        """End requests early, those of these names (None: all), but for those that give way. Each comes back as far as
         it got."""
 
         def end(engine: RolloutEngine) -> None:
-            requests = {number: caller.requests[number] for number, caller in self._callers.items()}
             engine.abort([
-                number for number, request in requests.items()
-                if not request.gives_way and (request_ids is None or request.request_id in request_ids)
+                number for number, caller in self._callers.items()
+                if not caller.requests[number].gives_way
+                and (request_ids is None or (caller.by_name and caller.requests[number].request_id in request_ids))
             ])  # fmt: skip
 
         self.run(end)
@@ -185,7 +189,7 @@ class RolloutServer:
 
     def health(self) -> Health:
         """How the server is doing now. Never waits."""
-        began = self._step_began
+        began = self._began
         return replace(self._health, stalled_s=0.0 if began is None else time.monotonic() - began)
 
     def close(self, *, process_ends: bool = False) -> None:
@@ -197,13 +201,17 @@ class RolloutServer:
                 self._tasks.put(None)
         self._thread.join()
 
-    def _caller(self, requests: Sequence[Request], tell: Callable[[Answer], None]) -> _Caller:
+    def _caller(self, requests: Sequence[Request], tell: Callable[[Answer], None], by_name: bool = False) -> _Caller:
         if len({request.request_id for request in requests}) != len(requests):
             raise RolloutError("request ids must be unique in one call")
-        return _Caller({next(self._numbers): request for request in requests}, tell)
+        return _Caller({next(self._numbers): request for request in requests}, tell, by_name)
 
     def _submit(self, caller: _Caller) -> Future[None]:
         def submit(engine: RolloutEngine) -> None:
+            if caller.by_name:
+                taken = {other.requests[number].request_id for number, other in self._callers.items() if other.by_name}
+                if twice := taken & {request.request_id for request in caller.requests.values()}:
+                    raise RolloutError(f"request ids must be unique in flight, found again: {sorted(twice)}")
             engine.submit([replace(request, request_id=number) for number, request in caller.requests.items()])
             self._callers.update(dict.fromkeys(caller.requests, caller))
 
@@ -215,8 +223,10 @@ class RolloutServer:
             with contextlib.suppress(EngineFailed):
                 self._ask(lambda engine: engine.abort(caller.left))
 
-    def _ask(self, act: Callable[[RolloutEngine], Any], *, waits_for_resume: bool = False) -> Future[Any]:
-        task = _Task(act, Future(), waits_for_resume)
+    def _ask(
+        self, act: Callable[[RolloutEngine], Any], *, waits_for_resume: bool = False, waits_for_others: bool = False
+    ) -> Future[Any]:
+        task = _Task(act, Future(), waits_for_resume, waits_for_others)
         with self._gate:
             if self._closed:
                 raise EngineFailed(_CLOSED)
@@ -253,20 +263,25 @@ class RolloutServer:
             return
         if not task.future.set_running_or_notify_cancel():  # who asked has gone
             return
+        self._began = None if task.waits_for_others else time.monotonic()
         try:
-            task.future.set_result(task.act(engine))
+            done = task.act(engine)
         except Exception as error:
             task.future.set_exception(error)
+        else:
+            task.future.set_result(done)
+        finally:
+            self._began = None
 
     def _step(self, engine: RolloutEngine) -> None:
-        self._step_began = time.monotonic()
+        self._began = time.monotonic()
         try:
             chunks = engine.step()
         except Exception as error:
             self._refuse(error)
             return
         finally:
-            self._step_began = None
+            self._began = None
         due: dict[_Caller, list[Chunk]] = {}
         for chunk in chunks:
             due.setdefault(self._callers[chunk.request_id], []).append(chunk)

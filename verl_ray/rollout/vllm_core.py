@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def require_supported() -> None:
     first, last = (".".join(map(str, version)) for version in SUPPORTED)
     if found is None:
         raise RolloutError("vLLM is not installed: install the extra 'cpu' or 'gpu' of this package")
-    minor = tuple(int(part) for part in found.split(".")[:2])
+    minor = tuple(map(int, re.findall(r"\d+", found)[:2]))
     if not SUPPORTED[0] <= minor <= SUPPORTED[1]:
         raise RolloutError(f"vLLM {found} is installed, and verl_ray knows {first} to {last}: install one of these")
 

@@ -1,9 +1,9 @@
 """vLLM as a rollout engine: its engine core stepped in this process, on a GPU or a CPU.
 
 Invariant: token ids in, token ids out; what is drawn depends on the request alone (prompt, sampling, seed) and the
-policy version, and no sampling setting comes from the model directory. vLLM's request front (tokenizer, incremental
-text, dictionaries of log-probs) is left out: requests go to the engine core and tokens come from it. Deliberately not
-here: Ray, vLLM's inside (`vllm_core`), and what only a CPU needs (`vllm_cpu_worker`).
+policy version (on a GPU nobody has looked), and no sampling setting comes from the model directory. vLLM's request
+front (tokenizer, incremental text, dictionaries of log-probs) is left out: requests go to the engine core and tokens
+come from it. Deliberately not here: Ray, vLLM's inside (`vllm_core`), and what only a CPU needs (`vllm_cpu_worker`).
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ meanwhile; and a receiver asks for the next bucket before it loads this one. Has
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class BroadcastSender:
         self._under_way: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         """By slot: what travels, and the memory that it travels from."""
         self._broken: str | None = None
+        self._leaves = threading.Event()
 
     def offer(self) -> BroadcastAddress:
         if self._rank == 0:
@@ -56,7 +58,11 @@ class BroadcastSender:
     def connect(self, address: Address) -> None:
         if self._rank == 0:
             assert self._meeting is not None and self._listener is not None, "offer comes first"
-            self._group = gather(self._meeting, self._listener, self._route.deadline_s, self._route.over)
+            route = self._route
+            self._group = gather(self._meeting, self._listener, route.deadline_s, route.over, self._leaves)
+
+    def leave(self) -> None:
+        self._leaves.set()
 
     def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         slot = bucket.index % SLOTS

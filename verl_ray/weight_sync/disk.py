@@ -58,6 +58,9 @@ class DiskSender:
     def connect(self, address: Address) -> None:
         """Receivers look for the folder themselves."""
 
+    def leave(self) -> None:
+        """Nobody meets here."""
+
     def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         prints = self._slots.gather(bucket, shards)
         if self._folder is None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +23,8 @@ from verl_ray.cluster.rendezvous import interface_of, listen
 from verl_ray.errors import WeightSyncError
 
 _KEY = "run.call_deadline_s"
+_COMPLETE, _LEFT = "complete", "left"
+_LOOK_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -76,8 +80,13 @@ def invite(host: str, receivers: int) -> tuple[Meeting, socket.socket]:
     return Meeting(place.address, place.port, receivers, secrets.token_hex(4)), listener
 
 
-def gather(meeting: Meeting, listener: socket.socket, deadline_s: float, over: str) -> Group:
+def gather(
+    meeting: Meeting, listener: socket.socket, deadline_s: float, over: str, leaves: threading.Event | None = None
+) -> Group:
     """On the sender: the group, once every receiver is there.
+
+    Args:
+        leaves: set by who knows that one will not come: nobody waits any longer then.
 
     Raises:
         WeightSyncError: names the receivers that did not come in time.
@@ -88,15 +97,20 @@ def gather(meeting: Meeting, listener: socket.socket, deadline_s: float, over: s
         master_listen_fd=listener.detach(),
     )  # fmt: skip
     keys = [_arrival(receiver) for receiver in range(meeting.receivers)]
-    try:
-        store.wait(keys, deadline)
-    except dist.DistError as error:
-        missing = [receiver for receiver, key in enumerate(keys) if not store.check([key])]
-        raise WeightSyncError(
-            f"weight sync: of {meeting.receivers} receivers {missing} did not come to {meeting} within "
-            f"{deadline_s:.0f} s ({_KEY}). Can the nodes of the rollout engines reach that address?"
-        ) from error
-    store.set("complete", "")
+    began = time.monotonic()
+    while missing := [receiver for receiver, key in enumerate(keys) if not store.check([key])]:
+        waited_s = time.monotonic() - began
+        left = leaves is not None and leaves.is_set()
+        if left or waited_s > deadline_s:
+            store.set(_LEFT, "")
+            raise WeightSyncError(
+                f"weight sync: of {meeting.receivers} receivers {missing} "
+                + ("will not come" if left else "did not come")
+                + f" to {meeting}, which was open for {waited_s:.0f} s (at most {deadline_s:.0f}: {_KEY}). Can the "
+                "nodes of the rollout engines reach that address?"
+            )
+        time.sleep(_LOOK_S)
+    store.set(_COMPLETE, "")
     return _group(meeting, store, 0, deadline, over)
 
 
@@ -112,7 +126,11 @@ def join(meeting: Meeting, receiver: int, deadline_s: float, over: str) -> Group
             meeting.host, meeting.port, meeting.receivers + 1, timeout=deadline, wait_for_workers=False
         )
         store.set(_arrival(receiver), "")
-        store.wait(["complete"], deadline)
+        until = time.monotonic() + deadline_s
+        while not store.check([_COMPLETE]):
+            if time.monotonic() > until or store.check([_LEFT]):
+                raise dist.DistError("the sender waits no longer")
+            time.sleep(_LOOK_S)
     except dist.DistError as error:
         raise WeightSyncError(
             f"weight sync: receiver {receiver} waited {deadline_s:.0f} s ({_KEY}) at {meeting}, where the sender or "

@@ -54,6 +54,9 @@ class SharedMemorySender:
         assert isinstance(address, SharedMemoryAddress)
         self._slots = address.open()
 
+    def leave(self) -> None:
+        """Nobody meets here."""
+
     def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         return Sent(self._slots.write(bucket, shards), bucket.nbytes if self._own else 0)
 

@@ -83,6 +83,9 @@ class Sender(Protocol):
     def connect(self, address: Address) -> None:
         """Be ready for `write`. Raises WeightSyncError, which names the receivers that did not come."""
 
+    def leave(self) -> None:
+        """From another thread: a receiver will not come, `connect` waits no longer."""
+
     def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         """Put this rank's slices of the bucket on the wire. What it takes from `shards` is read when it returns.
 

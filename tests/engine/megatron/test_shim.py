@@ -13,6 +13,8 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny
 
+pytestmark = pytest.mark.ranks
+
 LOADED = {
     ("engine,fsdp", "cpu"): (False, "torch.cuda"),
     ("megatron", "cpu"): (True, "verl_ray.engine.megatron.shim"),
