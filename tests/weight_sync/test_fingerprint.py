@@ -98,3 +98,12 @@ def test_numel_counts_coverage_and_scalars_work() -> None:
     assert fingerprint(torch.zeros(0, 5)) == EMPTY
     assert fingerprint(torch.tensor(2.0)).numel == 1
     assert Fingerprint(2**64 - 1, 1) + Fingerprint(2, 3) == Fingerprint(1, 4)
+
+
+def test_a_matrix_that_is_read_in_blocks_is_the_sum_of_slices_that_are_not() -> None:
+    tensor = torch.randn(1001, 700)  # 2.8 MB, where blocks have 1 MiB
+    slices = [Slice("", (start, 0), (min(start + 91, 1001) - start, 700)) for start in range(0, 1001, 91)]
+    parts = [fingerprint(tensor[one.start[0] : one.start[0] + one.shape[0]], one) for one in slices]
+    assert len(parts) == 11 and sum(parts[1:], parts[0]) == fingerprint(tensor)
+    tensor[1000, 699] += 1
+    assert sum(parts[1:], parts[0]) != fingerprint(tensor)

@@ -19,6 +19,7 @@ import torch
 from verl_ray.weight_sync.manifest import Slice
 
 _LANE_BYTES = 8
+_BLOCK_BYTES = 1 << 20
 _MODULUS = 1 << 64
 
 
@@ -57,7 +58,8 @@ def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:
     change that leaves every one of those sums as it was. A slice that starts or ends inside a lane is filled up with
     zeros, which add nothing. A hash of the dtype is added once per element, so the same bits of another dtype differ.
 
-    Cost: two passes over memory for a matrix (15 ms for 198 MB on one core, where a copy takes 11).
+    Cost: two passes over a matrix, the second in the cache (1.3 to 2.4 times as fast as two passes over memory, and
+    1.3 times as fast as a copy, on one core; matrices of 7 and 41 MB in float32).
     """
     one = Fingerprints()
     one.add("", tensor, part)
@@ -77,9 +79,7 @@ class Fingerprints:
         began = time.perf_counter()
         if tensor.numel():
             lanes, first = _lanes(tensor, part)
-            for dim in range(lanes.dim()):
-                others = [d for d in range(lanes.dim()) if d != dim]
-                self._sums.append(lanes.sum(others) if others else lanes)
+            self._sums += _sums(lanes)
             of_dtype = Fingerprint(tensor.numel() * _dtype_hash(tensor.dtype) % _MODULUS, tensor.numel())
             self._boxes.append((name, of_dtype, first, tuple(lanes.shape)))
         else:
@@ -101,6 +101,23 @@ class Fingerprints:
         seconds = self._seconds + time.perf_counter() - began
         self._sums, self._boxes, self._seconds = [], [], 0.0
         return Prints(found, seconds)
+
+
+def _sums(lanes: torch.Tensor) -> list[torch.Tensor]:
+    """For each dim the sums over all others. Of a matrix of a CPU block by block, so that the second pass reads what
+    the first has brought into the cache, and on one thread: while weights travel, both ends and the loader compute, and
+    threads that must wait for each other take several times as long."""
+    if lanes.device.type != "cpu" or lanes.dim() != 2:
+        others = [[d for d in range(lanes.dim()) if d != dim] for dim in range(lanes.dim())]
+        return [lanes.sum(dims) if dims else lanes for dims in others]
+    matrix = lanes.numpy()
+    height = max(1, _BLOCK_BYTES // (_LANE_BYTES * matrix.shape[1]))
+    rows, columns = np.empty(len(matrix), np.int64), np.zeros(matrix.shape[1], np.int64)
+    for start in range(0, len(matrix), height):
+        block = matrix[start : start + height]
+        block.sum(1, out=rows[start : start + height])
+        columns += block.sum(0)
+    return [torch.from_numpy(rows), torch.from_numpy(columns)]
 
 
 def _lanes(tensor: torch.Tensor, part: Slice | None) -> tuple[torch.Tensor, tuple[int, ...]]:
