@@ -58,6 +58,7 @@ class Publisher:
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._offloading = () if config.placement.offload == "none" else tuple(sharing)
         self._offloads_weights = config.placement.offloads_weights
+        self._goes_away = bool(self._offloading) and self._offloads_weights  # the actor, until rollouts are drawn
         self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=bool(sharing))
         self._delta = rollout.sync.delta
         self._probe_every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
@@ -80,6 +81,7 @@ class Publisher:
                 break
             except WorkerError as error:
                 lost = self._servers.lose(error)
+                self._wire.give_up()
                 left = [replica for replica in replicas if replica is not lost]
                 self._servers.of_each(left, RolloutWorker.abort_update)
         self._version = version
@@ -90,9 +92,8 @@ class Publisher:
 
     def _bring_up(self, replica: Replica) -> None:
         """The present version into a replica that has started again. The actor has not learned since, so the probe of
-        this version serves again; without one, an actor that is on the host now cannot make it."""
-        proves = self._probe_of(self._version) is not None or not (self._offloading and self._offloads_weights)
-        self._send(self._version, [replica], proves=proves)
+        this version serves again."""
+        self._send(self._version, [replica], proves=True)
 
     def _send(self, version: int, replicas: Sequence[Replica], *, proves: bool | None = None) -> dict[str, float]:
         """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache -> prove."""
@@ -127,7 +128,7 @@ class Publisher:
         committed = all_(RolloutWorker.commit, sent, proves)
         probe = self._probe_of(version)
         asked = None
-        if proves and probe is None:
+        if probe is None and (proves or self._goes_away):  # on the host it could not make one for `_bring_up`
             asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance)
         # In this order: the first failure is the reason of the others.
         wait([*opening, *(call for calls in received for call in calls), *committed])

@@ -47,6 +47,7 @@ class WeightWire:
         sent = sum(aligned_bytes(parameter) for parameter in self._manifest.sent)
         self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes(sent))
         self._address: Address | None = None
+        self._is_open = False
         self._ends: tuple[object, ...] = ()
         self._synced_ends: tuple[object, ...] = ()
         self._whole = True
@@ -90,6 +91,11 @@ class WeightWire:
             Prints(prints.by_name, slowest), sum(part.nbytes for part in parts), sum(part.changed for part in parts)
         )
 
+    def give_up(self) -> None:
+        """The sync broke off: who still waits at the wire waits no longer."""
+        if self._is_open:
+            self._actor.broadcast(ActorWorker.finish_sync).result()
+
     def finish(self) -> None:
         """Every receiver has committed what was sent."""
         self._actor.broadcast(ActorWorker.finish_sync).result()
@@ -111,6 +117,7 @@ class WeightWire:
             over=over,
         )
         address = self._actor.broadcast(ActorWorker.open_wire, name, route).result()[0]
+        self._is_open = True
         meeting = self._actor.broadcast(ActorWorker.connect_wire, address)
         joining, first = [], 0
         for replica in replicas:

@@ -231,7 +231,7 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while "will now block" not in log.read_text():
             assert head.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
             time.sleep(0.2)

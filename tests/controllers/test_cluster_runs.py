@@ -206,7 +206,7 @@ def head_node(home: Path) -> Iterator[dict[str, str]]:
             [RAY, "start", *arguments], env=shell, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
     try:
-        started = wait_for(lambda: head.poll() is not None or "will now block" in log.read_text(), 90)
+        started = wait_for(lambda: head.poll() is not None or "will now block" in log.read_text(), 300)
         assert started and head.poll() is None, log.read_text()
         yield shell | {"RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{port}"}
     finally:

@@ -26,9 +26,12 @@ def test_every_check_in_order(ready: Checkout, script: str) -> None:
 
 def test_the_fast_subset_and_further_arguments(ready: Checkout) -> None:
     ready.run("scripts/test", "--fast")
-    assert ready.notes() == [*CHECKS, f"python -m pytest -m not cluster and not vllm and not gpu {LANES}"]
+    assert ready.notes() == [*CHECKS, f"python -m pytest -m not cluster and not vllm and not ranks and not gpu {LANES}"]
     ready.run("scripts/test", "--fast", "tests/data", "-x")
-    assert ready.notes() == [*CHECKS, "python -m pytest -m not cluster and not vllm and not gpu tests/data -x"]
+    assert ready.notes() == [
+        *CHECKS,
+        "python -m pytest -m not cluster and not vllm and not ranks and not gpu tests/data -x",
+    ]
 
 
 @pytest.mark.parametrize("fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"])
