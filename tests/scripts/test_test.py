@@ -7,6 +7,7 @@ import pytest
 from tests.scripts.checkout import Checkout
 
 LANES = "-n 3 --dist loadfile --no-loadscope-reorder --durations 20"
+FAST = "not cluster and not vllm and not ranks and not gpu"
 CHECKS = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports --no-cache"]
 
 
@@ -26,7 +27,7 @@ def test_every_check_in_order(ready: Checkout, script: str) -> None:
 
 def test_the_fast_subset_and_further_arguments(ready: Checkout) -> None:
     ready.run("scripts/test", "--fast")
-    assert ready.notes() == [*CHECKS, f"python -m pytest -m not cluster and not vllm and not ranks and not gpu {LANES}"]
+    assert ready.notes() == [*CHECKS, f"python -m pytest -m {FAST} {LANES}"]
     ready.run("scripts/test", "--fast", "tests/data", "-x")
     assert ready.notes() == [
         *CHECKS,
