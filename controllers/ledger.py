@@ -5,8 +5,9 @@ certain is a lower bound, so a machine that lacks it cannot hold the run, and th
 here: how a backend shares a model out (`footprints.py`), and what was measured (`memory_record.py`).
 
 Phases. generate: rollouts are drawn and scored. measure: log-probs and values. learn: optimizer steps. publish: new
-weights go to the rollout engines. On GPUs that rollouts share with their trainers, the state of the trainers is on the
-host while rollouts are drawn, and the rollout engine sleeps while they work; both are there while weights are sent.
+weights go to the rollout engines. On GPUs that rollouts share with their trainers, what placement.offload says of the
+trainers' state is on the host while rollouts are drawn, and the rollout engine sleeps while they work; both are there
+while weights are sent.
 """
 
 from __future__ import annotations

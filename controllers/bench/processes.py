@@ -70,7 +70,7 @@ def ask(
 
 def fork(run: Callable[..., None], works: Sequence[Sequence[Any]]) -> None:
     """Call `run(*work)` for each of these works, all at the same time, each in a copy of this process: what that has
-    imported is there. It may not have started a thread.
+    imported is there. It may not have started a thread. Copies end with this process, whose caller limits its time.
 
     Raises VerlRayError when one fails; its own words are on stderr.
     """

@@ -3,15 +3,21 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.cluster.crew import Echo, Reducer, rows_of
 from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.host import Facts
 from verl_ray.cluster.store import put, read
 from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
 
@@ -121,6 +127,29 @@ def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:
     late = crew(Echo, 1).stream(Echo.one_by_one, rows, 30.0, deadline_s=0.5)
     with pytest.raises(DeadlineExceeded, match="one_by_one did not answer"):
         next(late)
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def test_a_process_ends_with_what_it_has_started_though_that_is_stopped() -> None:
+    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        child = psutil.Process(int(parent.stdout.readline()))
+        child.send_signal(signal.SIGSTOP)
+        here = psutil.Process(parent.pid)
+        facts = Facts(parent.pid, here.create_time() + 10, "node", "127.0.0.1", "host", "log")
+        end(facts)  # of another process, which had this number before
+        assert here.is_running() and child.is_running()
+        end(replace(facts, started=here.create_time()))
+        assert parent.wait(10) == -signal.SIGKILL
+        gone, alive = psutil.wait_procs([child], timeout=10)
+        assert gone == [child] and alive == []
 
 
 def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew) -> None:

@@ -218,14 +218,12 @@ class ModuleEngine(PackedEngine):
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
         if self.home.type == "cpu":
             return  # where they always are
-        # Not waiting takes pinned memory of the host, at the speed of the link; it is waited for once.
         self.module.to(params, non_blocking=True)
         if self.optimizer is not None:
             for moments in self.optimizer.state.values():
                 for name, value in moments.items():
                     if isinstance(value, Tensor) and name != "step":
                         moments[name] = value.to(optimizer, non_blocking=True)
-        torch.cuda.synchronize()
 
     @torch.no_grad()
     def export(self, path: str, *, adapter: bool = False) -> None:

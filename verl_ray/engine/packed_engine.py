@@ -148,7 +148,8 @@ class PackedEngine(Engine):
 
     @abstractmethod
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
-        """Bring parameters and optimizer state there. Called with GPUs alone."""
+        """Bring parameters and optimizer state there. Called with GPUs alone, which are waited for afterwards: what is
+        moved without waiting goes through pinned memory of the host, at the speed of the link."""
 
     # ------------------------------------------------------------------------------------------- the contract
 
@@ -221,6 +222,7 @@ class PackedEngine(Engine):
             return  # both are the same memory
         where = {"device": self.device, "host": torch.device("cpu")}
         self._move(where[params], where[optimizer])
+        torch.cuda.synchronize()  # once for all that was moved without waiting
         if "host" in (params, optimizer):
             torch.cuda.empty_cache()  # of activations, too; else it would be free for this process alone
 

@@ -58,8 +58,8 @@ def fingerprint(tensor: torch.Tensor, part: Slice | None = None) -> Fingerprint:
     change that leaves every one of those sums as it was. A slice that starts or ends inside a lane is filled up with
     zeros, which add nothing. A hash of the dtype is added once per element, so the same bits of another dtype differ.
 
-    Cost: two passes over a matrix, the second in the cache (1.3 to 2.4 times as fast as two passes over memory, and
-    1.3 times as fast as a copy, on one core; matrices of 7 and 41 MB in float32).
+    Cost: two passes over a matrix, the second in the cache; on one core about what a copy takes (1.1 and 1.2 times as
+    fast, of matrices of 7 and 41 MB in float32).
     """
     one = Fingerprints()
     one.add("", tensor, part)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 @torch.no_grad()
 def move(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Everything that these look into goes to `device`, in place; these must be all that look into it."""
+    """Everything that these look into goes to `device`, in place; these must be all that look into it. The device is
+    not waited for."""
     sharing: dict[int, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if tensor.device != device and tensor.untyped_storage().nbytes():
@@ -23,13 +24,10 @@ def move(tensors: Iterable[Tensor], device: torch.device) -> None:
     for together in sharing.values():
         there = together[0].untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=together[0].device).set_(there)
-        # Not waiting takes pinned memory of the host, at the speed of the link; it is waited for once.
         here = whole.to(device, copy=True, non_blocking=True).untyped_storage()
         for tensor in together:
             at = tensor.storage_offset(), tensor.size(), tensor.stride()
             tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(here, *at)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 @torch.no_grad()
