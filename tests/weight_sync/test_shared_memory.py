@@ -109,6 +109,10 @@ def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> 
         transport.write(BUCKET, [(Slice("b", (0,), (4,)), torch.ones(3))])
     with pytest.raises(WeightSyncError, match=r"b: the slice \(4,\) at \(5,\) of \(7,\) does not exist"):
         transport.write(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
+    released = torch.ones(4)
+    released.untyped_storage().resize_(0)  # as megatron-core leaves parameters that went to the host
+    with pytest.raises(WeightSyncError, match=r"b has no memory.* placement.offload=optimizer"):
+        transport.write(BUCKET, [(Slice("b", (0,), (4,)), released)])
 
 
 def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:

@@ -51,7 +51,7 @@ class Slots:
             The fingerprints of what was written, taken from the source and not from the slot.
 
         Raises:
-            WeightSyncError: a slice is not of this bucket, or lies outside its parameter.
+            WeightSyncError: a slice is not of this bucket, lies outside its parameter, or has no memory.
         """
         known = self._recorded.get(bucket.index)
         if known is None or known.bucket is not bucket:
@@ -59,6 +59,11 @@ class Slots:
         for place, (part, tensor) in enumerate(shards):
             if tuple(tensor.shape) != part.shape:
                 raise WeightSyncError(f"{part.name}: {tuple(tensor.shape)} was sent as a slice of shape {part.shape}")
+            if tensor.numel() and not tensor.untyped_storage().nbytes():
+                raise WeightSyncError(
+                    f"{part.name} has no memory: this backend gave it back when its weights went to the host. "
+                    "placement.offload=optimizer keeps them on the device"
+                )
             if place == len(known.parts) or known.parts[place] != part:
                 del known.parts[place:], known.targets[place:]
                 known.targets.append(self._target(bucket, part))
