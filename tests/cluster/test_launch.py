@@ -89,7 +89,7 @@ def test_a_failed_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_
 def test_a_late_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
     role = Role("reward", "reward", NeverReady)
     with pytest.raises(DeadlineExceeded, match=r"reward rank 0 .*start \(build\).*run.start_deadline_s") as caught:
-        start_groups([processes("reward", 1)], [role], start_deadline_s=3, call_deadline_s=20, log_dir=tmp_path)
+        start_groups([processes("reward", 1)], [role], start_deadline_s=20, call_deadline_s=20, log_dir=tmp_path)
     assert "time.sleep(60)" in caught.value.detail
     wait_until_released(cluster)
 

@@ -531,13 +531,17 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
     """What every other way to share out a model holds, exports before it learns, and writes."""
     rows, found = rows_of(), {}
     for name, (model, layout) in HELD[ranks.world].items():
-        engine = ranks.engine("megatron", model, **layout)
+        engine: Any = ranks.engine("megatron", model, **layout)
         mine = ranks.of(engine, rows)
         before = ranks.weights(engine)
         engine.export(str(ranks.folder / f"held_{name}"))
         trained = ranks.train(engine, mine, POLICY, 2)
         folder = ranks.folder / f"state_{name}_{ranks.world}"
         sharded.save(engine.state(), str(folder))
+        here = ranks.weights(engine)
+        engine._weights_to_host()  # as `place` does where the device has memory of its own
+        there = ranks.weights(engine)
+        engine._weights_to_device()
         never_stopped = ranks.train(engine, mine, POLICY, 1)
         resumed = ranks.engine("megatron", model, **layout)
         load(resumed, folder)
@@ -545,6 +549,7 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
             "model": model,
             "before": before,
             "trained": trained,
+            "same on the host": all(torch.equal(here[parameter], there[parameter]) for parameter in here),
             "never stopped": never_stopped,
             "resumed": ranks.train(resumed, mine, POLICY, 1),
         }

@@ -551,8 +551,8 @@ def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
 def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
     folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
 ) -> None:
-    """What learns, too, where it computes in another type. That each element has one owner is asserted where the shards
-    are put together."""
+    """What learns, too, where it computes in another type; and it is sent while the device's memory is given back. That
+    each element has one owner is asserted where the shards are put together."""
     exported = load_file(folder / f"held_{layout}" / "model.safetensors")
     for rank in found[world]:
         given = rank["held"][layout]
@@ -562,7 +562,7 @@ def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
             computes = value.bfloat16().float() if layout.endswith("bfloat16") else value
             assert torch.equal(given["before"][name], computes), name
             assert torch.equal(exported[name], value), name
-        assert given["resumed"] == given["never stopped"]
+        assert given["same on the host"] and given["resumed"] == given["never stopped"]
         if given["model"] == "wide_qwen2":
             whole = found[2][0]["held"]["cp2"]["trained"]
             tolerance = BFLOAT16 if layout.endswith("bfloat16") else EXACT

@@ -63,6 +63,14 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, attention.Attention | attention.MLAAttention)
 
 
+def forget_adapters(runner: Any) -> None:
+    """Have a worker's model runner drop its adapters, which were made for weights that are gone."""
+    if hasattr(runner, "reset_lora_state"):
+        runner.reset_lora_state()
+    else:
+        runner.maybe_remove_all_loras(runner.lora_config)
+
+
 def adapter(path: str, *, anew: bool = False) -> LoRARequest:
     """What vLLM calls the only adapter of an engine. `anew`: who has one takes that of `path` instead."""
     from vllm.lora.request import LoRARequest

@@ -22,6 +22,10 @@ class SleepingCPUWorker(CPUWorker):
 
     _freed: dict[str, Storages]
 
+    def init_device(self) -> None:
+        self.device = torch.device("cpu")  # 0.22 leaves it empty, and fails on it when weights come
+        super().init_device()
+
     def sleep(self, level: int = 1) -> None:
         if level != 2:
             raise ValueError(f"sleep level {level}: on a CPU there is no other memory to offload weights to")

@@ -26,7 +26,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.rollout.vllm_core import adapter, is_attention
+from verl_ray.rollout.vllm_core import adapter, forget_adapters, is_attention
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
@@ -118,7 +118,7 @@ class WeightLoader(_Worker):
                 for module in self._weights_tied:
                     if isinstance(module, VocabParallelEmbedding):
                         module.quant_method.process_weights_after_loading(module)
-        self.model_runner.reset_lora_state()
+        forget_adapters(self.model_runner)
 
     def _weights_add_adapter(self, lora: LoraConfig) -> None:
         """vLLM takes adapters from directories alone, at any time."""
@@ -167,7 +167,7 @@ class WeightLoader(_Worker):
         return engine.receiver
 
     def _weights_on_cpu(self) -> bool:
-        return self.device is not None and self.device.type == "cpu"
+        return bool(self.device.type == "cpu")
 
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)

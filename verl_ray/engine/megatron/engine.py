@@ -178,7 +178,7 @@ class MegatronEngine(PackedEngine):
         for parameter, mapped in self._mapped.items():
             rows = 0
             for region in mapped.regions:
-                self._read(_rows(parameter, region), region.box, region.name, source)
+                self._read(self._rows(parameter, region), region.box, region.name, source)
                 rows += region.shape[0]
             parameter[rows:].zero_()  # words that only fill up
 
@@ -317,7 +317,20 @@ class MegatronEngine(PackedEngine):
         for parameter, mapped in self._mapped.items():
             first_copy = layout.expert_dp.rank == 0 if mapped.expert else layout.dp.rank == layout.cp.rank == 0
             for region in mapped.regions if mapped.owned and first_copy else ():
-                yield region.name, region.box, functools.partial(_rows, parameter, region)
+                yield region.name, region.box, functools.partial(self._rows, parameter, region)
+
+    def _rows(self, parameter: Tensor, region: Region) -> Tensor:
+        """The region's rows of a parameter, in the shape of the region's box."""
+        rows = slice(region.first_row, region.first_row + region.shape[0])
+        return self._values(parameter)[rows].view(_sides(region.box))
+
+    def _values(self, parameter: Tensor) -> Tensor:
+        """Of a parameter; while its memory on the device is given back, those on the host."""
+        if parameter.untyped_storage().nbytes():
+            return parameter.detach()
+        buffer = next(one for one in self._buffers() if parameter in one.param_index_map)
+        first = parameter.storage_offset() - buffer.param_data.storage_offset()
+        return cast(Tensor, buffer.param_data_cpu).as_strided(parameter.shape, parameter.stride(), first)
 
     def _main_owned(self) -> Iterator[Held]:
         """What this rank exports: in float32, as it learns."""
@@ -412,12 +425,25 @@ class MegatronEngine(PackedEngine):
             return
         if to_host["optimizer"]:
             self._optimizer.offload_to_cpu()
-        for module in self._modules:
-            for buffer in (*module.buffers, *module.expert_parallel_buffers):
-                # gradients are none between steps, and go with the parameters
-                buffer.offload_to_cpu() if to_host["params"] else buffer.reload_from_cpu()
+        self._weights_to_host() if to_host["params"] else self._weights_to_device()
         if not to_host["optimizer"]:
             restore(self._optimizer)
+
+    def _weights_to_host(self) -> None:
+        """And the memory of gradients, which are none between steps, is given back."""
+        for buffer in self._buffers():
+            if buffer.param_data_cpu is None:  # megatron-core would make it of two copies, and only where CUDA is
+                pinned = buffer.param_data.device.type == "cuda"
+                buffer.param_data_cpu = torch.empty_like(buffer.param_data, device="cpu", pin_memory=pinned)
+            buffer.offload_to_cpu()
+
+    def _weights_to_device(self) -> None:
+        for buffer in self._buffers():
+            buffer.reload_from_cpu()
+
+    def _buffers(self) -> Iterator[Any]:
+        for module in self._modules:
+            yield from (*module.buffers, *module.expert_parallel_buffers)
 
 
 def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
@@ -445,8 +471,3 @@ def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:
 
 def _sides(box: Box) -> list[int]:
     return [side.stop - side.start for side in box]
-
-
-def _rows(parameter: Tensor, region: Region) -> Tensor:
-    """The region's rows of a parameter, in the shape of the region's box."""
-    return parameter.detach()[region.first_row : region.first_row + region.shape[0]].view(_sides(region.box))
