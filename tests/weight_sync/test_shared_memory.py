@@ -11,7 +11,8 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
-from verl_ray.weight_sync.shared_memory import FOLDER, SharedMemoryAddress, create, remove
+from verl_ray.weight_sync.shared_files import FOLDER
+from verl_ray.weight_sync.shared_memory import SharedMemoryAddress, create, remove
 
 MANIFEST = Manifest(
     (Parameter("w", (6, 10), "bfloat16"), Parameter("b", (7,), "float32"), Parameter("s", (), "float32"))
@@ -110,7 +111,7 @@ def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> 
     with pytest.raises(WeightSyncError, match=r"b: the slice \(4,\) at \(5,\) of \(7,\) does not exist"):
         transport.write(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
     released = torch.ones(4)
-    released.untyped_storage().resize_(0)  # as megatron-core leaves parameters that went to the host
+    released.untyped_storage().resize_(0)  # as megatron-core leaves those that went to the host
     with pytest.raises(WeightSyncError, match=r"b has no memory.* placement.offload=optimizer"):
         transport.write(BUCKET, [(Slice("b", (0,), (4,)), released)])
 
@@ -121,17 +122,20 @@ def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:
     assert list(FOLDER.glob("*too-large*")) == []
 
 
-def test_files_of_a_dead_owner_are_removed_and_those_of_a_live_one_stay(address: SharedMemoryAddress) -> None:
+def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(address: SharedMemoryAddress) -> None:
     code = """
-import os
+import os, tempfile
+from verl_ray.weight_sync.shared_files import FOLDER, prefix
 from verl_ray.weight_sync.shared_memory import create
-print(*create("dies", 64).paths, flush=True)
+folder = tempfile.mkdtemp(prefix=prefix("adapter"), dir=FOLDER)
+open(f"{folder}/adapter_model.safetensors", "w").close()
+print(folder, *create("dies", 64).paths, flush=True)
 os._exit(9)
 """
     died = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     left = died.stdout.split()
     assert died.returncode == 9
-    assert len(left) == 2 and all(Path(path).exists() for path in left)
+    assert len(left) == 3 and all(Path(path).exists() for path in left)
     remove(create("next", 64))
     assert not any(Path(path).exists() for path in left)
     assert all(Path(path).exists() for path in address.paths)

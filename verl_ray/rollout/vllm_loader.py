@@ -31,7 +31,7 @@ from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.receiver import Receiver
-from verl_ray.weight_sync.shared_memory import FOLDER
+from verl_ray.weight_sync.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
 if TYPE_CHECKING:
@@ -122,8 +122,8 @@ class WeightLoader(_Worker):
 
     def _weights_add_adapter(self, lora: LoraConfig) -> None:
         """vLLM takes adapters from directories alone, at any time."""
-        folder = FOLDER if FOLDER.is_dir() else None
-        with tempfile.TemporaryDirectory(prefix="verl_ray-adapter-", dir=folder) as path:
+        remove_stale()
+        with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=FOLDER if FOLDER.is_dir() else None) as path:
             save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
             described = {
                 "peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets),

@@ -6,10 +6,8 @@ copied. Keeping writers and readers from lapping each other is the caller's part
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
-import re
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,12 +17,9 @@ import torch
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.buckets import Bucket
+from verl_ray.weight_sync.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.slots import Slots
 from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
-
-FOLDER = Path("/dev/shm")
-_PREFIX = "verl_ray-weights"
-_NAME = re.compile(rf"{_PREFIX}-(?P<pid>\d+)-(?P<started>\d+)-.+")
 
 
 @dataclass(frozen=True)
@@ -77,10 +72,10 @@ def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAdd
     Raises:
         WeightSyncError: /dev/shm has not enough room.
     """
-    _remove_stale()
+    remove_stale()
     slot_bytes = max(slot_bytes, 1)
     # Never the name of an earlier file: receivers keep what they have opened by its address.
-    name = f"{_PREFIX}-{os.getpid()}-{_start_time(os.getpid())}-{session}-{secrets.token_hex(4)}"
+    name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
     address = SharedMemoryAddress(tuple(str(FOLDER / f"{name}-{i}") for i in range(slots)), slot_bytes)
     for path in address.paths:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -118,21 +113,3 @@ def _map(path: str, nbytes: int) -> torch.Tensor:
         return torch.frombuffer(mmap.mmap(descriptor, nbytes), dtype=torch.uint8)
     finally:
         os.close(descriptor)
-
-
-def _remove_stale() -> None:
-    """An owner is the same process only if it also started at the same time: process ids are used again."""
-    for path in FOLDER.glob(f"{_PREFIX}-*"):
-        match = _NAME.fullmatch(path.name)
-        if match and _start_time(int(match["pid"])) != int(match["started"]):
-            with contextlib.suppress(OSError):  # of another user, or gone by now
-                path.unlink()
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process; -1 when there is none of that id."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    return int(stat.rpartition(")")[2].split()[19])
