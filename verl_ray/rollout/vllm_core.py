@@ -3,8 +3,8 @@
 Invariant: what differs between versions of vLLM is asked of the installed one here, once; a version outside `SUPPORTED`
 is refused before anything of it is used, and a feature that one lacks when it is asked for. 0.32 is what the tests run;
 with 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed but for what it lacks, a KV cache that is freed alone,
-for what it does right by itself, and for adapters, which did not start. Deliberately not here: requests and answers in the project's words
-(`vllm_engine`), and what runs inside vLLM's workers (`vllm_loader`, `vllm_cpu_worker`).
+for what it does right by itself, and for adapters, which did not start. Deliberately not here: requests and answers in
+the project's words (`vllm_engine`), and what runs inside vLLM's workers (`vllm_loader`, `vllm_cpu_worker`).
 """
 
 from __future__ import annotations
