@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.engine import contract
+from tests.engine import inputs
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.data.packing import balance
 from verl_ray.engine.schedule import learning_rate
@@ -53,7 +53,7 @@ def wrapped(engine: Any, strategy: str) -> tuple[Any, Any]:
         stage,
         pg_collection=engine.layout.groups,
     )  # fmt: skip
-    config = contract.OPTIMIZER
+    config = inputs.OPTIMIZER
     optimizer = get_megatron_optimizer(
         OptimizerConfig(
             optimizer="adam", lr=config.lr, weight_decay=config.weight_decay, adam_beta1=config.betas[0],
@@ -74,11 +74,11 @@ def _log_probs(stage: Any, hidden: Any, rows: PackedRows) -> Tensor:
     return found
 
 
-def train(ranks: contract.Ranks, strategy: str) -> dict[str, Any]:
+def train(ranks: inputs.Ranks, strategy: str) -> dict[str, Any]:
     from megatron.core.distributed import finalize_model_grads
 
     engine: Any = ranks.engine("megatron", optimizer=None, tensor_parallel=TENSOR_PARALLEL)
-    place, rows = engine.topology, contract.rows_of()
+    place, rows = engine.topology, inputs.rows_of()
     index = balance(rows.lengths, place.row_count)[place.row_index]
     losses, norms = [], []
     with engine.layout.entered():
@@ -94,7 +94,7 @@ def train(ranks: contract.Ranks, strategy: str) -> dict[str, Any]:
             loss.backward()
             finalize_model_grads([model])
             for group in optimizer.param_groups:
-                group["lr"] = learning_rate(contract.OPTIMIZER, step, contract.STEPS)
+                group["lr"] = learning_rate(inputs.OPTIMIZER, step, inputs.STEPS)
             norms.append(float(optimizer.step()[1]))
             losses.append(sum(ranks.everyone(float(loss.detach()) if place.answers else 0.0)))
     held = dict(model.param_and_grad_buffer.optimizer_named_parameters)
@@ -108,12 +108,12 @@ def train(ranks: contract.Ranks, strategy: str) -> dict[str, Any]:
 
 def main(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = contract.Ranks(rank, WORLD, folder)
+    ranks = inputs.Ranks(rank, WORLD, folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=contract.DEADLINE_S),
+        timeout=timedelta(seconds=inputs.DEADLINE_S),
     )  # fmt: skip
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     plain = ranks.engine("engine")
     found = {"plain": ranks.train(plain, rows.select(ranks.mine(rows)), SupervisedObjective(), STEPS)}
     for strategy in STRATEGIES:

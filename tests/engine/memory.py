@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from tests.engine import contract
+from tests.engine import inputs
 from verl_ray.engine.base import Engine
 from verl_ray.profiling.memory import AnonymousGrowth
 
@@ -26,7 +26,7 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
 
     def build(model: str, **settings: Any) -> Engine:
         layout = {"tensor_parallel": world} if kind == "megatron" else {}
-        return contract.Ranks(rank, world, folder).engine(kind, model, optimizer=None, **layout, **settings)
+        return inputs.Ranks(rank, world, folder).engine(kind, model, optimizer=None, **layout, **settings)
 
     relayed = {"read_weights": "rank_zero"} if kind == "fsdp" else {}
     build("small", **relayed).export(str(folder / f"small_export_{kind}"))  # what is set up once is not the model's

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.engine import contract
+from tests.engine import contract, inputs
 from verl_ray.checkpoint import sharded
 from verl_ray.config.roles import LoraConfig
 
@@ -104,18 +104,18 @@ def in_flight(allocators: list[Any]) -> float:
     return sum(one.untyped_storage().size() // one.element_size() for one in data) / LAYER
 
 
-def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
+def check_strategies(ranks: inputs.Ranks) -> dict[str, Any]:
     """Three steps of every strategy beside the plain engine's, and one in bfloat16; states, for others to read."""
-    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     plain = ranks.engine("engine", MODEL, micro_batch_tokens_per_rank=MICRO_BATCH)
-    found: dict[str, Any] = {"plain": ranks.train(plain, mine, contract.POLICY), "plain weights": ranks.weights(plain)}
+    found: dict[str, Any] = {"plain": ranks.train(plain, mine, inputs.POLICY), "plain weights": ranks.weights(plain)}
     for name, settings in how(ranks.world).items():
         settings = {"micro_batch_tokens_per_rank": MICRO_BATCH, **settings}
         engine: Any = ranks.engine(KIND, MODEL, **settings)
         fresh = [(group["weight_decay"], len(group["params"])) for group in engine.optimizer.param_groups]
         steps = [int(held["step"]) for held in engine.optimizer.state.values()]
         before = ranks.weights(engine)
-        trained = ranks.train(engine, mine, contract.POLICY)
+        trained = ranks.train(engine, mine, inputs.POLICY)
         after = [int(held["step"]) for held in engine.optimizer.state.values()]
         found[name] = {
             **trained, "groups": fresh, "steps": (steps, after), "before": before, "weights": ranks.weights(engine),
@@ -123,15 +123,15 @@ def check_strategies(ranks: contract.Ranks) -> dict[str, Any]:
         }  # fmt: skip
         sharded.save(engine.state(), str(ranks.folder / f"{name}_{ranks.world}"))
         sharded.Saving(engine.state(), str(ranks.folder / f"{name}_{ranks.world}_copied"), None).wait()
-        ranks.train(engine, mine, contract.POLICY, 1)
+        ranks.train(engine, mine, inputs.POLICY, 1)
         found[name]["on"] = ranks.weights(engine)
         halved = ranks.engine(KIND, MODEL, dtype="bfloat16", **settings)
-        found[name]["bfloat16"] = ranks.train(halved, mine, contract.POLICY, 1)
+        found[name]["bfloat16"] = ranks.train(halved, mine, inputs.POLICY, 1)
         found[name]["exact"] = all(value.dtype == torch.float32 for _, value in halved.shards(before))
     if ranks.world == 4:  # of which two hold nothing of what learns
         small = LoraConfig(rank=1, alpha=2, targets=("q_proj",))
         found["small adapter"] = [
-            ranks.train(ranks.engine(kind, MODEL, lora=small), mine, contract.POLICY, 2) for kind in (KIND, "engine")
+            ranks.train(ranks.engine(kind, MODEL, lora=small), mine, inputs.POLICY, 2) for kind in (KIND, "engine")
         ]
     return found
 
@@ -152,17 +152,17 @@ def held_bytes(engine: Any) -> int:
     return sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in held}.values())
 
 
-def check_settings(ranks: contract.Ranks) -> dict[str, Any]:
+def check_settings(ranks: inputs.Ranks) -> dict[str, Any]:
     """Three steps of every setting, and what is sent in the third."""
-    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
         engine: Any = ranks.engine(KIND, MODEL, micro_batch_tokens_per_rank=10_000, **settings)
         watched = Watched(engine)
-        trained = ranks.train(engine, mine, contract.POLICY, 2)
+        trained = ranks.train(engine, mine, inputs.POLICY, 2)
         watched.live = [0.0, 0.0]
         with watched.listening() as computing:
-            report = ranks.total(engine.forward_backward(mine, contract.POLICY))
+            report = ranks.total(engine.forward_backward(mine, inputs.POLICY))
         with watched.listening() as stepping:
             norm = engine.optimizer_step().grad_norm
         trained = {"loss": [*trained["loss"], report.loss], "norm": [*trained["norm"], norm]}
@@ -176,7 +176,7 @@ def of_two_groups(model: nn.Module) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=0.25)
 
 
-def check_package(ranks: contract.Ranks) -> dict[str, Any]:
+def check_package(ranks: inputs.Ranks) -> dict[str, Any]:
     """What the package does by itself to an optimizer with two groups, and what this project has it do."""
     from verl_ray.engine.megatron_fsdp import package, sharding
 
@@ -200,9 +200,9 @@ def check_package(ranks: contract.Ranks) -> dict[str, Any]:
     return found
 
 
-def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
+def check_elsewhere(ranks: inputs.Ranks) -> dict[str, Any]:
     """States that other numbers of ranks wrote, or all of them on one rank: weights, and a step from there."""
-    mine = contract.rows_of().select(ranks.mine(contract.rows_of()))
+    mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     found: dict[str, Any] = {}
     readers: dict[str, dict[str, Any]] = {"all": {}} if ranks.world == 1 else how(ranks.world)
     if ranks.world == 4:
@@ -216,14 +216,14 @@ def check_elsewhere(ranks: contract.Ranks) -> dict[str, Any]:
                 engine = ranks.engine(KIND, MODEL, **settings)
                 contract.load(engine, ranks.folder / f"{writer}_{world}{kept}")
                 weights = ranks.weights(engine)
-                trained = ranks.train(engine, mine, contract.POLICY, 1)
+                trained = ranks.train(engine, mine, inputs.POLICY, 1)
                 found[f"{reader} reads {writer} on {world}{kept}"] = {
                     "writer": writer, "weights": weights, "on": ranks.weights(engine), **trained,
                 }  # fmt: skip
     return found
 
 
-def write(ranks: contract.Ranks) -> dict[str, Any]:
+def write(ranks: inputs.Ranks) -> dict[str, Any]:
     """What this process finds by itself; the states that it leaves are for others to read."""
     found = check_strategies(ranks)
     if ranks.world == 2:
@@ -232,7 +232,7 @@ def write(ranks: contract.Ranks) -> dict[str, Any]:
     return found
 
 
-def read(ranks: contract.Ranks) -> dict[str, Any]:
+def read(ranks: inputs.Ranks) -> dict[str, Any]:
     return {"elsewhere": check_elsewhere(ranks)}
 
 
@@ -244,10 +244,10 @@ WAVES = tuple(tuple((part, rank, world) for rank in range(world)) for part in PA
 
 def main(part: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
-    ranks = contract.Ranks(rank, world, folder)
+    ranks = inputs.Ranks(rank, world, folder)
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting_{part}_{world}", rank=rank, world_size=world,
-        timeout=timedelta(seconds=contract.DEADLINE_S),
+        timeout=timedelta(seconds=inputs.DEADLINE_S),
     )  # fmt: skip
     found: dict[str, Any] = {}
     if (part, world) == ("write", 2):

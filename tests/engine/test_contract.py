@@ -3,20 +3,29 @@
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
-from tests.engine import contract
+from tests.engine import contract, inputs
+from tests.engine.naive import (
+    by_row,
+    naive_experts_loss,
+    naive_logits,
+    naive_policy_loss,
+    naive_preference_loss,
+    naive_training,
+    naive_value_loss,
+    naive_values,
+    rate_of,
+    reference_model,
+    with_adapter,
+)
 from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
@@ -80,7 +89,7 @@ def found(folder: Path) -> dict[int, list[dict[str, Any]]]:
     (folder / "beside" / "apex").mkdir(parents=True)
     (folder / "beside" / "apex" / "__init__.py").touch()
     (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
-    run_ranks(contract.__name__, contract.WAVES, folder, deadline_s=2 * contract.DEADLINE_S, imports=IMPORTS)
+    run_ranks(contract.__name__, contract.WAVES, folder, deadline_s=2 * inputs.DEADLINE_S, imports=IMPORTS)
     findings: dict[int, list[dict[str, Any]]] = {}
     for part, family, rank, world in itertools.chain(*contract.WAVES):
         ranks = findings.setdefault(world, [{} for _ in range(world)])
@@ -110,136 +119,9 @@ def results(place: tuple[str, int], found: dict[int, list[dict[str, Any]]]) -> l
 # --------------------------------------------------------------------------------------------- the naive reference
 
 
-def reference_model(folder: Path, name: str, head: str = "policy", value_head: Tensor | None = None) -> torch.nn.Module:
-    family: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
-    more = {} if head == "policy" else {"num_labels": 1}
-    model = family.from_pretrained(
-        folder / name, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, **more
-    )
-    if value_head is not None:
-        with torch.no_grad():
-            model.score.weight.copy_(value_head)
-    return model.double()
-
-
-def with_adapter(folder: Path, head: str, adapter: str, where: str = "engine_1") -> torch.nn.Module:
-    """As peft loads it. A new head is in the adapter's file, too."""
-    base = reference_model(folder, "qwen3", head)
-    model = PeftModel.from_pretrained(base, folder / f"adapter_{where}" / adapter, is_trainable=True)
-    return model.double().base_model.model
-
-
-def naive_logits(model: Any, tokens: np.ndarray) -> Tensor:
-    """[tokens, vocabulary] in float64, of one row by itself."""
-    return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
-
-
-def naive_values(model: Any, tokens: np.ndarray) -> Tensor:
-    ids = torch.from_numpy(tokens.astype(np.int64))[None]
-    return model.score(model.model(input_ids=ids).last_hidden_state)[0, :, 0]
-
-
-def by_row(rows: Any) -> Iterator[tuple[slice, Tensor]]:
-    """Each row's tokens, and which of them the loss looks at (indices within the row)."""
-    for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
-        yield slice(start, end), torch.from_numpy(np.flatnonzero(rows.response_mask[start:end]))
-
-
-def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for i, (row, read) in enumerate(by_row(rows)):
-        logits = naive_logits(model, rows.tokens[row])[read - 1] / contract.TEMPERATURE
-        log_p = torch.log_softmax(logits, -1)
-        chosen = log_p.gather(1, torch.from_numpy(rows.tokens[row].astype(np.int64))[read, None])[:, 0]
-        old, ref, advantage, sampler = (
-            torch.tensor(column[row], dtype=torch.float64)[read]
-            for column in (rows.old_log_probs, rows.ref_log_probs, rows.advantages, rows.rollout_log_probs)
-        )
-        ratio = (chosen - old).exp()
-        clipped = ratio.clamp(1 - contract.CLIP, 1 + contract.CLIP)
-        loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        loss = torch.where(advantage < 0, torch.minimum(loss, -contract.DUAL * advantage), loss)
-        if corrected:
-            weight = float((chosen - sampler).mean().exp())
-            if weight > contract.UPPER:
-                continue  # the whole row is left out
-            loss = -weight * advantage * chosen
-        loss = loss - contract.ENTROPY * -(log_p.exp() * log_p).sum(-1)
-        loss = loss + contract.KL * ((ref - chosen).exp() - 1 - (ref - chosen))
-        total = total + float(rows.loss_weight[i]) * loss.sum()
-    return total
-
-
-def naive_experts_loss(model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor] = naive_policy_loss) -> Tensor:
-    """With transformers' own balance loss of each row and layer, weighted as the row's tokens are."""
-    total = loss_of(model, rows)
-    for i, (row, read) in enumerate(by_row(rows)):
-        ids = torch.from_numpy(rows.tokens[row].astype(np.int64))[None]
-        said = model.model(input_ids=ids, output_router_logits=True).router_logits
-        balance = torch.stack([load_balancing_loss_func((layer,), 4, 2) for layer in said]).mean()
-        total = total + contract.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
-    return total
-
-
-def naive_value_loss(model: Any, rows: Any) -> Tensor:
-    total = torch.zeros((), dtype=torch.float64)
-    for i, (row, read) in enumerate(by_row(rows)):
-        values = naive_values(model, rows.tokens[row])[read - 1]
-        old, returns = (torch.tensor(c[row], dtype=torch.float64)[read] for c in (rows.old_values, rows.returns))
-        held = old + (values - old).clamp(-contract.VALUE_CLIP, contract.VALUE_CLIP)
-        worse = torch.maximum((values - returns) ** 2, (held - returns) ** 2)
-        total = total + float(rows.loss_weight[i]) * 0.5 * worse.sum()
-    return total
-
-
-def naive_preference_loss(model: Any, rows: Any) -> Tensor:
-    scores = torch.stack([naive_values(model, rows.tokens[row])[-1] for row, _ in by_row(rows)])
-    d, margin = scores[0::2] - scores[1::2], torch.tensor(rows.margin[0::2], dtype=torch.float64)
-    right, flipped = torch.sigmoid(d - margin).log(), torch.sigmoid(-d - margin).log()
-    loss = -(1 - contract.SMOOTHING) * right - contract.SMOOTHING * flipped
-    return (2 * torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
-
-
-def rate_of(step: int) -> float:
-    """Two steps of warm-up, then a cosine from 2e-3 to a tenth of it at step 10."""
-    if step < 2:
-        return 1e-3 * (step + 1)
-    return 2e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8)))
-
-
-def naive_training(
-    model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor], steps: int = 3
-) -> dict[str, list[float]]:
-    config = contract.OPTIMIZER
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
-        ],
-        betas=config.betas,
-        eps=config.eps,
-        foreach=False,
-    )
-    losses, norms = [], []
-    for step in range(steps):
-        loss = loss_of(model, rows)
-        loss.backward()
-        norm = torch.sqrt(sum((p.grad**2).sum() for p in parameters))  # type: ignore[arg-type]
-        for p in parameters:
-            p.grad *= min(1.0, config.max_grad_norm / (float(norm) + 1e-6))
-        for group in optimizer.param_groups:
-            group["lr"] = rate_of(step)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-        norms.append(float(norm))
-    return {"loss": losses, "norm": norms}
-
-
 @pytest.fixture(scope="module")
 def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
     return {
         **{
@@ -260,7 +142,7 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
         "adapter, value": naive_training(with_adapter(folder, "value", "value_new"), rows, naive_value_loss),
         "value": naive_training(reference_model(folder, "qwen3", "value", value_head), rows, naive_value_loss),
         "preferences": naive_training(
-            reference_model(folder, "qwen3", "value", value_head), contract.pairs_of(), naive_preference_loss
+            reference_model(folder, "qwen3", "value", value_head), inputs.pairs_of(), naive_preference_loss
         ),
         "one row": naive_training(reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss),
     }
@@ -269,7 +151,7 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
 @pytest.fixture(scope="module")
 def plain(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[tuple[str, str], list[Tensor]]:
     """What each model says of each row with either head: logits, or values."""
-    rows, said = contract.rows_of(), {}
+    rows, said = inputs.rows_of(), {}
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
     for name in MODELS:
         policy, value = reference_model(folder, name), reference_model(folder, name, "value", value_head)
@@ -291,7 +173,7 @@ def close(found: list[float], expected: list[float], tolerance: float = EXACT) -
 def test_log_probs_and_entropy_are_those_of_plain_transformers(
     place: tuple[str, int], results: Any, plain: Any, model: str
 ) -> None:
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     if model not in contract.models_of(place[0]):
         assert results[0]["check_refusals"][model].startswith("ModelError: ")
         return
@@ -299,7 +181,7 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
     for i, (row, read) in enumerate(by_row(rows)):
         logits = plain[model, "policy"][i][read - 1]
         targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
-        log_p = torch.log_softmax(logits / contract.TEMPERATURE, -1)
+        log_p = torch.log_softmax(logits / inputs.TEMPERATURE, -1)
         expected = log_p.gather(1, targets[:, None])[:, 0]
         np.testing.assert_allclose(given["log_probs"][row][read], expected, atol=EXACT)
         np.testing.assert_allclose(given["entropy"][row][read], -(log_p.exp() * log_p).sum(-1), atol=EXACT)
@@ -310,7 +192,7 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
 def test_values_are_those_before_each_token_and_after_the_last(
     place: tuple[str, int], results: Any, plain: Any
 ) -> None:
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     found = results[0]["check_outputs"]
     for i, (row, read) in enumerate(by_row(rows)):
         values = plain["qwen3", "value"][i]
@@ -367,7 +249,7 @@ def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
         close(given["loss"], naive[reference]["loss"])
         close(given["norm"], naive[reference]["norm"])
         np.testing.assert_allclose(given["lr"], [rate_of(0), rate_of(1), rate_of(2)], rtol=1e-12)
-    assert max(naive[reference]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+    assert max(naive[reference]["norm"]) > inputs.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
 
 
 @pytest.mark.parametrize(
@@ -453,7 +335,7 @@ def test_the_value_head_is_float32_behind_layers_in_bfloat16(results: Any) -> No
 
 def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
     found = results[0]["check_training"]
-    assert found["tokens"] == int(contract.rows_of().response_mask.sum())
+    assert found["tokens"] == int(inputs.rows_of().response_mask.sum())
     assert 0 < found["means"]["actor/entropy"] < math.log(14)
 
 
@@ -582,7 +464,7 @@ def test_four_ranks_of_megatron_skip_and_compare_rows_as_one(
 
 
 def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
-    assert all(rank["timeouts"] == pytest.approx([contract.DEADLINE_S] * 4) for rank in found[4])
+    assert all(rank["timeouts"] == pytest.approx([inputs.DEADLINE_S] * 4) for rank in found[4])
 
 
 def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
@@ -627,7 +509,7 @@ def test_weight_decay_spares_norms(results: Any) -> None:
 
 def agree(given: Any, model: Any) -> None:
     """These log-probs are the model's."""
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     for row, read in by_row(rows):
         with torch.no_grad():
             log_p = torch.log_softmax(naive_logits(model, rows.tokens[row])[read - 1], -1)
@@ -666,7 +548,7 @@ def test_an_adapter_learns_as_with_peft(adapted: Any, naive: Any, head: str, ref
 
 def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, adapted: Any, plain: Any) -> None:
     where = adapted[0]
-    rows = contract.rows_of()
+    rows = inputs.rows_of()
     for head, naive_of in (("policy", naive_logits), ("value", naive_values)):
         adapted = with_adapter(folder, head, head, where)
         merged = reference_model(folder, f"adapter_{where}/{head}_merged", head)
@@ -701,7 +583,7 @@ def test_what_is_sent_of_an_adapted_model_is_merged(folder: Path, adapted: Any) 
     assert sent.keys() == whole.keys() and all(torch.equal(sent[name], value) for name, value in whole.items())
     before = load_file(folder / "qwen3" / "model.safetensors")
     adapted = {name for name in sent if not torch.equal(sent[name], before[name])}
-    assert {name.split(".")[-2] for name in adapted} == set(contract.ADAPTER.targets) and len(adapted) == 8
+    assert {name.split(".")[-2] for name in adapted} == set(inputs.ADAPTER.targets) and len(adapted) == 8
 
 
 def test_what_is_sent_of_an_adapter_apart_is_its_file_beside_the_model(folder: Path, adapted: Any) -> None:
@@ -709,12 +591,12 @@ def test_what_is_sent_of_an_adapter_apart_is_its_file_beside_the_model(folder: P
     adapter = load_file(folder / f"adapter_{adapted[0]}" / "alone" / "adapter_model.safetensors")
     expected = load_file(folder / "qwen3" / "model.safetensors") | adapter
     assert sent.keys() == expected.keys() and all(torch.equal(sent[name], value) for name, value in expected.items())
-    assert sum("lora_" in name for name in sent) == 2 * 2 * len(contract.ADAPTER.targets)
+    assert sum("lora_" in name for name in sent) == 2 * 2 * len(inputs.ADAPTER.targets)
 
 
 def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
     load = results[0]["check_training"]["load"]
-    assert load.shape == (2, 4) and load.sum(axis=1).tolist() == [2 * sum(contract.LENGTHS)] * 2
+    assert load.shape == (2, 4) and load.sum(axis=1).tolist() == [2 * sum(inputs.LENGTHS)] * 2
 
 
 def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
@@ -724,10 +606,10 @@ def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
 
 
 def test_a_resumed_engine_obeys_its_own_optimizer_settings(folder: Path, tmp_path: Path) -> None:
-    ranks = contract.Ranks(0, 1, folder)
+    ranks = inputs.Ranks(0, 1, folder)
     saved = ranks.engine("engine")
     contract.sharded.save(saved.state(), str(tmp_path / "state"))
-    changed = contract.OPTIMIZER.model_copy(update={"weight_decay": 0.7, "betas": (0.5, 0.6), "eps": 1e-3})
+    changed = inputs.OPTIMIZER.model_copy(update={"weight_decay": 0.7, "betas": (0.5, 0.6), "eps": 1e-3})
     engine = ranks.engine("engine", optimizer=changed)
     contract.load(engine, tmp_path / "state")
     assert isinstance(engine, ModuleEngine) and engine.optimizer is not None

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.engine import contract, core_switch
+from tests.engine import core_switch, inputs
 from tests.engine.test_contract import close
 from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
@@ -29,7 +29,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     )  # fmt: skip
     make_tiny("qwen3", folder / "qwen3", folder / "tokenizer", sizes, seed=1)
     places = [(rank,) for rank in range(core_switch.WORLD)]
-    run_ranks(core_switch.__name__, [places], folder, deadline_s=contract.DEADLINE_S)
+    run_ranks(core_switch.__name__, [places], folder, deadline_s=inputs.DEADLINE_S)
     return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(core_switch.WORLD)]
 
 
@@ -38,7 +38,7 @@ def test_three_steps_are_those_of_the_plain_engine(found: list[dict[str, Any]], 
     for rank in found:
         for key in ("loss", "norm"):
             close(rank[strategy][key], rank["plain"][key])
-        assert max(rank["plain"]["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+        assert max(rank["plain"]["norm"]) > inputs.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
 
 
 @pytest.mark.parametrize("strategy", core_switch.STRATEGIES)

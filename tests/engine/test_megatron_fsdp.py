@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from tests.engine import contract, strategies
+from tests.engine import inputs, strategies
 from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
 from tests.engine.test_contract import BFLOAT16, close
 from tests.rank_processes import ROOT, run_ranks
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
     """What each rank found, by number of ranks."""
-    run_ranks(strategies.__name__, strategies.WAVES, folder, deadline_s=contract.DEADLINE_S)
+    run_ranks(strategies.__name__, strategies.WAVES, folder, deadline_s=inputs.DEADLINE_S)
     findings: Found = {}
     for part, rank, world in itertools.chain(*strategies.WAVES):
         ranks = findings.setdefault(world, [{} for _ in range(world)])
@@ -74,7 +74,7 @@ def test_three_steps_are_those_of_the_plain_engine(ranks: list[dict[str, Any]]) 
             close(rank[key], plain["plain"][key])
             close(rank["bfloat16"][key], plain["plain"][key][:1], BFLOAT16)
             assert rank["bfloat16"][key] != rank[key][:1]
-        assert max(rank["norm"]) > contract.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+        assert max(rank["norm"]) > inputs.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
         for name, value in plain["plain weights"].items():
             torch.testing.assert_close(rank["weights"][name], value, rtol=0, atol=2e-5)
 
@@ -88,7 +88,7 @@ def test_a_new_engine_holds_the_checkpoint_and_an_optimizer_that_has_not_stepped
         assert all(torch.equal(rank["before"][name], value) for name, value in expected.items())
         first, after = rank["steps"]
         assert set(first) == {0} and set(after) == {3}
-        assert rank["groups"] == [(contract.OPTIMIZER.weight_decay, 30), (0.0, 17)]
+        assert rank["groups"] == [(inputs.OPTIMIZER.weight_decay, 30), (0.0, 17)]
 
 
 def test_what_computes_in_bfloat16_is_sent_in_float32(ranks: list[dict[str, Any]]) -> None:
@@ -98,7 +98,7 @@ def test_what_computes_in_bfloat16_is_sent_in_float32(ranks: list[dict[str, Any]
 def test_each_rank_holds_what_the_formula_says(found: Found) -> None:
     settings = {name: {"sharding": name} for name in STRATEGIES} | HYBRID
     for name, world in PLACES:
-        backend = MegatronFsdpBackend(**contract.MEGATRON_FSDP | settings[name])
+        backend = MegatronFsdpBackend(**inputs.MEGATRON_FSDP | settings[name])
         expected = held(MODEL, backend, world).between_steps
         most = max(rank[name]["bytes"] for rank in found[world])
         assert 0.97 * expected < most < 1.06 * expected, name  # buckets are padded to whole rows per rank

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import contract
+from tests.engine import contract, inputs
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
@@ -38,15 +38,15 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
         tie_embeddings=False,
     )  # fmt: skip
     make_tiny("qwen3", tmp_path / "model", tmp_path / "tokenizer", sizes, seed=0)
-    spec: EngineSpec = contract.Ranks(0, 1, tmp_path).spec(kind, "model", dtype=dtype)
+    spec: EngineSpec = inputs.Ranks(0, 1, tmp_path).spec(kind, "model", dtype=dtype)
     engine: Any = build_engine(spec, device=torch.device("cuda", 0), rank=0, world_size=1)
-    rows = contract.rows_of()
-    engine.forward_backward(rows, contract.POLICY)
+    rows = inputs.rows_of()
+    engine.forward_backward(rows, inputs.POLICY)
     engine.optimizer_step()
     names = [parameter.name for parameter in engine.manifest().sent]
     held = 4 * sum(parameter.numel for parameter in engine.manifest().sent)  # float32
     before = {place.name: value.clone() for place, value in engine.shards(names)}
-    loss = engine.forward_backward(rows, contract.POLICY).loss
+    loss = engine.forward_backward(rows, inputs.POLICY).loss
     engine._zero_gradients()
     torch.cuda.synchronize()
     free, _ = torch.cuda.mem_get_info()
@@ -56,6 +56,6 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     assert released > 0.95 * 3 * held  # the weights and AdamW's two moments, as the driver of the device sees it
     engine.place(params="device", optimizer="device")
     assert all(torch.equal(before[place.name], value) for place, value in engine.shards(names))
-    assert engine.forward_backward(rows, contract.POLICY).loss == loss
+    assert engine.forward_backward(rows, inputs.POLICY).loss == loss
     engine.optimizer_step()  # of the weights that compute, not of copies
-    assert engine.forward_backward(rows, contract.POLICY).loss != loss
+    assert engine.forward_backward(rows, inputs.POLICY).loss != loss

@@ -1,0 +1,272 @@
+"""What the ranks of the engines' tests are given, settings, rows and objectives, and what they do with an engine."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from tests.corrections import NO_CORRECTION, NO_LIMIT
+from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.objectives import (
+    LossInputs,
+    Objective,
+    PolicyObjective,
+    PreferenceObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
+from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
+from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
+from verl_ray.config.roles import LoraConfig, OptimizerConfig
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
+from verl_ray.data.stages import TrainingBatch
+from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
+from verl_ray.engine.build import build_engine
+from verl_ray.errors import DataError, EngineError, ModelError
+from verl_ray.models.role_model import HeadKind
+from verl_ray.ops.outputs import Outputs, TokenOutputs
+
+DEADLINE_S = 600
+LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
+CLIP, DUAL, ENTROPY, KL, TEMPERATURE = 0.2, 3.0, 0.01, 0.05, 0.8
+OPTIMIZER = OptimizerConfig(
+    lr=2e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.1,
+    max_grad_norm=0.3,
+    schedule="cosine",
+    warmup_steps=2,
+    min_lr_fraction=0.1,
+)
+STEPS = 10
+ENGINE: dict[str, Any] = {
+    "kind": "engine", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "activation_checkpointing": False,
+}  # fmt: skip
+FSDP: dict[str, Any] = ENGINE | {
+    "kind": "fsdp", "sharding": "full", "shard_size": None, "accumulate": "whole",
+    "prefetch_layers": 0, "host_parameters": False,
+    "embedding_units": False, "read_weights": "every_rank", "activation_offload": False, "sequence_parallel": 1,
+}  # fmt: skip
+MEGATRON: dict[str, Any] = {
+    "kind": "megatron", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "tensor_parallel": 1,
+    "sequence_parallel": False, "pipeline_parallel": 1, "virtual_stages": 1, "context_parallel": 1,
+    "expert_parallel": 1, "expert_tensor_parallel": 1, "recompute": "none",
+}  # fmt: skip
+MEGATRON_FSDP: dict[str, Any] = ENGINE | {
+    "kind": "megatron_fsdp", "sharding": "all", "shard_size": None, "outer_sharding": "none",
+    "overlap_param_gather": True, "overlap_grad_reduce": True, "bucket_size": None, "reduce_in_float32": True,
+    "double_buffer": False,
+}  # fmt: skip
+ALGORITHM = AlgorithmConfig(
+    name="test",
+    advantage="grpo",
+    gamma=None,
+    lam=None,
+    whiten_advantages=False,
+    policy_loss="ppo_clip",
+    clip_low=CLIP,
+    clip_high=CLIP,
+    dual_clip=DUAL,
+    aggregation="token_mean",
+    aggregation_horizon=None,
+    entropy_coefficient=ENTROPY,
+    kl=KLConfig(place="loss", estimator="k3", coefficient=KL, controller="fixed", target=None, horizon=None),
+    value_loss=None,
+    critic_warmup_steps=0,
+    correction=NO_CORRECTION,
+    mismatch=NO_LIMIT,
+    truncated="score",
+)
+POLICY = PolicyObjective(ALGORITHM, TEMPERATURE, KL)
+UPPER = 1.0  # between the geometric means of the rows
+CORRECTED = PolicyObjective(
+    ALGORITHM.model_copy(update={
+        "policy_loss": "reinforce",
+        "correction": CorrectionConfig(form="two_policy", kind="mis", level="geometric", lower=None, upper=UPPER),
+    }),
+    TEMPERATURE,
+    KL,
+)  # fmt: skip
+VALUE_CLIP = 0.2
+SMOOTHING = 0.1
+BALANCE = 0.1
+ADAPTER = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
+PREFERENCE = PreferenceObjective(SMOOTHING)
+VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
+
+
+def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
+    """Rows of mixed lengths, some response tokens in each, every column that a loss can read."""
+    random = np.random.default_rng(7)
+    offsets = offsets_of(lengths)
+    tokens = int(offsets[-1])
+    mask = random.random(tokens) < 0.6
+    mask[offsets[1:] - 1] = True
+    mask[offsets[:-1]] = False
+
+    def column(low: float, high: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.uniform(low, high, tokens).astype(np.float32)
+
+    return TrainingBatch(
+        offsets=offsets,
+        tokens=random.integers(0, 14, tokens).astype(np.int32),
+        response_mask=mask,
+        loss_weight=random.uniform(0.5, 1.5, len(lengths)).astype(np.float32) / np.float32(mask.sum()),
+        old_log_probs=column(-3, -2),
+        ref_log_probs=column(-3, -2),
+        advantages=column(-2, 2),
+        old_values=column(-1, 1),
+        returns=column(-1, 1),
+        rollout_log_probs=column(-3, -2),
+    )
+
+
+def pairs_of() -> TrainingBatch:
+    """The same rows as pairs of a chosen and a rejected one, read at their ends alone, each pair of another weight."""
+    rows = rows_of()
+    pairs = rows.num_rows // 2
+    weight = np.arange(1, pairs + 1, dtype=np.float32) / pairs
+    return TrainingBatch(
+        offsets=rows.offsets,
+        tokens=rows.tokens,
+        response_mask=np.zeros(rows.num_tokens, np.bool_),
+        loss_weight=np.repeat(weight / 2, 2),
+        margin=np.repeat(np.linspace(0, 0.5, pairs, dtype=np.float32), 2),
+    )
+
+
+@dataclass
+class Noisy:
+    """Supervised, with random weights of the tokens: shows where an engine's random numbers come from."""
+
+    rows_per_unit: int = 1
+    outputs: Outputs = SupervisedObjective().outputs
+
+    def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
+        assert outputs.log_probs is not None
+        return TokenLoss(-outputs.log_probs * torch.rand(outputs.log_probs.shape), {})
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    rank: int
+    world: int
+    folder: Path
+
+    def spec(
+        self,
+        kind: str,
+        model: str = "qwen3",
+        head: HeadKind = "policy",
+        optimizer: OptimizerConfig | None = OPTIMIZER,
+        *,
+        lora: LoraConfig | None = None,
+        expert_balance: float | None = None,
+        **settings: Any,
+    ) -> EngineSpec:
+        backend: Backend
+        if kind == "megatron":
+            if settings.pop("activation_checkpointing", False):
+                settings["recompute"] = "full"
+            backend = MegatronBackend(**MEGATRON | settings)
+        elif kind == "megatron_fsdp":
+            backend = MegatronFsdpBackend(**MEGATRON_FSDP | settings)
+        else:
+            backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
+        path = str(self.folder / model)
+        return EngineSpec(
+            "actor", path, head, backend, optimizer, STEPS, seed=3, lora=lora, expert_balance=expert_balance
+        )
+
+    def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:
+        """Of a specification as `spec` makes it."""
+        spec = self.spec(kind, *what, **settings)
+        return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
+
+    def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
+        return balance(rows.lengths, self.world)[self.rank]
+
+    def of(self, engine: Engine, rows: TrainingBatch) -> TrainingBatch:
+        """The rows of this rank, which others have too where the engine cuts them up."""
+        place = engine.topology
+        return rows.select(balance(rows.lengths, place.row_count)[place.row_index])
+
+    @functools.cached_property
+    def group(self) -> dist.ProcessGroup:
+        """For what goes on behind the training."""
+        return dist.new_group(backend="gloo")
+
+    def my_pairs(self, rows: TrainingBatch) -> TrainingBatch:
+        return rows.select(rows_of_units(balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2))
+
+    def everyone(self, value: Any) -> list[Any]:
+        if self.world == 1:
+            return [value]
+        values: list[Any] = [None] * self.world
+        dist.all_gather_object(values, value)
+        return values
+
+    def total(self, report: LossReport) -> LossReport:
+        return sum(self.everyone(report), LossReport())
+
+    def step(self, engine: Engine, rows: TrainingBatch, objective: Objective) -> tuple[LossReport, StepReport]:
+        """One optimizer step over the rows of all ranks; these are the rows of this one."""
+        report = engine.forward_backward(rows, objective)
+        return self.total(report if engine.topology.answers else LossReport()), engine.optimizer_step()
+
+    def train(
+        self, engine: Engine, rows: TrainingBatch, objective: Objective, steps: int = 3
+    ) -> dict[str, list[float]]:
+        found = [self.step(engine, rows, objective) for _ in range(steps)]
+        return {
+            "loss": [report.loss for report, _ in found],
+            "norm": [step.grad_norm for _, step in found],
+            "lr": [step.lr for _, step in found],
+        }
+
+    def weights(self, engine: Engine, *, apart: bool = False) -> dict[str, torch.Tensor]:
+        """All parameters, put together from what the ranks own; each element must be owned once."""
+        sent = engine.manifest(apart=apart).sent
+        names = [parameter.name for parameter in sent]
+        owned = self.everyone([(place, value.clone()) for place, value in engine.shards(names, apart=apart)])
+        full = {p.name: torch.zeros(p.shape) for p in sent}
+        count = {p.name: torch.zeros(p.shape) for p in sent}
+        for place, value in (part for parts in owned for part in parts):
+            box = tuple(slice(start, start + size) for start, size in zip(place.start, place.shape, strict=True))
+            full[place.name][box] = value
+            count[place.name][box] += 1
+        assert all(bool((times == 1).all()) for times in count.values())
+        return full
+
+    def forward(self, engine: Engine, rows: TrainingBatch, outputs: Outputs) -> dict[str, Any]:
+        """The columns of all rows, from the ranks that computed them."""
+        index = self.mine(rows)
+        found = vars(engine.forward(rows.select(index), outputs))
+        order = np.argsort(np.concatenate(self.everyone(index)), kind="stable")
+        columns = {}
+        for name, mine in found.items():
+            if mine is None:
+                continue
+            sizes = np.ones(len(index), int) if name == "scores" else rows.lengths[index]
+            flat = [row for part in self.everyone(np.split(mine, np.cumsum(sizes)[:-1])) for row in part]
+            columns[name] = np.concatenate([flat[i] for i in order])
+        return columns
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (DataError, EngineError, ModelError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
