@@ -159,13 +159,16 @@ def gsm8k_copy(folder: Path) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_real_text_with_a_chat_template(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
     assert prepare_data(["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]) == 0
     run_dir, data = tmp_path / "run", tmp_path / "data"
     command(
         cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
         f"data.train_path={data}/train.parquet", f"data.validation_path={data}/validation.parquet",
         "data.max_prompt_tokens=256", "data.overlong=skip", "rollout.max_response_tokens=24", "run.total_steps=3",
+        "rollout.tensor_parallel=2",
     )  # fmt: skip
     lines = read_metrics(run_dir / "metrics.jsonl")
     assert [line["training/global_step"] for line in lines] == [1, 2, 3]

@@ -362,6 +362,8 @@ def fixed_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel,
+        # In a placement group of Ray vLLM would take its bundles apart, one rank per bundle, and on a CPU refuse.
+        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",

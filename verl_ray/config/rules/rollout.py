@@ -44,6 +44,13 @@ VLLM_ARGS_OF_OTHER_KEYS = {
 }
 """Arguments of the rollout engine that a key of this configuration sets, and the key."""
 
+_OF_SEVERAL = (
+    "pipeline_parallel_size", "prefill_context_parallel_size", "nnodes", "node_rank", "master_addr", "master_port",
+    "device_ids", "data_parallel_rank", "data_parallel_start_rank", "data_parallel_size_local",
+    "data_parallel_address", "data_parallel_rpc_port", "data_parallel_hybrid_lb", "data_parallel_external_lb",
+    "data_parallel_multi_port_external_lb", "data_parallel_backend",
+)  # fmt: skip
+
 VLLM_ARGS_FIXED = {
     "logprobs_mode": "the trainer compares with log-probs after temperature",
     "logits_processors": "tokens are drawn as temperature, top_p and top_k say, without penalties",
@@ -55,6 +62,7 @@ VLLM_ARGS_FIXED = {
     "worker_cls": "the worker class is what frees memory and receives weights",
     "worker_extension_cls": "the worker class is what frees memory and receives weights",
     "weight_transfer_config": "weights reach the engine through the project's own transport",
+    **dict.fromkeys(_OF_SEVERAL, "an engine is rollout.tensor_parallel processes of one node, each with all layers"),
 }
 """Arguments of the rollout engine that the project depends on, and why."""
 
