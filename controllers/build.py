@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -151,8 +151,9 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     }
     if isinstance(config, RLConfig):
         bundles = SHARED if colocated else "rollout"
-        sets.append(one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True))
         spec = rollout_spec(config, shares_a_gpu=bool(gpu) and colocated)
+        engines = one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True)
+        sets.append(replace(engines, built_first=spec.asleep is not None))  # awake, they and the trainers do not fit
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
         policy = config.actor.model.path
         for name, grader in graders.items():

@@ -173,8 +173,8 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
         model = model_size(name, role, config)
         forward, update = _work(name, config)
         own = footprint(role, model, forward, update, device)
-        if name == "actor" and rl is not None and not on_gpus:
-            own = replace(own, held={**own.held, "buffers": _wire_end_bytes(rl)})
+        if name == "actor" and rl is not None and (wire := _wire_end_bytes(rl, on_gpus=on_gpus)):
+            own = replace(own, held={**own.held, "buffers": wire})
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
         leaves = _leaving(own, rl) if rl is not None and moves else frozenset()
@@ -208,17 +208,21 @@ def _sent_bytes(config: RLConfig) -> int:
     return width * model_size("actor", actor, config).parameters
 
 
-def _wire_end_bytes(config: RLConfig) -> int:
-    """Of the wire, what the memory of every process counts that has used it: it stays open; and what was sent last,
-    where only changes follow. On a CPU alone."""
+def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
+    """Of the wire, what the memory of every process counts that has used it, or its device: it stays open; and on a CPU
+    what was sent last, where only changes follow."""
     sync, sent = config.rollout.sync, _sent_bytes(config)
-    return min(sent, SLOTS * sync.bucket_bytes(sent)) + (sent if sync.delta else 0)
+    slots = min(sent, SLOTS * sync.bucket_bytes(sent))
+    if not on_gpus:
+        return slots + (sent if sync.delta else 0)
+    on_devices = sync.transport == "cuda_ipc" or (sync.transport == "broadcast" and config.placement.kind == "separate")
+    return slots if on_devices else 0
 
 
 def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
     """What of a trainer's state is on the host while rollouts are drawn on its device."""
     if config.placement.offloads_weights:
-        return frozenset(own.held) - {"gradients"}
+        return frozenset(own.held) - {"gradients", "buffers"}
     return frozenset(own.held) & {"optimizer"} if config.placement.offload == "optimizer" else frozenset()
 
 
@@ -267,8 +271,9 @@ def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: 
         working: Bytes = found.forward if phase == "generate" else {}
         if phase == "publish" and policy:
             working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel}
-        if policy and device == "cpu":
-            held = {**held, "buffers": held.get("buffers", 0) + _wire_end_bytes(config)}
+        if policy and config.rollout.sync.transport != "cuda_ipc":  # which is memory of the actor
+            wire = _wire_end_bytes(config, on_gpus=device == "cuda")
+            held = {**held, "buffers": held.get("buffers", 0) + wire}
         yield phase, Use(held, working)
 
 

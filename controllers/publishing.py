@@ -52,7 +52,7 @@ class Publisher:
         while rollouts are drawn, what placement.offload says of their state is on the host. None of them on a CPU."""
         self._actor, self._servers = actor, servers
         servers.bring_up = self._bring_up
-        self._version, self._syncs = -1, 0
+        self._version, self._syncs, self._hand_back_s = -1, 0, 0.0
         self._probe: tuple[int, Probe] | None = None
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
@@ -73,7 +73,6 @@ class Publisher:
     def publish(self, version: int) -> dict[str, float]:
         """The actor's weights into every replica. A replica that is lost meanwhile starts again and everything begins
         anew: a version is published to all that are there, or to none."""
-        began = time.perf_counter()
         while True:
             replicas = self._servers.gather()
             try:
@@ -84,11 +83,21 @@ class Publisher:
                 self._wire.give_up()
                 left = [replica for replica in replicas if replica is not lost]
                 self._servers.of_each(left, RolloutWorker.abort_update)
+                self._make_room(version)
         self._version = version
         self._syncs += 1
         self._servers.published()
-        seconds = time.perf_counter() - began
-        return found | {"weight_sync/bytes_per_s": found["weight_sync/bytes"] / seconds}
+        seconds = sum(found[f"timing_s/weight_sync/{phase}"] for phase in ("stream", "prove"))
+        return found | {
+            "weight_sync/bytes_per_s": found["weight_sync/bytes"] / seconds,
+            "timing_s/weight_sync/hand_back": self._hand_back_s,
+        }
+
+    def _make_room(self, version: int) -> None:
+        """A replica that starts takes the place that it takes while rollouts are drawn, before it sleeps."""
+        if self._goes_away and self._probe_of(version) is None:
+            self._keep_probe(version, self._ask_probe())
+        self._place("host")
 
     def _bring_up(self, replica: Replica) -> None:
         """The present version into a replica that has started again. The actor has not learned since, so the probe of
@@ -129,17 +138,19 @@ class Publisher:
         probe = self._probe_of(version)
         asked = None
         if probe is None and (proves or self._goes_away):  # on the host it could not make one for `_bring_up`
-            asked = self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance)
+            asked = self._ask_probe()
         # In this order: the first failure is the reason of the others.
         wait([*opening, *(call for calls in received for call in calls), *committed])
         self._wire.finish()
         streamed = time.perf_counter()
         if asked is not None:
-            (probe,) = (told for told in asked.result() if told is not None)
-            self._probe = version, probe
+            probe = self._keep_probe(version, asked)
+        probed = time.perf_counter()
         self._place("host")
+        placed = time.perf_counter()
         if self._sleep != "never":
             wait(all_(RolloutWorker.wake, "kv_cache"))
+        woken = time.perf_counter()
         fingerprint_s += max(seconds for call in committed for seconds in call.result())
         found = {"weight_sync/verified": float(len(sent)), "weight_sync/bytes": float(nbytes)}
         if self._delta:
@@ -153,16 +164,27 @@ class Publisher:
                 self._measures_rounding = False
         seconds = {
             "stream": streamed - began,
-            "prove": time.perf_counter() - streamed,
+            "offload": placed - probed,
+            "wake": woken - placed,
+            "prove": probed - streamed + time.perf_counter() - woken,
             "fingerprints": fingerprint_s,  # the sender's and the receiver's, which lie within the stream
         }
         return found | {f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()}
+
+    def _ask_probe(self) -> Call[list[Probe | None]]:
+        return self._actor.broadcast(ActorWorker.probe, self._longest, self._tolerance)
+
+    def _keep_probe(self, version: int, asked: Call[list[Probe | None]]) -> Probe:
+        (probe,) = (told for told in asked.result() if told is not None)
+        self._probe = version, probe
+        return probe
 
     def _probe_of(self, version: int) -> Probe | None:
         return self._probe[1] if self._probe is not None and self._probe[0] == version else None
 
     def hand_back(self) -> None:
         """Generation is over: free what the trainer needs, and bring its state back to the device."""
+        began = time.perf_counter()
         if self._sleep != "never":
             part: Part = "weights" if self._sleep == "weights" else "kv_cache"
             while True:
@@ -171,6 +193,7 @@ class Publisher:
                 if not self._servers.restarting:
                     break
         self._place("device")
+        self._hand_back_s = time.perf_counter() - began
 
     def _place(self, where: str) -> None:
         weights = where if self._offloads_weights else "device"

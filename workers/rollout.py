@@ -159,13 +159,15 @@ class RolloutWorker:
 
     def connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Meet the actor, whose ranks connect at the same time."""
-        self.server.run(lambda engine: engine.connect(address, route, first_receiver), waits_for_others=True)
+        self.server.run(
+            lambda engine: engine.connect(address, route, first_receiver), waits_for_others=address.ends_meet
+        )
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
         self.server.run(lambda engine: engine.begin_update(manifest, version))
 
     def receive(self, bucket: Bucket, address: Address) -> None:
-        self.server.run(lambda engine: engine.receive(bucket, address), waits_for_others=True)
+        self.server.run(lambda engine: engine.receive(bucket, address), waits_for_others=address.ends_meet)
 
     def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> float:
         """Accept the version if what arrived is what was sent; the seconds that its fingerprints took."""

@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
 def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int, repeats: int) -> dict[str, object]:
     """Tokens per second of so many replicas and of as many offline engines, in turns."""
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_replicas": replicas})})
-    plan = plan_processes(config, Shape.of(session))
+    shape = Shape.of(session)
+    plan = plan_processes(config, shape)
     roles = {name: role for name, role in plan.roles.items() if name in ROLES}
     homes = {role.processes for role in roles.values()}
     sets = [one for one in plan.sets if one.name in homes]
@@ -77,9 +78,10 @@ def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int,
         log_dir=Path(config.run.dir) / "logs",
     )
     ours, theirs = [], []
-    with groups, offline(config, prompts, replicas, threads) as engines:
+    on_gpus, actor = shape.gpus > 0, groups[roles["actor"]]
+    with groups, offline(config, prompts, replicas, threads, on_gpus=on_gpus) as engines:
         servers = RolloutServers(groups.replicas(roles["rollout"]), config.rollout, config.run.start_deadline_s)
-        Publisher(groups[roles["actor"]], servers, config, sharing=(), has_gpus=False).publish(0)
+        Publisher(actor, servers, config, sharing=(actor,) if on_gpus else (), has_gpus=on_gpus).publish(0)
         for number in range(repeats + 1):
             began = time.perf_counter()
             tokens = sum(
@@ -103,30 +105,39 @@ def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int,
 
 
 @contextlib.contextmanager
-def offline(config: RLConfig, prompts: Prompts, count: int, threads: int) -> Iterator[list[subprocess.Popen[str]]]:
+def offline(
+    config: RLConfig, prompts: Prompts, count: int, threads: int, *, on_gpus: bool
+) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
     from verl_ray.rollout.vllm_engine import environment
 
     spec = rollout_spec(config, shares_a_gpu=False)
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]
+    cpu = {"enforce_eager": True, "max_num_batched_tokens": 8192, "enable_chunked_prefill": False}  # as our engine
     with contextlib.ExitStack() as started:
         engines = []
         for index in range(count):
             work = {
                 "model": spec.model_path,
                 "dtype": config.rollout.dtype,
-                "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
-                "max_model_len": spec.max_model_len,
+                "engine": {
+                    "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+                    "max_model_len": spec.max_model_len,
+                    **({"gpu_memory_utilization": 0.01} if on_gpus else cpu),
+                },
                 "max_tokens": config.rollout.max_response_tokens,
                 "prompts": rows[index::count],
             }
+            variables = environment("cuda" if on_gpus else "cpu", threads)
+            if on_gpus:
+                variables["CUDA_VISIBLE_DEVICES"] = str(index)
             path = Path(config.run.dir) / f"offline-{index}.json"
             path.write_text(json.dumps(work))
             engines.append(
                 started.enter_context(
                     subprocess.Popen(
                         [sys.executable, "-m", __name__, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                        text=True, env={**os.environ, **environment("cpu", threads), "OMP_WAIT_POLICY": "PASSIVE"},
+                        text=True, env={**os.environ, **variables, "OMP_WAIT_POLICY": "PASSIVE"},
                     )
                 )
             )  # fmt: skip
@@ -161,11 +172,7 @@ def _hold(path: str) -> None:
     from vllm import LLM, SamplingParams
 
     work = json.loads(Path(path).read_text())
-    llm = LLM(
-        work["model"], dtype=work["dtype"], skip_tokenizer_init=True, enforce_eager=True, seed=0,
-        kv_cache_memory_bytes=work["kv_cache_memory_bytes"], max_model_len=work["max_model_len"],
-        max_num_batched_tokens=8192, enable_chunked_prefill=False,
-    )  # fmt: skip
+    llm = LLM(work["model"], dtype=work["dtype"], skip_tokenizer_init=True, seed=0, **work["engine"])
     for line in sys.stdin:
         sampling = [
             SamplingParams(

@@ -179,6 +179,7 @@ def _in_turns(
         metrics = publisher.publish(number)
         note("stream", metrics["timing_s/weight_sync/stream"])
         note("prove", metrics["timing_s/weight_sync/prove"])
+        note("wake", metrics["timing_s/weight_sync/wake"])
         note("hand_over", nbytes / metrics["weight_sync/bytes_per_s"])
         note("reload", replica.rank_zero(MeasuredWorker.reload).result())
         note("copy", replica.rank_zero(MeasuredWorker.copy).result())
@@ -192,11 +193,11 @@ def _in_turns(
     link: dict[str, object] = {}
     if on_gpu:
         out, back = replica.rank_zero(MeasuredWorker.link).result()
-        held = 4 * sum(one.numel for one in actor.rank_zero(ActorWorker.manifest).result().sent)
+        moved = _moved_bytes(config) * sum(one.numel for one in actor.rank_zero(ActorWorker.manifest).result().sent)
         link = {
             "link_gb_per_s": {"to_host": round(out / 1e9, 2), "to_device": round(back / 1e9, 2)},
-            "offload_to_link": round(held / middle["offload"] / out, 3),
-            "onload_to_link": round(held / middle["onload"] / back, 3),
+            "offload_to_link": round(moved / middle["offload"] / out, 3),
+            "onload_to_link": round(moved / middle["onload"] / back, 3),
         }
     return {
         "bytes": nbytes,
@@ -209,6 +210,13 @@ def _in_turns(
         **link,
         "repeats": repeats,
     }
+
+
+def _moved_bytes(config: RLConfig) -> int:
+    """Of the actor's state that is offloaded, per parameter: what learns and AdamW's two moments, in float32; megatron
+    has the weights that compute beside them where these are in bfloat16."""
+    backend = config.actor.backend
+    return 14 if backend.kind in ("megatron", "megatron_fsdp") and backend.dtype == "bfloat16" else 12
 
 
 def _parser() -> argparse.ArgumentParser:

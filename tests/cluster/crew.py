@@ -186,6 +186,17 @@ class Unbuildable:
             raise RuntimeError("no model here")
 
 
+class Builds:
+    """Says when it is built: the slow one first, or this is none of its time."""
+
+    def __init__(self, context: WorkerContext, folder: Path, *, slow: bool) -> None:
+        if slow:
+            time.sleep(1)
+            (folder / "built").touch()
+        else:
+            assert (folder / "built").exists()
+
+
 class NeverReady:
     """Takes longer to build than anybody waits."""
 

@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import contextlib
 import time
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.cluster.crew import Echo, NeverReady, Unbuildable, processes, rows_of
+from tests.cluster.crew import Builds, Echo, NeverReady, Unbuildable, processes, rows_of
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
 from verl_ray.cluster.session import Session
@@ -73,6 +75,17 @@ def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, 
         assert [one.by_call for one in groups.ask_memory()()] == [{}, {}, {}]
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
     assert closed == ["closed-actor-0", "closed-actor-1", "closed-critic-0", "closed-critic-1", "closed-rollout-0"]
+    wait_until_released(cluster)
+
+
+@pytest.mark.cluster
+def test_what_needs_the_room_of_others_is_built_first(cluster: Session, tmp_path: Path) -> None:
+    roles = [
+        Role(name, name, partial(Builds, folder=tmp_path, slow=name == "rollout")) for name in ("actor", "rollout")
+    ]
+    plan = [processes("actor", 1), replace(processes("rollout", 1), built_first=True)]
+    with start_groups(plan, roles, start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path):
+        pass
     wait_until_released(cluster)
 
 

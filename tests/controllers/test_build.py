@@ -126,6 +126,14 @@ def test_on_gpus_trainers_and_rollout_have_devices_and_the_reward_has_none() -> 
     }  # fmt: skip
 
 
+def test_engines_that_share_gpus_start_and_sleep_before_the_trainers_take_the_memory() -> None:
+    def first(*changes: str, shape: Shape) -> list[str]:
+        return [one.name for one in plan(*changes, shape=shape).sets if one.built_first]
+
+    assert first(shape=GPUS) == ["rollout"]
+    assert first("placement=separate", shape=GPUS) == first(shape=Shape((8,), 0)) == []
+
+
 # ------------------------------------------------------------------------------------------------- who scores
 
 

@@ -105,6 +105,21 @@ def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
         assert found.uses["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128  # and the head, packed
 
 
+def test_a_wire_between_devices_takes_their_memory() -> None:
+    weights, bucket = 4 * PARAMETERS, "rollout.sync.bucket_mib=1"
+    shared = made("rollout.sync.transport=cuda_ipc", bucket)
+    assert held(shared, "actor") == {
+        "generate": 2 << 20, "measure": 3 * weights + (2 << 20), "learn": 3 * weights + (2 << 20),
+        "publish": 3 * weights + (2 << 20),
+    }  # fmt: skip
+    assert held(shared, "rollout")["publish"] == weights  # the actor's memory is read where it is
+    apart = made("rollout.sync.transport=broadcast", bucket, "placement=separate")
+    assert held(apart, "actor")["generate"] == 3 * weights + (2 << 20)
+    assert held(apart, "rollout")["publish"] == weights + CACHE + (2 << 20)
+    through_hosts = made("rollout.sync.transport=broadcast", bucket)
+    assert held(through_hosts, "actor")["publish"] == 3 * weights
+
+
 def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:
     found = ledger(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
     assert held(found, "reward") == dict.fromkeys(found.phases, 3 * GIB + 4 * 120)

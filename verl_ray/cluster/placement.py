@@ -37,6 +37,7 @@ class ProcessSet:
     threads_per_rank: int
     process_group: bool  # torch.distributed over its ranks
     replicas: bool = False  # each rank is a group of its own: it fails and restarts alone
+    built_first: bool = False  # before the others: it needs their devices' memory until it is built
 
 
 @dataclass(frozen=True)

@@ -139,12 +139,15 @@ class Processes:
 
 
 def start(sets: Sequence[Processes], deadline: Deadline) -> None:
-    """Bring up all sets side by side. Raises, with every process ended, if any part fails or is late."""
+    """Bring up all sets side by side, but for those to be built first. Raises, with every process ended, if any part
+    fails or is late."""
     try:
-        told = _collect_by_set([one.spawn(deadline) for one in sets])
-        told = _collect_by_set([one.build(replies, deadline) for one, replies in zip(sets, told, strict=True)])
-        for one, replies in zip(sets, told, strict=True):
-            one.settle(replies)
+        spawned = list(zip(sets, _collect_by_set([one.spawn(deadline) for one in sets]), strict=True))
+        for first in (True, False):
+            wave = [(one, facts) for one, facts in spawned if one.spec.built_first is first]
+            told = _collect_by_set([one.build(facts, deadline) for one, facts in wave])
+            for (one, _), replies in zip(wave, told, strict=True):
+                one.settle(replies)
     except BaseException:
         for one in sets:
             one.kill()

@@ -325,12 +325,13 @@ class RolloutEngine(ABC):
         with self._aborting_on_error():
             if update.missing:
                 raise WeightSyncError(f"version {update.version}: not received: {sorted(update.missing)}")
-            prints = self._arrived()
-            found = prints.by_name
-            if expected is not None and expected != found:
-                names = sorted(expected.keys() | found.keys())
-                wrong = [name for name in names if expected.get(name) != found.get(name)]
-                raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}")
+            arrived = self._arrived()
+            sent = arrived[0].by_name if expected is None else expected
+            for rank, prints in enumerate(arrived):
+                names = sorted(sent.keys() | prints.by_name.keys())
+                if wrong := [name for name in names if sent.get(name) != prints.by_name.get(name)]:
+                    where = f" on rank {rank} of the {len(arrived)} of the engine" if len(arrived) > 1 else ""
+                    raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}{where}")
             self._finish_load(update.version)
         self._has_model = True
         if proof_follows:
@@ -338,7 +339,7 @@ class RolloutEngine(ABC):
         else:
             self._update = None
             self._version = update.version
-        return prints
+        return max(arrived, key=lambda prints: prints.seconds)
 
     def prove(self, probe: Probe) -> float:
         """Accept the committed version if the engine's log-probs of fixed tokens are those of the sender.
@@ -464,8 +465,8 @@ class RolloutEngine(ABC):
     def _load(self, bucket: Bucket, address: Address) -> None: ...
 
     @abstractmethod
-    def _arrived(self) -> Prints:
-        """The fingerprints of every tensor that the loader was given in this update."""
+    def _arrived(self) -> list[Prints]:
+        """The fingerprints of every tensor that the loader was given in this update, by rank of the engine."""
 
     @abstractmethod
     def _finish_load(self, version: int) -> None: ...

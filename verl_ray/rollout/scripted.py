@@ -95,8 +95,8 @@ class ScriptedEngine(RolloutEngine):
         self.weights.update({name: tensor.clone() for name, tensor in received.items()})
         self._receiver.release(address)
 
-    def _arrived(self) -> Prints:
-        return self._receiver.prints
+    def _arrived(self) -> list[Prints]:
+        return [self._receiver.prints]
 
     def _finish_load(self, version: int) -> None:
         """Nothing to do: nothing is packed or cached."""

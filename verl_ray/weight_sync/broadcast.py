@@ -12,7 +12,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,6 +28,8 @@ from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
 @dataclass(frozen=True)
 class BroadcastAddress:
     meeting: Meeting
+
+    ends_meet: ClassVar[bool] = True
 
     def open(self, seat: Seat | None = None) -> BroadcastReader:
         if seat is None:

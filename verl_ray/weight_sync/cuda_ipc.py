@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ class CudaIpcAddress:
     token: str
     handles: dict[str, tuple[tuple[Any, ...], ...]] = field(compare=False)
     """By the UUID of a GPU: for each slot there the arguments that rebuild it."""
+
+    ends_meet: ClassVar[bool] = False
 
     def open(self, seat: Seat | None = None) -> MappedSlots:
         if seat is None:

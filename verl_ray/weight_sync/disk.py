@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError
@@ -34,6 +35,8 @@ _HEADER, _BODY = "header", "body"
 class DiskAddress:
     folder: str
     """Of this wire alone."""
+
+    ends_meet: ClassVar[bool] = False
 
     def open(self, seat: Seat | None = None) -> DiskReader:
         if seat is None:

@@ -6,6 +6,7 @@ Member 0 is the sender. Deliberately not here: what is sent.
 
 from __future__ import annotations
 
+import os
 import secrets
 import socket
 import threading
@@ -25,6 +26,7 @@ from verl_ray.errors import WeightSyncError
 _KEY = "run.call_deadline_s"
 _COMPLETE, _LEFT = "complete", "left"
 _LOOK_S = 0.02
+_ON_ERROR, _CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
 
 
 @dataclass(frozen=True)
@@ -157,12 +159,28 @@ def _group(meeting: Meeting, store: Any, member: int, deadline: timedelta, over:
         else:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = deadline
-            group = dist.ProcessGroupNCCL(mine, member, size, nccl)
+            with _an_end_of_the_others_is_survived():
+                group = dist.ProcessGroupNCCL(mine, member, size, nccl)
     except RuntimeError as error:
         raise WeightSyncError(f"{own}: the ends found each other but could not connect: {error}") from error
     made = Group(group, store, deadline, own)
     made.wait(made.broadcast(torch.zeros(1, device=over)))  # NCCL connects with the first of them
     return made
+
+
+@contextmanager
+def _an_end_of_the_others_is_survived() -> Iterator[None]:
+    """torch's watchdog of a group that is made here gives the group up when a member is gone; by default it would end
+    this process."""
+    before = os.environ.get(_ON_ERROR)
+    os.environ[_ON_ERROR] = _CLEAN_UP_ONLY
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_ON_ERROR]
+        else:
+            os.environ[_ON_ERROR] = before
 
 
 def _network_device(meeting: Meeting) -> Any:

@@ -11,6 +11,7 @@ import os
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -28,6 +29,8 @@ class SharedMemoryAddress:
 
     paths: tuple[str, ...]
     slot_bytes: int
+
+    ends_meet: ClassVar[bool] = False
 
     def open(self, seat: Seat | None = None) -> Slots:
         """Any number of processes may; see the module for who may write when."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -117,6 +117,9 @@ class Reader(Protocol):
 
 
 class Address(Hashable, Protocol):
+    ends_meet: ClassVar[bool]
+    """Whether a receiver waits for other ends when it opens and reads; else what it does takes as long as it takes."""
+
     def open(self, seat: Seat | None = None) -> Reader:
         """The receiving end. Wires whose ends meet need the seat, and return when all ends are there.
 
