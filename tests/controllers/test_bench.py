@@ -89,7 +89,7 @@ def test_weight_sync(tmp_path: Path) -> None:
     found = measured("weight-sync", "--models", "1m", "--repeats", "1", "--dir", str(tmp_path))["1m"]
     assert found["bytes"] > 3_000_000
     seconds = found["median_s"]
-    assert {"stream", "prove", "hand_over", "reload", "copy", "fingerprints"} == seconds.keys()
+    assert {"stream", "prove", "wake", "hand_over", "reload", "copy", "fingerprints"} == seconds.keys()
     assert seconds["stream"] + seconds["prove"] == pytest.approx(seconds["hand_over"], rel=0.2)
     assert found["stream_to_reload"] == pytest.approx(seconds["stream"] / seconds["reload"], rel=0.02)
     assert 0 < found["fingerprints_share"] < 1
