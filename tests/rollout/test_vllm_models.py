@@ -7,14 +7,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from tests.rollout.conftest import checkpoint_of, manifest_of
-from verl_ray.errors import WeightSyncError
+from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
 from verl_ray.rollout.base import STALE, Probe, Request, Sampling, generate
+from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.buckets import plan_buckets
@@ -146,6 +148,19 @@ def test_two_ranks(
     model = load_reference(make_model("qwen3_moe", tie=True, seed=1))
     _broadcast(engine, model, 2)
     assert _worst(engine, model, reference_log_probs) < 1e-4
+    server = RolloutServer(lambda: engine)
+
+    def begin_again(version: int) -> None:
+        server.run(lambda engine: engine.begin_update(manifest_of(model), version))
+        server.run(lambda engine: engine.abort_update())
+
+    begin_again(3)
+    next(one for one in psutil.Process().children() if "Worker_TP1" in "".join(one.cmdline())).kill()
+    with pytest.raises(EngineFailed, match="a rank of it has ended"):
+        for version in range(4, 10_000):  # until vLLM has seen it
+            begin_again(version)
+    with pytest.raises(EngineFailed, match="of no more use, start another: a rank of it has ended"):
+        server.run(lambda engine: engine.sleep("weights"))
 
 
 def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None:

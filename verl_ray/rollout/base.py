@@ -192,6 +192,12 @@ class RolloutEngine(ABC):
         return ()
 
     @property
+    def failure(self) -> str | None:
+        """Why the engine is of no more use; None = it is."""
+        self._failure = self._failure or self._find_failure()
+        return self._failure
+
+    @property
     def steps(self) -> int:
         """Steps that drew tokens so far."""
         return self._steps
@@ -476,9 +482,13 @@ class RolloutEngine(ABC):
 
     # ---------------------------------------------------------------------------------------------------- the rules
 
+    def _find_failure(self) -> str | None:
+        """What has befallen the engine beside its calls, if anything has: a process of it that ended."""
+        return None
+
     def _require_alive(self) -> None:
-        if self._failure is not None:
-            raise EngineFailed(f"the rollout engine is of no more use, start another: {self._failure}")
+        if self.failure is not None:
+            raise EngineFailed(f"the rollout engine is of no more use, start another: {self.failure}")
 
     def _require_generating(self) -> None:
         self._require_alive()

@@ -267,6 +267,8 @@ class RolloutServer:
         try:
             done = task.act(engine)
         except Exception as error:
+            if engine.failure is not None and not isinstance(error, EngineFailed):
+                error = EngineFailed(f"rollout engine: {engine.failure}: {error!r}")
             task.future.set_exception(error)
         else:
             task.future.set_result(done)

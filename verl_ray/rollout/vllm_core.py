@@ -198,6 +198,11 @@ class VllmCore:
         if self._has_versions:
             self._client.set_weight_version(str(version))
 
+    @property
+    def is_failed(self) -> bool:
+        """Whether a process of the engine has ended, where it has several."""
+        return bool(getattr(self._core.model_executor, "is_failed", False))
+
     def close(self) -> None:
         """End the engine, and its processes if it has any."""
         self._client.shutdown()

@@ -237,6 +237,9 @@ class VllmEngine(RolloutEngine):
             drawn += self._hold()
         return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
 
+    def _find_failure(self) -> str | None:
+        return "a rank of it has ended" if self.core.is_failed else None
+
     def _suspects(self) -> str:
         names: list[str] = self.core.call_workers("weights_repacked")[0]
         shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
@@ -289,7 +292,8 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_abandon")
 
     def _release(self, process_ends: bool) -> None:
-        self.core.call_workers("weights_close")
+        if not self.core.is_failed:
+            self.core.call_workers("weights_close")
         if process_ends and not self._has_processes:
             return  # vLLM's shutdown goes three times through everything that was imported: 1.5 s
         self.core.close()
