@@ -280,7 +280,7 @@ def _configured(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
     from verl_ray.config.roles import SupervisedRole
     from verl_ray.config.schema import RLConfig
 
-    settings = ["actor.backend.micro_batch_tokens_per_rank=64", f"sft.max_tokens={max(_LENGTHS)}"]
+    settings = ["actor.backend.micro_batch_tokens_per_rank=88", f"sft.max_tokens={max(_LENGTHS)}"]
     settings += ["actor.optimizer.lr=1e-4", "actor.optimizer.max_grad_norm=0.3", "actor.optimizer.weight_decay=0.1"]
     settings += ["run.dir=none", "data.train_path=none", "data.validation_path=null", "model.path=none"]
     role = compose("sft", [f"backend={kind}", "run.evaluate_every=0", *settings]).model_roles["actor"]
