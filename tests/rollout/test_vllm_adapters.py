@@ -18,7 +18,6 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import Outputs
 from verl_ray.rollout.base import Probe, Request, RolloutEngine, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine
-from verl_ray.rollout.vllm_loader import WeightLoader
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, remove
 
@@ -132,7 +131,7 @@ def test_an_adapter_that_vllm_was_not_given_is_found(
 ) -> None:
     send(actor, rollout, 1, alone=False)
     learn(actor, 2)
-    monkeypatch.setattr(WeightLoader, "_weights_add_adapter", lambda self, lora: None)
+    monkeypatch.setattr("verl_ray.rollout.vllm_loader.WeightLoader._weights_add_adapter", lambda self, lora: None)
     send(actor, rollout, 2, alone=True, proves=True)  # all fingerprints are right
     with pytest.raises(WeightSyncError, match="version 2: every weight arrived as it was sent, but the engine"):
         rollout.prove(probe(actor))
