@@ -14,7 +14,7 @@ from typing import Literal
 from controllers.model_sizes import ModelSize
 from verl_ray.config.backends import EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS, RolloutEngineConfig
 from verl_ray.engine.megatron_fsdp.memory import Elements, Held, held
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.profiling.flops import ModelShape
@@ -29,12 +29,6 @@ where others compute."""
 FLOAT32 = 4
 MOMENTS = 8
 """AdamW's two, in float32."""
-
-CPU_BATCHED_TOKENS = 8192
-"""Tokens of a batch of the rollout engine, unless max_num_batched_tokens in its vllm_args says another number."""
-
-BATCHED_REQUESTS = 256
-"""Requests of a batch of the rollout engine, unless max_num_seqs in its vllm_args says another number."""
 
 
 @dataclass(frozen=True)
@@ -221,8 +215,8 @@ def engine_footprint(
     held: dict[Part, int] = {"weights": width * model.parameters // tensor, "cache": int(engine.kv_cache_gib * 2**30)}
     working = 0
     if (shape := model.shape) is not None:
-        tokens = min(prompt_tokens, _argument(engine, "max_num_batched_tokens", CPU_BATCHED_TOKENS))
-        running = min(requests, _argument(engine, "max_num_seqs", BATCHED_REQUESTS))
+        tokens = min(prompt_tokens, _argument(engine, "max_num_batched_tokens", VLLM_BATCHED_TOKENS))
+        running = min(requests, _argument(engine, "max_num_seqs", VLLM_BATCHED_REQUESTS))
         queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
         parallel = 2 * queries + 2 * keys + 3 * shape.intermediate_size
         layer = tokens * width * (4 * shape.hidden_size + parallel // tensor)

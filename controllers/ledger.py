@@ -182,6 +182,10 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
         uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
+    if rl is not None and on_gpus and rl.rollout.sync.delta:
+        for name in ("actor", ROLLOUT):  # both ends keep what was sent last
+            kept: Bytes = {"buffers": _sent_bytes(rl)}
+            uses[name] = {phase: replace(use, host={**use.host, **kept}) for phase, use in uses[name].items()}
     phases = PHASES if rl is not None else PHASES[1:3]
     return Ledger(on_gpus, phases, tuple(_processes(config)), uses)
 
@@ -271,8 +275,10 @@ def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: 
         working: Bytes = found.forward if phase == "generate" else {}
         if phase == "publish" and policy:
             working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel}
-        if policy and config.rollout.sync.transport != "cuda_ipc":  # which is memory of the actor
-            wire = _wire_end_bytes(config, on_gpus=device == "cuda")
+        if policy:
+            direct = config.rollout.sync.transport == "cuda_ipc" or (device == "cuda" and config.rollout.sync.delta)
+            # memory of the actor, or of the host
+            wire = 0 if direct else _wire_end_bytes(config, on_gpus=device == "cuda")
             held = {**held, "buffers": held.get("buffers", 0) + wire}
         yield phase, Use(held, working)
 

@@ -168,9 +168,9 @@ def utilisation(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics
     return metrics
 
 
-def of_mismatch(updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
-    """Trainer beside sampler, in these optimizer steps."""
-    report = sum((rank.loss for ranks in updates for rank in ranks), LossReport())
+def of_mismatch(reports: Sequence[LossReport]) -> Metrics:
+    """Trainer beside sampler, as ranks report it."""
+    report = sum(reports, LossReport())
     return mismatch_metrics(report.means(), report.maxima)
 
 

@@ -179,8 +179,14 @@ class Trainer:
                 self.gradients.see(role, reports)
                 metrics |= measures.of_updates(role, reports)
                 if role == "actor":  # without old log-probs, later updates say what earlier ones learned, too
-                    metrics |= measures.of_mismatch(reports if measured.old is not None else reports[:1])
+                    compared = reports if measured.old is not None else reports[:1]
+                    metrics |= measures.of_mismatch([rank.loss for ranks in compared for rank in ranks])
                     self.mismatch.see(number, metrics, reports, self.policy_version)
+        if not calls["actor"] and measured.old is not None:  # the critic warms up
+            with self.timers.waiting():
+                alone = actor.scatter(ActorWorker.compare, rollouts, measured.old).result()
+            metrics |= measures.of_mismatch(alone)
+            self.mismatch.see(number, metrics, [], self.policy_version)
         if config.algorithm.kl.place != "none":
             metrics |= self._charge(credit)
         return metrics

@@ -57,6 +57,8 @@ class Publisher:
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._offloading = () if config.placement.offload == "none" else tuple(sharing)
+        if self._offloading:
+            servers.room.clear()  # the training state is there
         self._offloads_weights = config.placement.offloads_weights
         self._goes_away = bool(self._offloading) and self._offloads_weights  # the actor, until rollouts are drawn
         self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=bool(sharing))
@@ -196,5 +198,9 @@ class Publisher:
         self._hand_back_s = time.perf_counter() - began
 
     def _place(self, where: str) -> None:
+        if self._offloading and where == "device":
+            self._servers.room.clear()
         weights = where if self._offloads_weights else "device"
         wait_all([group.broadcast(ModelWorker.place, weights, where) for group in self._offloading])
+        if where == "host":
+            self._servers.room.set()

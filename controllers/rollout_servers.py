@@ -72,6 +72,9 @@ class RolloutServers:
         self._restarts: dict[Replica, Future[None]] = {}
         self._lost_since_publish = 0
         self._counts = {"rollout/restarts": 0, "rollout/reissued": 0}
+        self.room = threading.Event()
+        """Whether a replica that starts finds memory; cleared by who fills the devices that replicas share."""
+        self.room.set()
         self.bring_up: Callable[[Replica], None] | None = None
         """Gives a new replica the present weights; set by who publishes."""
 
@@ -111,6 +114,7 @@ class RolloutServers:
 
     def close(self) -> None:
         """Wait for the replicas that are being restarted, so that they can be ended with the others."""
+        self.room.set()
         for restart in self._restarts.values():
             restart.exception()
         self._restarts.clear()
@@ -263,6 +267,7 @@ class RolloutServers:
         self._restarts[replica] = restart
 
         def start_again() -> None:
+            self.room.wait()
             try:
                 replica.restart(self._start_deadline_s)
                 restart.set_result(None)

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 
 from verl_ray.algorithms.credit import assign, diverge
+from verl_ray.algorithms.losses import TokenLoss
+from verl_ray.algorithms.mismatch import compare
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.host import steering
@@ -23,7 +25,8 @@ from verl_ray.data.stages import (
     TrainingBatch,
     Values,
 )
-from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.base import EngineSpec, LossReport
+from verl_ray.engine.tally import Tally
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
@@ -49,6 +52,17 @@ class ActorWorker(ModelWorker):
     def diverge(self, rows: Rollouts, policy: LogProbs, reference: LogProbs, algorithm: AlgorithmConfig) -> Divergence:
         """The divergence of each response from the reference."""
         return diverge(algorithm, rows, policy, reference)
+
+    def compare(self, rows: Rollouts, policy: LogProbs) -> LossReport:
+        """These log-probs beside the sampler's, as an update reports them."""
+        mask, tally = rows.response_mask, Tally()
+        row = torch.from_numpy(rows.row_of_token[mask])
+        means, maxima = compare(
+            torch.from_numpy(policy.log_probs[mask]), torch.from_numpy(rows.rollout_log_probs[mask]), row
+        )
+        nothing, counted = torch.zeros(()), torch.ones(len(row))
+        tally.add(nothing, TokenLoss(nothing, means, maxima), counted, None)
+        return tally.report()
 
     def assign_credit(
         self,

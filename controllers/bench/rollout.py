@@ -10,24 +10,23 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from controllers.bench.step import MODELS, SHOWN_VERSIONS, configuration, make_inputs
+from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
 from controllers.build import Shape, plan_processes, rollout_spec
 from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
 from controllers.signals import stop_on_signals
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
+from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
@@ -53,9 +52,10 @@ def main(argv: list[str]) -> int:
             f"{count}_replica{'s' * (count > 1)}": measure(config, session, prompts, count, given.repeats)
             for count in given.replicas
         }
-    shown = {"python": platform.python_version(), **{name: version(name) for name in SHOWN_VERSIONS}}
     asked = {"prompts": given.prompts, "tokens": given.tokens, "model": given.model}
-    print(json.dumps({**asked, **figures, "cores": len(os.sched_getaffinity(0)), "versions": shown}, indent=2))
+    print(
+        json.dumps({**asked, **figures, "cores": len(os.sched_getaffinity(0)), "versions": shown_versions()}, indent=2)
+    )
     return 0
 
 
@@ -113,7 +113,8 @@ def offline(
 
     spec = rollout_spec(config, shares_a_gpu=False)
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]
-    cpu = {"enforce_eager": True, "max_num_batched_tokens": 8192, "enable_chunked_prefill": False}  # as our engine
+    cpu = {"enforce_eager": True, "enable_chunked_prefill": False}  # as our engine
+    visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")
     with contextlib.ExitStack() as started:
         engines = []
         for index in range(count):
@@ -123,6 +124,8 @@ def offline(
                 "engine": {
                     "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
                     "max_model_len": spec.max_model_len,
+                    "max_num_seqs": VLLM_BATCHED_REQUESTS,
+                    "max_num_batched_tokens": max(spec.max_model_len, VLLM_BATCHED_TOKENS),
                     **({"gpu_memory_utilization": 0.01} if on_gpus else cpu),
                 },
                 "max_tokens": config.rollout.max_response_tokens,
@@ -130,7 +133,7 @@ def offline(
             }
             variables = environment("cuda" if on_gpus else "cpu", threads)
             if on_gpus:
-                variables["CUDA_VISIBLE_DEVICES"] = str(index)
+                variables["CUDA_VISIBLE_DEVICES"] = visible[index]
             path = Path(config.run.dir) / f"offline-{index}.json"
             path.write_text(json.dumps(work))
             engines.append(

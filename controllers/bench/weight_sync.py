@@ -13,17 +13,15 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from importlib.metadata import version
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, cast
 
-from controllers.bench.step import MODELS, SHOWN_VERSIONS, configuration, make_inputs
+from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
 from controllers.build import Shape, plan_processes
 from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
@@ -121,8 +119,7 @@ def main(argv: list[str]) -> int:
     figures = {
         model: measure(model, given.backend, Path(given.dir), given.repeats, overrides) for model in given.models
     }
-    shown = {"python": platform.python_version(), **{name: version(name) for name in SHOWN_VERSIONS}}
-    print(json.dumps({**figures, "cores": len(os.sched_getaffinity(0)), "versions": shown}, indent=2))
+    print(json.dumps({**figures, "cores": len(os.sched_getaffinity(0)), "versions": shown_versions()}, indent=2))
     return 0
 
 
@@ -213,10 +210,12 @@ def _in_turns(
 
 
 def _moved_bytes(config: RLConfig) -> int:
-    """Of the actor's state that is offloaded, per parameter: what learns and AdamW's two moments, in float32; megatron
-    has the weights that compute beside them where these are in bfloat16."""
+    """To the host, per parameter: what learns and AdamW's two moments, in float32, and megatron's weights that compute;
+    megatron-core copies these where they are the same memory, too."""
     backend = config.actor.backend
-    return 14 if backend.kind in ("megatron", "megatron_fsdp") and backend.dtype == "bfloat16" else 12
+    if backend.kind == "megatron":
+        return 14 if backend.dtype == "bfloat16" else 16
+    return 14 if backend.kind == "megatron_fsdp" and backend.dtype == "bfloat16" else 12
 
 
 def _parser() -> argparse.ArgumentParser:

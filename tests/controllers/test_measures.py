@@ -155,7 +155,7 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
         return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
 
     first, second = [report(3, 0.5, 0.5), report(1, 0.1, 0.25)], [report(4, 0.9, 2.0)]
-    found = measures.of_mismatch([first])
+    found = measures.of_mismatch([one.loss for one in first])
     assert found["rollout_corr/kl"] == pytest.approx((1.5 + 0.1) / 4)
     assert found["training/rollout_probs_diff_max"] == 0.5
     everything = measures.of_updates("actor", [first, second])

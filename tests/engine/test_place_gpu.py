@@ -53,6 +53,7 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     engine.place(params="host", optimizer="host")
     engine.place(params="host", optimizer="host")
     released = torch.cuda.mem_get_info()[0] - free
+    assert all(torch.equal(before[place.name].cpu(), value.cpu()) for place, value in engine.shards(names))
     assert released > 0.95 * 3 * held  # the weights and AdamW's two moments, as the driver of the device sees it
     engine.place(params="device", optimizer="device")
     assert all(torch.equal(before[place.name], value) for place, value in engine.shards(names))

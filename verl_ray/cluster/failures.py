@@ -22,6 +22,7 @@ from verl_ray.cluster.host import CONTROL, STACKS_SIGNAL, Facts, Failure, tail
 from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
 
 _QUESTION_S = 3.0
+_TRACKER = "multiprocessing.resource_tracker"
 _STACKS_BYTES = 32_768
 
 
@@ -159,14 +160,15 @@ def kill(members: Sequence[Member]) -> None:
 
 def end(facts: Facts) -> None:
     """On the node of a process: end it, and those that it has started, such as the ranks of an engine, which may be
-    stopped and would not see it go."""
+    stopped and would not see it go. Python's tracker of what they share ends by itself, when it has cleaned up."""
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(facts.pid)
         if abs(process.create_time() - facts.started) < 1.0:
             started = process.children(recursive=True)
             for one in (process, *started):
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    one.kill()
+                    if not any(_TRACKER in word for word in one.cmdline()):
+                        one.kill()
 
 
 def _on_node(facts: Facts, act: Callable[..., Any], *more: object) -> Any:

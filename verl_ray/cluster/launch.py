@@ -72,8 +72,9 @@ def start_groups(
 ) -> Groups:
     """Reserve bundles, start all processes side by side, join them and build every role's workers.
 
-    Roles of one set are built in the given order. Raises ClusterError when the cluster cannot hold the plan, and the
-    typed error of the part (set or role, rank, node) that failed or was late; everything else is ended by then.
+    Sets that are `built_first` are built before the others, roles of one set in the given order. Raises ClusterError
+    when the cluster cannot hold the plan, and the typed error of the part (set or role, rank, node) that failed or was
+    late; everything else is ended by then.
     """
     unknown = {role.processes for role in roles} - {one.name for one in sets}
     if unknown:

@@ -11,6 +11,12 @@ from pydantic import Field
 
 from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
 
+VLLM_BATCHED_TOKENS = 8192
+"""Tokens of a batch of the rollout engine, unless max_num_batched_tokens in its vllm_args says another number."""
+
+VLLM_BATCHED_REQUESTS = 256
+"""Requests of a batch of the rollout engine, unless max_num_seqs in its vllm_args says another number."""
+
 VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """The sizes of room that vLLM makes for adapters."""
 

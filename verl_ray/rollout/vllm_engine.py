@@ -19,7 +19,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from verl_ray.config.roles import LoraConfig
-from verl_ray.config.rollout import VLLM_LORA_RANKS, RolloutEngineConfig
+from verl_ray.config.rollout import (
+    VLLM_BATCHED_REQUESTS,
+    VLLM_BATCHED_TOKENS,
+    VLLM_LORA_RANKS,
+    RolloutEngineConfig,
+)
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
@@ -35,7 +40,6 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput
 
-_CPU_BATCHED_TOKENS = 8192
 _SAMPLINGS_KEPT = 1024
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
@@ -335,9 +339,13 @@ def _vllm_config(
             f"install the extra 'cpu' or 'gpu' of this package"
         )
     fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **more)
-    preferred: dict[str, Any] = {"enable_prefix_caching": True}
+    preferred: dict[str, Any] = {
+        "enable_prefix_caching": True,
+        # vLLM's own are small but for its server and its offline engine
+        "max_num_seqs": VLLM_BATCHED_REQUESTS,
+        "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
+    }
     if device == "cpu":
-        preferred["max_num_batched_tokens"] = max(max_model_len, _CPU_BATCHED_TOKENS)
         _register_model(model_path)
     if clash := sorted(fixed.keys() & config.vllm_args.keys()):
         raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
