@@ -217,27 +217,31 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
         f" --node-ip-address=127.0.0.2 --temp-dir={folder} --disable-usage-stats"
     )
     log = home / "head.log"
-    with log.open("w") as output:
-        head = subprocess.Popen(
-            [
-                "bash",
-                "-c",
-                runnable(block).replace("ray start --head --block", "exec ray start --head --block") + apart,
-            ],
-            cwd=checkout,
-            env=environment(home) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"},
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+    command = runnable(block).replace("ray start --head --block", "exec ray start --head --block") + apart
+    variables = environment(home) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
+
+    def start() -> subprocess.Popen[bytes]:
+        with log.open("w") as output:
+            return subprocess.Popen(
+                ["bash", "-c", command], cwd=checkout, env=variables, stdout=output, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    head = start()
     try:
-        until = time.monotonic() + 300
+        until = time.monotonic() + 600
         while "will now block" not in log.read_text():
-            assert head.poll() is None and time.monotonic() < until, log.read_text()[-4000:]
+            assert time.monotonic() < until, log.read_text()[-4000:]
+            if head.poll() is not None:  # Ray gives its processes 30 s, which beside other tests may be too few
+                assert "timed out during startup" in log.read_text(), log.read_text()[-4000:]
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(head.pid, signal.SIGKILL)
+                head = start()
             time.sleep(0.2)
         yield f"http://127.0.0.1:{port}"
     finally:
-        os.killpg(head.pid, signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(head.pid, signal.SIGINT)
         try:
             head.wait(200)  # it ends what it started, on a machine that may be busy
         finally:
