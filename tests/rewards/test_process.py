@@ -296,20 +296,20 @@ def test_all_bad_specs_are_reported_at_once_without_a_process(functions: str) ->
 
 
 @pytest.mark.parametrize(
-    ("body", "key", "cause"),
+    ("body", "key", "cause", "patience_s"),
     [
-        ("import no_such_module_at_all", "own.default", "No module named 'no_such_module_at_all'"),
-        ("import os; os._exit(5)", "own", "exited with status 5 while it imported"),
-        ("import time; time.sleep(60)", "own", "took longer than 1 s while it imported"),
+        ("import no_such_module_at_all", "own.default", "No module named 'no_such_module_at_all'", 30.0),
+        ("import os; os._exit(5)", "own", "exited with status 5 while it imported", 30.0),
+        ("import time; time.sleep(60)", "own", "took longer than 1 s while it imported", 1.0),
     ],
 )
 def test_an_import_that_fails_is_an_error_at_the_start(
-    tmp_path: Path, living: Callable[[], list[str]], body: str, key: str, cause: str
+    tmp_path: Path, living: Callable[[], list[str]], body: str, key: str, cause: str, patience_s: float
 ) -> None:
     path = tmp_path / "grading.py"
     path.write_text(f"{body}\ndef f(response, answer, **others): return 1.0\n")
     with pytest.raises(ConfigError, match=cause) as error:
-        ScoringPool({"default": f"{path}:f"}, 2, 5.0, key="own", start_deadline_s=1.0)
+        ScoringPool({"default": f"{path}:f"}, 2, 5.0, key="own", start_deadline_s=patience_s)
     assert [problem.key for problem in error.value.problems] == [key]
 
 
