@@ -224,7 +224,7 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
         with log.open("w") as output:
             return subprocess.Popen(
                 ["bash", "-c", command], cwd=checkout, env=variables, stdout=output, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                start_new_session=True, preexec_fn=_as_in_a_terminal,
             )  # fmt: skip
 
     head = start()
@@ -248,6 +248,11 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(head.pid, signal.SIGKILL)
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def _as_in_a_terminal() -> None:
+    """Ctrl-C ends a program, but for one that was started in the background, as these tests may be."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def free_port() -> int:
