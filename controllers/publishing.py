@@ -96,7 +96,8 @@ class Publisher:
         }
 
     def _make_room(self, version: int) -> None:
-        """A replica that starts takes the place that it takes while rollouts are drawn, before it sleeps."""
+        """For a replica that starts, and is awake at first: the training state goes to the host, as for rollouts, once
+        the actor has made its probe."""
         if self._goes_away and self._probe_of(version) is None:
             self._keep_probe(version, self._ask_probe())
         self._place("host")

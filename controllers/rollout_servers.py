@@ -267,7 +267,7 @@ class RolloutServers:
         self._restarts[replica] = restart
 
         def start_again() -> None:
-            self.room.wait()
+            self.room.wait()  # until the next rollouts, or the end, at the latest
             try:
                 replica.restart(self._start_deadline_s)
                 restart.set_result(None)

@@ -182,7 +182,9 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
     publisher.publish(5)
     assert time.monotonic() - began < run.config.run.call_deadline_s / 4
     assert len(run.servers.gather(all_of_them=True)) == 2 and not _alive(process)
+    assert run.servers.room.is_set()
     publisher.hand_back()  # as on a GPU that they share: all of them sleep
+    assert not run.servers.room.is_set()  # one that is lost now starts when the trainer has gone
     assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [None, None]
     assert "weight_sync/probe_difference" not in publisher.publish(6)
     publisher._bring_up(run.servers.replicas[0])  # proved all the same, by what was asked while the actor was there

@@ -23,6 +23,7 @@ from tests.engine.inputs import (
     CORRECTED,
     DEADLINE_S,
     LENGTHS,
+    MODELS,
     OPTIMIZER,
     POLICY,
     PREFERENCE,
@@ -434,7 +435,6 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
 
 
 CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
-MODELS = ("qwen3", "llama", "qwen2", "gemma", "qwen3_moe")
 EXPORTED = ("llama", "qwen3_moe")
 FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron": ("megatron_fsdp", "megatron")}
 """Backends whose engines share a process; the last one has layouts on four ranks."""

@@ -24,16 +24,21 @@ from verl_ray.algorithms.objectives import (
 )
 from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
 from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
+from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import Engine, EngineSpec, LossReport, StepReport
 from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.models.role_model import HeadKind
+from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 
+MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
+"""Name and whether the embeddings are tied."""
 DEADLINE_S = 600
 LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
 CLIP, DUAL, ENTROPY, KL, TEMPERATURE = 0.2, 3.0, 0.01, 0.05, 0.8
@@ -102,6 +107,27 @@ BALANCE = 0.1
 ADAPTER = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
 PREFERENCE = PreferenceObjective(SMOOTHING)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
+
+
+def write_models(root: Path) -> None:
+    """Tiny models of every family, by name, and wider ones of two of them."""
+    character_tokenizer(root / "tokenizer", "0123456789+=")
+    for name, tied in MODELS.items():
+        # all but one have fewer key heads than the ranks that share out a row
+        heads, key_heads, size = (4, 2, 16) if name == "qwen3" else (2, 1, 32)
+        sizes = TinyModelConfig(
+            hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=key_heads, head_size=size,
+            intermediate_size=96, tie_embeddings=tied,
+        )  # fmt: skip
+        make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    for family, tied, layers in (("qwen2", True, 4), ("qwen3_moe", False, 2)):  # with key heads for two ranks
+        sizes = TinyModelConfig(
+            hidden_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
+            tie_embeddings=tied,
+        )  # fmt: skip
+        make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
+    config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
+    config.write_text(config.read_text().replace('"silu"', '"swish"'))
 
 
 def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:

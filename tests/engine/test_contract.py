@@ -27,15 +27,10 @@ from tests.engine.naive import (
     with_adapter,
 )
 from tests.rank_processes import run_ranks
-from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.models.tiny import make_tiny
 
 pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]  # the processes of all backends run at once
 
-MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
-"""Name and whether the embeddings are tied."""
 ONLY_SHARDED = (
     "gradients in shards", "gathered in forward", "not sharded", "ahead and from the host", "embeddings apart",
     "embeddings apart, value",
@@ -47,23 +42,7 @@ BFLOAT16 = 3e-2  # 8 bits of mantissa through two layers and three steps
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("contract")
-    character_tokenizer(root / "tokenizer", "0123456789+=")
-    for name, tied in MODELS.items():
-        # all but one have fewer key heads than the ranks that share out a row
-        heads, key_heads, size = (4, 2, 16) if name == "qwen3" else (2, 1, 32)
-        sizes = TinyModelConfig(
-            hidden_size=64, num_layers=2, num_heads=heads, num_kv_heads=key_heads, head_size=size,
-            intermediate_size=96, tie_embeddings=tied,
-        )  # fmt: skip
-        make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
-    for family, tied, layers in (("qwen2", True, 4), ("qwen3_moe", False, 2)):  # with key heads for two ranks
-        sizes = TinyModelConfig(
-            hidden_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
-            tie_embeddings=tied,
-        )  # fmt: skip
-        make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
-    config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
-    config.write_text(config.read_text().replace('"silu"', '"swish"'))
+    inputs.write_models(root)
     return root
 
 
@@ -126,7 +105,7 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
     return {
         **{
             name: naive_training(reference_model(folder, name), rows, naive_policy_loss)
-            for name in MODELS
+            for name in inputs.MODELS
             if name != "qwen3_moe"
         },
         "corrected": naive_training(
@@ -153,7 +132,7 @@ def plain(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[tuple[st
     """What each model says of each row with either head: logits, or values."""
     rows, said = inputs.rows_of(), {}
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
-    for name in MODELS:
+    for name in inputs.MODELS:
         policy, value = reference_model(folder, name), reference_model(folder, name, "value", value_head)
         with torch.no_grad():
             said[name, "policy"] = [naive_logits(policy, rows.tokens[row]) for row, _ in by_row(rows)]
@@ -169,7 +148,7 @@ def close(found: list[float], expected: list[float], tolerance: float = EXACT) -
     np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(np.abs(expected)))
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", inputs.MODELS)
 def test_log_probs_and_entropy_are_those_of_plain_transformers(
     place: tuple[str, int], results: Any, plain: Any, model: str
 ) -> None:
@@ -479,7 +458,7 @@ def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int,
 def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
     """That each element has one owner is asserted where the shards are put together."""
     for model in ("qwen3", "llama", "qwen3_moe"):
-        tied, expected = MODELS[model], load_file(folder / model / "model.safetensors")
+        tied, expected = inputs.MODELS[model], load_file(folder / model / "model.safetensors")
         for one in (one[kind]["check_weights"][model] for w in (1, 2) for one in found[w] for kind in contract.KINDS):
             manifest, weights = one
             assert weights.keys() == expected.keys() == {p.name for p in manifest.sent}
