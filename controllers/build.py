@@ -7,7 +7,7 @@ Deliberately not here: what the groups are asked to do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -17,9 +17,10 @@ from controllers.endpoints import Endpoints
 from controllers.rollout_servers import RolloutServers
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
-from verl_ray.cluster.placement import ProcessSet, share_cpus
+from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import finishing
 from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward, ModelReward, SingleReward
 from verl_ray.config.roles import ModelRole, SupervisedRole, TrainedRole
 from verl_ray.config.rollout import RolloutEngineConfig
@@ -40,16 +41,28 @@ SHARED = "shared"  # the bundles that colocated processes sit in
 
 @dataclass(frozen=True)
 class Shape:
-    """What the plan must know of the cluster: the cores of each node, and all GPUs."""
+    """What the plan must know of the cluster: the cores and the GPUs of each node that can hold a process."""
 
     cores: tuple[int, ...]
-    gpus: int
+    gpus_per_node: tuple[int, ...]
 
     @classmethod
     def of(cls, session: Session) -> Shape:
-        nodes = [node.total for node in session.resources()]
-        cores = tuple(max(1, int(node.get("CPU", 0))) for node in nodes)
-        return cls(cores, int(sum(node.get("GPU", 0) for node in nodes)))
+        # The head of a cluster is often given no CPU, so that nothing runs there.
+        nodes = [node.total for node in session.resources() if node.total.get("CPU")]
+        cores = tuple(max(1, int(node["CPU"])) for node in nodes)
+        return cls(cores, tuple(int(node.get("GPU", 0)) for node in nodes))
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return sum(self.gpus_per_node)
+
+    @property
+    def nodes(self) -> list[Resources]:
+        """By Ray's names of resources."""
+        shapes = zip(self.cores, self.gpus_per_node, strict=True)
+        return [{"CPU": float(cores), "GPU": float(gpus)} for cores, gpus in shapes]
 
 
 @dataclass(frozen=True)
@@ -59,6 +72,7 @@ class Plan:
     sets: tuple[ProcessSet, ...]
     roles: Mapping[str, Role[Any]]
     warnings: tuple[str, ...]
+    devices: int
 
 
 @dataclass(frozen=True)
@@ -74,16 +88,19 @@ class System:
     """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
     run trains."""
     has_gpus: bool
+    devices: int
+    """What throughput is divided by (`count_devices`)."""
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        try:
-            if self.rollout is not None:
-                self.rollout.close()
-        finally:
-            self.groups.close()
+        with finishing():
+            try:
+                if self.rollout is not None:
+                    self.rollout.close()
+            finally:
+                self.groups.close()
 
 
 def start(config: Config, session: Session, *, learns: bool = True) -> System:
@@ -95,8 +112,7 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
     groups = start_groups(
         plan.sets,
         list(plan.roles.values()),
-        start_deadline_s=config.run.start_deadline_s,
-        call_deadline_s=config.run.call_deadline_s,
+        stall_s=config.run.stall_s,
         log_dir=Path(config.run.dir) / "logs",
     )
 
@@ -110,11 +126,11 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
         replicas = groups.replicas(plan.roles["rollout"])
         endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
         try:
-            rollout = RolloutServers(replicas, config.rollout, config.run.start_deadline_s, endpoints)
+            rollout = RolloutServers(replicas, config.rollout, endpoints)
         except BaseException:
             groups.close()
             raise
-    return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0)
+    return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0, plan.devices)
 
 
 def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
@@ -170,8 +186,19 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
             else:
                 sets.append(one(name, 0, False, name))
                 roles[name] = Role(name, name, RewardWorker, (grader, policy))
-    shared, warning = share_cpus(sets, shape.cores)
-    return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,))
+    shared, warning = share_cpus(sets, shape.nodes)
+    computing = [held for held in sets if not isinstance(texts.get(held.name), FunctionReward | HttpReward)]
+    return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,), count_devices(computing))
+
+
+def count_devices(sets: Sequence[ProcessSet]) -> int:
+    """How many devices processes that hold models compute on: their GPUs, where those that share one count it once.
+    Without GPUs a rank stands for a device, and ranks that would share one GPU count once, too."""
+    devices: dict[str, int] = {}
+    for one in sets:
+        held = one.num_ranks * max(one.gpus_per_rank, 1)
+        devices[one.bundle_group] = max(devices.get(one.bundle_group, 0), held)
+    return sum(devices.values())
 
 
 FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker}

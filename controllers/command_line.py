@@ -7,16 +7,20 @@ it does not need. Deliberately not here: what the commands do.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
-import signal
+import os
+import shlex
 import sys
 import textwrap
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Protocol, cast
 
 from controllers.check import check, checked, print_problems, print_warnings
 from controllers.composition import compose
-from controllers.signals import heed_signals, stop_on_signals
+from controllers.paths import in_ray_package
+from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, VerlRayError
@@ -28,8 +32,17 @@ exit codes:
   0    done
   1    the run failed; the message names the cause
   2    the configuration cannot run; the message lists every problem
-  130  stopped by Ctrl-C or SIGTERM; `train` with the same run.dir goes on from its newest checkpoint
+  130  stopped by Ctrl-C, SIGTERM or SIGHUP; `train` with the same run.dir goes on from its newest checkpoint
+
+stopping:
+  The first signal is answered with what happens next. A step whose update has begun is finished, any other is given
+  up; the last finished step is saved (never with run.checkpoint_every=0), and the last line is the command that goes
+  on. A second signal ends the run at once and says which steps are lost.
 """
+
+SCRIPT = "VERL_RAY_SCRIPT"
+SCRIPT_MEANS = ("train", "--config-name", "quickstart")
+"""A script that stands for these arguments names itself in this variable, so that messages name what was typed."""
 
 CONFIGURATION = """\
 root configs (--config-name):
@@ -135,6 +148,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print_problems(error.problems, sys.stderr)
         return error.exit_code
+    except Interrupted as stop:
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            print(stop, file=sys.stderr)
+        return stop.exit_code
     except VerlRayError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return error.exit_code
@@ -164,7 +181,42 @@ def _run(arguments: list[str]) -> int:
     print_warnings(findings.warnings, sys.stderr)
     module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
     implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
-    return _stoppable(lambda: implementation(config))
+    try:
+        return _stoppable(lambda: implementation(config))
+    except Interrupted as stop:
+        if command == "train":
+            with contextlib.suppress(OSError):
+                print(f"{stop}. To go on:\n{_to_go_on(config, arguments)}", file=sys.stderr, flush=True)
+            return stop.exit_code
+        raise
+
+
+def _to_go_on(config: Config, arguments: Sequence[str]) -> str:
+    """The command that resumes this run, as its user gave it."""
+    if script := os.environ.get(SCRIPT):
+        typed = [script, *arguments[len(SCRIPT_MEANS) :]]
+    elif Path(sys.argv[0]).name == "verl-ray":
+        typed = ["verl-ray", *arguments]
+    else:
+        typed = [sys.orig_argv[0], "-m", "controllers", *arguments]
+    has_checkpoints = any((Path(config.run.dir) / "checkpoints").glob("step_*"))
+    return command_to_resume(typed, config.run.resume, has_checkpoints=has_checkpoints, here=Path.cwd())
+
+
+def command_to_resume(typed: Sequence[str], resume: str, *, has_checkpoints: bool, here: Path) -> str:
+    """What goes on with a run that the command line `typed` started, as a shell reads it.
+
+    Args:
+        resume: the value of run.resume. A run that was told to begin anew, or from elsewhere, has begun by now.
+        has_checkpoints: whether there are some in run.dir.
+        here: the current folder, which in a Ray job is a copy of the one that was submitted.
+    """
+    words = list(typed)
+    if resume == "none" or (resume != "auto" and has_checkpoints):
+        words = [word for word in words if not word.lstrip("+").startswith("run.resume=")] + ["run.resume=auto"]
+    if in_ray_package(here):
+        words = ["ray", "job", "submit", "--working-dir", ".", "--", *words]
+    return shlex.join(words)
 
 
 def _bench(arguments: list[str]) -> int:
@@ -183,17 +235,14 @@ def _export(arguments: list[str]) -> int:
 
 
 def _stoppable(work: Callable[[], int]) -> int:
-    """More shapes of a stop: whatever fails after a signal came, since Ray's compiled calls swallow exceptions or turn
-    them into others; and Ray's own SIGTERM handler, installed by `ray.init`, which exits with the signal's number."""
+    """Another shape of a stop: whatever fails after a signal raised an exception in the middle of something, since
+    Ray's compiled calls swallow it, or turn it into others."""
     try:
         return work()
     except Exception:
-        heed_signals()
+        if was_disturbed():
+            heed_signals()
         raise
-    except SystemExit as stop:
-        if stop.code != signal.SIGTERM:
-            raise
-        raise Interrupted("stopped by SIGTERM") from None
 
 
 def _parser(command: str) -> argparse.ArgumentParser:

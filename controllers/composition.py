@@ -33,6 +33,7 @@ from omegaconf.errors import OmegaConfBaseException
 from controllers.paths import in_ray_package
 from verl_ray.config.backends import BACKENDS
 from verl_ray.config.load import parse
+from verl_ray.config.renamed import new_name
 from verl_ray.config.rules import broken
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean, either
@@ -316,7 +317,7 @@ def _unknown_key(override: Override, tree: Tree, keys: list[str]) -> Problem:
         parent = ".".join(parts[:length])
         if _exists(tree, parent) and _at(tree, parent) is None:
             return _inside_null(override, parent)
-    return Problem(key, override.value(), "no such key", did_you_mean(key, keys, "key"))
+    return Problem(key, override.value(), "no such key", new_name(key) or did_you_mean(key, keys, "key"))
 
 
 def _inside_null(override: Override, section: str) -> Problem:

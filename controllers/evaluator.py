@@ -54,7 +54,7 @@ class Evaluator:
             "val-aux/response_length/mean": float(experience.rollouts.row("response_length").mean()),
         }
         shown = np.arange(min(wanted.samples, len(experience.rollouts)))
-        rows = read(experience.rollouts.select(shown), self._config.run.call_deadline_s)
+        rows = read(experience.rollouts.select(shown), self._config.run.stall_s)
         samples = [
             Sample(
                 prompt=self._text(rows.tokens[start : start + prompt]),

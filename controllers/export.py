@@ -12,12 +12,13 @@ import tempfile
 from pathlib import Path
 
 from controllers.build import Shape, plan_processes
-from controllers.signals import stop_on_signals
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.load import parse
+from verl_ray.config.renamed import renewed
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from workers.model_worker import ModelWorker
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
     """Export and verify; returns 0."""
     given = _parser().parse_args(argv)
     checkpoint = CheckpointStore.open(Path(given.checkpoint).absolute())  # ranks have a current folder of their own
-    config = parse(checkpoint.config)
+    config = parse(renewed(checkpoint.config))
     role = _role(given.role, config, checkpoint.path)
     target = Path(given.directory)
     if target.exists() and any(target.iterdir()):
@@ -40,8 +41,7 @@ def main(argv: list[str]) -> int:
         plan = plan_processes(config, Shape.of(session))
         wanted = plan.roles[role]
         sets = [one for one in plan.sets if one.name == wanted.processes]
-        limits = {"start_deadline_s": config.run.start_deadline_s, "call_deadline_s": config.run.call_deadline_s}
-        with start_groups(sets, [wanted], log_dir=Path(logs), **limits) as groups:
+        with start_groups(sets, [wanted], stall_s=config.run.stall_s, log_dir=Path(logs)) as groups:
             group = groups[wanted]
             wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
             wait_all([group.broadcast(ModelWorker.export, str(target.absolute()), given.adapter)])

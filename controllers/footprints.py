@@ -23,8 +23,8 @@ Part = Literal["weights", "gradients", "optimizer", "cache", "activations", "buf
 Bytes = Mapping[Part, int]
 
 CERTAIN: frozenset[Part] = frozenset({"weights", "gradients", "optimizer", "cache"})
-"""Parts that are counted; the others are estimated. The optimizer's are its moments, and the weights that it steps
-where others compute."""
+"""Parts that are counted; the others are estimated. The optimizer's are its moments, and with Megatron the weights that
+it steps where others compute: what place(optimizer=...) moves."""
 
 FLOAT32 = 4
 MOMENTS = 8
@@ -99,7 +99,7 @@ def _state(role: ModelRole, model: ModelSize) -> tuple[Bytes, int]:
     kept: dict[Part, int] = {"weights": weights, "optimizer": MOMENTS * trained}
     if ranks == 1:
         return kept, FLOAT32 * trained
-    kept["gradients"] = FLOAT32 * trained  # views of the buckets that are summed, which stay
+    kept["gradients"] = FLOAT32 * trained  # views of DDP's buckets, which are there whenever the weights are
     return kept, 0
 
 
@@ -127,9 +127,9 @@ def _megatron_fsdp(backend: MegatronFsdpBackend, ranks: int, model: ModelSize, t
         adapter = trained // ranks
         return {"weights": found.weights, "gradients": FLOAT32 * adapter, "optimizer": MOMENTS * adapter}
     return {
-        "weights": found.weights,
+        "weights": found.weights + found.main_weights,  # they are moved together
         "gradients": found.gradients,
-        "optimizer": found.main_weights + found.moments,
+        "optimizer": found.moments,
     }
 
 

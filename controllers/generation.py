@@ -6,14 +6,14 @@ timing. Used for training and for evaluation alike; they differ in sampling and 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from controllers.build import HELD_OUT
 from controllers.rollout_servers import RolloutServers
-from verl_ray.cluster.calls import Call
+from verl_ray.cluster.calls import Call, look_after, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
 from verl_ray.config.reward import ModelReward
@@ -51,11 +51,12 @@ class Producer:
         pieces: list[Sharded[Rollouts]] = []
         scoring: dict[str, list[Call[Sharded[Scores]]]] = {name: [] for name in graders}
         with timers("gen"), timers.waiting():
-            for piece in self._rollout.generate(prompts, what):
+            for piece in self._rollout.generate(prompts, what, lambda: _look_after(scoring)):
                 pieces.append(piece)
                 for name, calls in scoring.items():
-                    calls.append(self._score(name, piece, waits_for=len(calls)))
+                    calls.append(self._score(name, piece))
         with timers("reward"), timers.waiting():
+            wait_all([call for calls in scoring.values() for call in calls])  # whichever of them fails first
             scores = {name: Sharded.concat([call.result() for call in calls]) for name, calls in scoring.items()}
         rollouts = Sharded.concat(pieces)
         for name, graded in scores.items():
@@ -69,12 +70,11 @@ class Producer:
         own = purpose == EVALUATION and HELD_OUT in self._groups
         return (HELD_OUT,) if own else tuple(self._config.graders)
 
-    def _score(self, name: str, piece: Sharded[Rollouts], *, waits_for: int) -> Call[Sharded[Scores]]:
-        """`waits_for`: calls that may be done first, each within a deadline of its own."""
-        group, deadline_s = self._groups[name], self._config.run.call_deadline_s * (1 + waits_for)
+    def _score(self, name: str, piece: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
+        group = self._groups[name]
         if isinstance(self._config.graders.get(name), ModelReward):
-            return group.scatter(RewardModelGrader.score, piece, deadline_s=deadline_s)  # its ranks may have to meet
-        return group.route(RewardWorker.score, piece, deadline_s=deadline_s)
+            return group.scatter(RewardModelGrader.score, piece)  # its ranks may have to meet
+        return group.route(RewardWorker.score, piece)
 
     def training(self) -> Generation:
         rollout = self._config.rollout
@@ -94,7 +94,7 @@ class Producer:
         if found > limit:
             names, counts = np.unique(health[failed], return_counts=True)
             kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(names, counts, strict=True)}
-            first = read(scores.select(failed[:1]), self._config.run.call_deadline_s).detail.texts()[0]
+            first = read(scores.select(failed[:1]), self._config.run.stall_s).detail.texts()[0]
             raise RewardError(
                 f"{found:.0%} of the scores failed ({kinds}), more than {name}.max_failed_fraction = {limit}. "
                 f"The first: {first}"
@@ -104,3 +104,8 @@ class Producer:
         rollout = self._config.rollout
         sampling = Sampling(temperature, top_p, top_k, rollout.max_response_tokens)
         return Generation(purpose, group_size, sampling, self._config.run.seed, rollout.stream_rows)
+
+
+def _look_after(scoring: Mapping[str, Sequence[Call[Any]]]) -> None:
+    """While responses are drawn: raise for a grader that makes no progress."""
+    look_after([call for calls in scoring.values() for call in calls])

@@ -6,8 +6,8 @@ here: how a backend shares a model out (`footprints.py`), and what was measured 
 
 Phases. generate: rollouts are drawn and scored. measure: log-probs and values. learn: optimizer steps. publish: new
 weights go to the rollout engines. On GPUs that rollouts share with their trainers, what placement.offload says of the
-trainers' state is on the host while rollouts are drawn, and the rollout engine sleeps while they work; both are there
-while weights are sent.
+trainers' state is on the host while rollouts are drawn, and the rollout engine sleeps while they work. While weights
+are sent, the actor's and the engine's are both there, and all else that moves is on the host.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from controllers.machine import GIB, MIB
 from controllers.model_directories import Engine, engines, reads_values
 from controllers.model_sizes import ModelSize, size_of
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import EngineBackend, FsdpBackend
+from verl_ray.config.backends import FsdpBackend, MegatronFsdpBackend
 from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config, RLConfig
@@ -178,7 +178,8 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
         grades = isinstance(role, ModelReward)
         moves = on_gpus and colocated and not grades
         leaves = _leaving(own, rl) if rl is not None and moves else frozenset()
-        uses[name] = dict(_trainer(own, role, grades=grades, leaves=leaves, on_gpus=on_gpus))
+        sends = name == "actor"
+        uses[name] = dict(_trainer(own, role, grades=grades, sends=sends, leaves=leaves, on_gpus=on_gpus))
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
         uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
@@ -231,9 +232,10 @@ def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
 
 
 def _trainer(
-    own: Footprint, role: ModelRole, *, grades: bool, leaves: frozenset[Part], on_gpus: bool
+    own: Footprint, role: ModelRole, *, grades: bool, sends: bool, leaves: frozenset[Part], on_gpus: bool
 ) -> Iterator[tuple[Phase, Use]]:
-    """A role on a training backend. `leaves`: what is on the host while rollouts are drawn."""
+    """A role on a training backend. `leaves`: what is on the host while rollouts are drawn, and while weights are sent,
+    except for the weights of the role that sends them."""
     stays = on_gpus and isinstance(role.backend, FsdpBackend) and role.backend.host_parameters
     for phase in PHASES:
         working: Bytes = {}
@@ -245,11 +247,14 @@ def _trainer(
             moved: Bytes = {part: size for part, size in working.items() if part != "gradients"}
             kept: Bytes = {**own.held, "gradients": working.get("gradients", 0)}
             yield phase, Use({}, moved, kept)
-        elif leaves and phase == "generate":
-            # Gradients are none: their buffers are given back with the weights, but for the buckets of torch's DDP.
-            given_back = {"gradients"} if "weights" in leaves and not isinstance(role.backend, EngineBackend) else set()
-            stay: Bytes = {part: size for part, size in own.held.items() if part not in {*leaves, *given_back}}
-            yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part in leaves})
+        elif leaves and phase in ("generate", "publish"):
+            gone = leaves - {"weights"} if sends and phase == "publish" else leaves
+            # Gradients are none then. Megatron-FSDP gives their memory back with the weights, the others where no step
+            # can follow.
+            waits = isinstance(role.backend, MegatronFsdpBackend) and "weights" not in gone
+            given_back = {"gradients"} if gone and not waits else set()
+            stay: Bytes = {part: size for part, size in own.held.items() if part not in {*gone, *given_back}}
+            yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part in gone})
         else:
             yield phase, Use(own.held, working)
 

@@ -1,7 +1,8 @@
 """The machine that a run without a cluster has.
 
-Invariant: it is looked at within the limits of its container, and without a framework. Deliberately not here: what a
-run needs of it (`resources.py`).
+Invariant: it is looked at within the limits of its container, and without a framework. What killed runs of ours have
+left in /dev/shm is taken away first, as the run itself does before it needs the room. Deliberately not here: what a run
+needs of it (`resources.py`).
 """
 
 from __future__ import annotations
@@ -9,11 +10,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.schema import Config
+from verl_ray.weight_sync.shared_files import room
 
 MIB, GIB = 2**20, 2**30
 
@@ -36,7 +37,7 @@ class Machine:
             cores=len(os.sched_getaffinity(0)),
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             memory_bytes=_memory_bytes(),
-            shm_free_bytes=shutil.disk_usage("/dev/shm").free,
+            shm_free_bytes=room(),
             gpu_memory_bytes=_gpu_memory_bytes(),
         )
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
 
 import numpy as np
 import numpy.typing as npt
@@ -18,13 +20,16 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
 from verl_ray.engine.base import LossReport
-from verl_ray.ops.masked import Moments, explained_variance
+from verl_ray.ops.masked import Moments, explained_variance, whiten
 from verl_ray.profiling.memory import GIB
 from verl_ray.rewards.health import health_metrics
 from verl_ray.rewards.shaping import Graded, component
 from workers.model_worker import UpdateReport
 
 Metrics = dict[str, float]
+
+TURNS = 2.0
+"""Messages of a conversation as num_turns/* counts them: the prompt's is one of them, as on the field's dashboards."""
 
 
 def spread(name: str, values: npt.NDArray[np.generic]) -> Metrics:
@@ -39,14 +44,16 @@ def of_rollouts(rollouts: Sharded[Rollouts], max_prompt_tokens: int, dealt: Sequ
     """Lengths and ends of prompts and responses; `dealt`: the rows of each rank of the actor."""
     finish, response, prompt = (rollouts.row(name) for name in ("finish", "response_length", "prompt_length"))
     whole = finish != Finish.ABORTED
+    cut = finish == Finish.LENGTH
     return {
         **spread("response_length", response),
-        "response_length/clip_ratio": float((finish == Finish.LENGTH).mean()),
+        "response_length/clip_ratio": float(cut.mean()),
         **spread("response_length_non_aborted", response[whole]),
+        "response_length_non_aborted/clip_ratio": float(cut[whole].mean()) if whole.any() else nan,
         "response/aborted_ratio": float((~whole).mean()),
         **spread("prompt_length", prompt),
         "prompt_length/clip_ratio": float((prompt >= max_prompt_tokens).mean()),
-        **spread("num_turns", np.ones(len(rollouts))),
+        **spread("num_turns", np.full(len(rollouts), TURNS)),
         "perf/total_num_tokens": float(rollouts.num_tokens),
         **balance(rollouts.lengths, dealt),
     }
@@ -68,14 +75,20 @@ def balance(lengths: Int64, dealt: Sequence[Int64]) -> Metrics:
 
 def graded(scores: Mapping[str, Sharded[Scores]]) -> dict[str, Graded]:
     """What each grader said, as columns of the driver's."""
-    return {name: Graded(one.row("score"), one.row("health")) for name, one in scores.items()}
+    return {
+        name: Graded(one.row("score"), one.row("health"), int(one.row("rescored").sum()))
+        for name, one in scores.items()
+    }
 
 
-def of_scores(score: Graded, raw: Mapping[str, Graded]) -> Metrics:
-    """What was said of each response (of several graders their weighted sum), what each grader said, and what failed.
-    Nothing of it is normalised or clipped: what is learned from is `critic/rewards`."""
-    metrics = spread("critic/score", score.score[score.ok])
-    return metrics | of_components(raw, "reward") | health_metrics(score.health.tolist())
+def of_scores(score: Graded, raw: Mapping[str, Graded], aborted: npt.NDArray[np.bool_]) -> Metrics:
+    """What was said of each response, of several graders their weighted sum, those left out that were `aborted` (bool
+    [rows]); what each grader said, and what failed. Nothing of it is normalised or clipped: what is learned from is
+    `critic/rewards`."""
+    metrics = spread("critic/score", score.score[score.ok & ~aborted])
+    rescored = sum(one.rescored for one in raw.values())
+    metrics |= health_metrics(score.health.tolist()) | {"reward_health/rescored": float(rescored)}
+    return metrics | of_components(raw, "reward")
 
 
 def of_components(raw: Mapping[str, Graded], prefix: str) -> Metrics:
@@ -89,8 +102,9 @@ def of_components(raw: Mapping[str, Graded], prefix: str) -> Metrics:
     return metrics
 
 
-def of_credit(credit: Sharded[Credit], response_length: npt.NDArray[np.generic]) -> Metrics:
-    """Rewards per response; advantages, returns and values per response token."""
+def of_credit(credit: Sharded[Credit], response_length: npt.NDArray[np.generic], whitening: Moments | None) -> Metrics:
+    """Rewards per response; advantages, returns and values per response token. Advantages are those that the policy
+    learns from: after `whitening`, where there is one."""
     counted = credit.row("in_loss")
     metrics = spread("critic/rewards", credit.row("reward")[counted])
     tokens = int(response_length[counted].sum())
@@ -99,14 +113,45 @@ def of_credit(credit: Sharded[Credit], response_length: npt.NDArray[np.generic])
         if column is not None:
             table = column[counted]
             mean = float(table[:, 0].sum() / tokens) if tokens else float("nan")
-            metrics |= {f"critic/{name}s/mean": mean}
-            metrics |= {f"critic/{name}s/max": float(table[:, 2].max(initial=-np.inf))}
-            metrics |= {f"critic/{name}s/min": float(table[:, 3].min(initial=np.inf))}
+            found = np.array([mean, table[:, 2].max(initial=-np.inf), table[:, 3].min(initial=np.inf)])
+            if name == "advantage" and whitening is not None and tokens:
+                found = whiten(found, whitening)
+            names = [f"critic/{name}s/{what}" for what in ("mean", "max", "min")]
+            metrics |= dict(zip(names, found.tolist(), strict=True))
     if "residual_statistics" in credit.columns:
         residuals = moments(credit.row("residual_statistics")[counted], tokens)
         returns = moments(credit.row("return_statistics")[counted], tokens)
         metrics["critic/vf_explained_var"] = explained_variance(residuals, returns)
     return metrics
+
+
+@dataclass(frozen=True)
+class Charge:
+    """How far the policy is from the reference, in nats, over the responses of a step that are learned from."""
+
+    responses: int
+    per_response: float
+    """Mean of the sums over tokens; NaN of nothing."""
+    per_token: float
+    """Mean over the responses of the means over their tokens; NaN of nothing."""
+
+    @classmethod
+    def of(cls, credit: Sharded[Credit], response_length: npt.NDArray[np.int32]) -> Charge:
+        """Responses without tokens have no mean, and are left out."""
+        counted = credit.row("in_loss") & (response_length > 0)
+        kl = credit.row("kl")[counted].astype(np.float64)
+        if not len(kl):
+            return cls(0, nan, nan)
+        return cls(len(kl), float(kl.mean()), float((kl / response_length[counted]).mean()))
+
+    def metrics(self, coefficient: float) -> Metrics:
+        """actor/reward_kl_penalty is per token, as on the field's dashboards; actor/reward_kl_per_response, ours, is
+        what algorithm.kl.target is compared with."""
+        return {
+            "actor/reward_kl_penalty": self.per_token,
+            "actor/reward_kl_per_response": self.per_response,
+            "actor/reward_kl_penalty_coeff": coefficient,
+        }
 
 
 def moments(statistics: Statistics, tokens: int) -> Moments:
@@ -115,7 +160,8 @@ def moments(statistics: Statistics, tokens: int) -> Moments:
 
 
 def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
-    """Losses of a role's optimizer steps, each reported by every rank: token means over all of them. Not the mismatch,
+    """What a role's optimizer steps reported, each step by every rank. The loss and its terms are aggregated as the
+    configuration says and averaged over the steps; everything else is a token mean over all of them. Not the mismatch,
     of which not all of them may speak (`of_mismatch`)."""
     reports = [sum((rank.loss for rank in ranks), LossReport()) for ranks in updates]
     steps = [ranks[0].step for ranks in updates]
@@ -126,6 +172,7 @@ def of_updates(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics:
         **{name: value for name, value in means.items() if not name.startswith((COMPARED, APPLIED))},
         **correction_metrics(means, everything.maxima),
         f"{role}/loss": float(np.mean([report.loss for report in reports])),
+        **{name: total / len(reports) for name, total in everything.terms.items()},
         f"{role}/grad_norm": float(np.mean(norms)) if norms else float("nan"),
         f"{role}/lr": steps[-1].lr,
         f"{role}/skipped_steps": float(sum(step.skipped is not None for step in steps)),
@@ -169,9 +216,9 @@ def utilisation(role: str, updates: Sequence[Sequence[UpdateReport]]) -> Metrics
 
 
 def of_mismatch(reports: Sequence[LossReport]) -> Metrics:
-    """Trainer beside sampler, as ranks report it."""
+    """Trainer beside sampler, as ranks report it; nothing where no rank had a token to compare."""
     report = sum(reports, LossReport())
-    return mismatch_metrics(report.means(), report.maxima)
+    return mismatch_metrics(report.means(), report.maxima) if report.tokens else {}
 
 
 def of_preferences(chosen: npt.NDArray[np.float64], rejected: npt.NDArray[np.float64]) -> Metrics:

@@ -35,12 +35,13 @@ class MismatchWatch:
         self, number: int, metrics: Mapping[str, float], updates: Sequence[Sequence[UpdateReport]], policy_version: int
     ) -> None:
         """The metrics of step `number`, in which the policy learned, and the actor's reports of it. A metric that is
-        not a number is beyond any limit. Raises MismatchError where the run is to stop."""
+        not a number is beyond any limit; one that is absent was not measured, since no row was learned from. Raises
+        MismatchError where the run is to stop."""
         wanted = self._config.algorithm.mismatch
         if wanted.metric is None or wanted.limit is None or (wanted.then == "correct" and self._crossed):
             return
-        found = metrics[wanted.metric]
-        if found <= wanted.limit:
+        found = metrics.get(wanted.metric)
+        if found is None or found <= wanted.limit:
             return
         versions = [rank.oldest_version for ranks in updates for rank in ranks if rank.oldest_version is not None]
         reasons = causes(self._config, self._sampling, policy_version, min(versions, default=policy_version))

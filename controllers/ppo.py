@@ -28,6 +28,7 @@ from verl_ray.algorithms.kl_control import make
 from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
 from verl_ray.config.roles import TrainedRole
@@ -36,7 +37,7 @@ from verl_ray.data.batch import Int64
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.data.stages import Credit, Finish, LogProbs, Rollouts, Values
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
@@ -90,14 +91,16 @@ class Trainer:
             self.produce()
             experience = self.buffer.take(self.policy_version)
             rollouts, raw = experience.rollouts, measures.graded(experience.scores)
+            aborted = rollouts.row("finish") == Finish.ABORTED
             measured = self.measure(rollouts)
-            scores = self.shaping.shape(raw)
+            scores = self.shaping.shape(raw, aborted)
             credit = self.assign_credit(rollouts, scores, measured)
+            no_way_back()  # the update begins: a stop waits for the end of the step
             metrics = self.learn(number, rollouts, credit, measured)
             self.memory.ask()  # answered while weights are published
             metrics |= self.publish(number)
             metrics |= self.memory.metrics()
-        return metrics | measures.of_scores(self.shaping.weigh(raw), raw) | self.record(rollouts, credit)
+        return metrics | measures.of_scores(self.shaping.weigh(raw), raw, aborted) | self.record(rollouts, credit)
 
     # ------------------------------------------------------------------------------------ the parts, in order
 
@@ -147,16 +150,12 @@ class Trainer:
         """Critic and actor updates, in flight together; each optimizer step sees a mini-batch cut here."""
         actor, critic, config = self.system.actor, self.system.critic, self.config
         calls: dict[str, list[Call[list[UpdateReport]]]] = {"critic": [], "actor": []}
-
-        def deadline_s() -> float:  # a queued call also waits for those before it
-            return config.run.call_deadline_s * (1 + len(calls["critic"]) + len(calls["actor"]))
-
         if critic is not None and config.algorithm.value_loss is not None and measured.values is not None:
             value = ValueObjective(config.algorithm.value_loss)
             for rows, about in self.mini_batches(number, config.critic, config.algorithm.value_loss, rollouts, credit):
                 calls["critic"].append(critic.scatter(
                     CriticWorker.update, rollouts.select(rows), credit.select(rows), measured.values.select(rows),
-                    about, value, deadline_s=deadline_s(),
+                    about, value,
                 ))  # fmt: skip
         if number > config.algorithm.critic_warmup_steps:
             policy = PolicyObjective(
@@ -169,7 +168,7 @@ class Trainer:
                 )
                 calls["actor"].append(actor.scatter(
                     ActorWorker.update, rollouts.select(rows), credit.select(rows), old, reference,
-                    about, whitening, policy, deadline_s=deadline_s(),
+                    about, whitening, policy,
                 ))  # fmt: skip
         metrics: Metrics = {}
         for role, updates in calls.items():
@@ -184,11 +183,11 @@ class Trainer:
                     self.mismatch.see(number, metrics, reports, self.policy_version)
         if not calls["actor"] and measured.old is not None:  # the critic warms up
             with self.timers.waiting():
-                alone = actor.scatter(ActorWorker.compare, rollouts, measured.old).result()
+                alone = actor.scatter(ActorWorker.compare, rollouts, credit, measured.old).result()
             metrics |= measures.of_mismatch(alone)
             self.mismatch.see(number, metrics, [], self.policy_version)
         if config.algorithm.kl.place != "none":
-            metrics |= self._charge(credit)
+            metrics |= self._charge(rollouts, credit)
         return metrics
 
     def publish(self, version: int) -> Metrics:
@@ -206,12 +205,12 @@ class Trainer:
             **measures.of_rollouts(
                 rollouts, self.config.data.max_prompt_tokens, self.system.actor.deal(rollouts.lengths)
             ),
-            **measures.of_credit(credit, rollouts.row("response_length")),
+            **measures.of_credit(credit, rollouts.row("response_length"), self.whitening(rollouts, credit)),
             **timings,
             **self.servers.take_counts(),
             **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
             "perf/time_per_step": timings["timing_s/step"],
-            "perf/throughput": rollouts.num_tokens / timings["timing_s/step"],
+            "perf/throughput": rollouts.num_tokens / timings["timing_s/step"] / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
             "training/epoch": float(self.prompts.epoch),
         }
@@ -306,11 +305,12 @@ class Trainer:
         with self.timers(name), self.timers.waiting():
             return call.result()
 
-    def _charge(self, credit: Sharded[Credit]) -> Metrics:
+    def _charge(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Metrics:
         """What the divergence cost in this step; the controller then learns of it."""
         coefficient = self.kl.coefficient
         if self.config.algorithm.kl.place == "loss":
             return {"actor/kl_coef": coefficient}
-        mean = float(credit.row("kl").mean())
-        self.kl.update(mean, len(credit))
-        return {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coefficient}
+        charge = measures.Charge.of(credit, rollouts.row("response_length"))
+        if charge.responses:
+            self.kl.update(charge.per_response, charge.responses)
+        return charge.metrics(coefficient)

@@ -8,6 +8,7 @@ are the run's own folder, its data, its graders and its endpoints; models and re
 
 from __future__ import annotations
 
+import importlib.metadata
 import ipaddress
 import os
 import socket
@@ -23,9 +24,11 @@ from controllers.resources import resource_problems, resource_warnings
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either
+from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
 from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.remote import url_problem
+from verl_ray.rollout.vllm_core import installed_version
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -45,6 +48,7 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     """Check files, and the resources of `machine` unless it is None. Inputs that the run makes are not missing, unless
     the command only `evaluates` and makes none."""
     findings = Findings()
+    findings.problems += _installed_problems()
     findings.problems += _inputs_problems(config, evaluates)
     findings.problems += _data_problems(config)
     findings.problems += _run_dir_problems(config)
@@ -60,6 +64,16 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += resource_problems(config, machine)
     findings.warnings += resource_warnings(config, machine)
     return findings
+
+
+def _installed_problems() -> Iterator[Problem]:
+    """Of the torch and the vLLM in this environment. Without a torch nothing else here can be run, and pip says so."""
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if found := problem_of(torch, installed_version()):
+        yield Problem("the environment", torch, *found)
 
 
 def _functions(config: RLConfig) -> dict[str, str]:

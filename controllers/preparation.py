@@ -14,8 +14,8 @@ from pathlib import Path
 from controllers.build import start
 from controllers.preflight import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
 from controllers.sft import SFTTrainer
-from controllers.signals import heed_signals
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import Outlook, heed_signals, noting, telling
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.roles import ModelConfig, SupervisedRole
@@ -75,7 +75,8 @@ def _warm_start(
     job = supervised_job(config, wanted, folder, train, validation)
     tokenizer = load_tokenizer(folder / "tokenizer")
     limits = {"max_tokens": job.sft.max_tokens, "seed": config.run.seed}
-    with start(job, session) as system:
+    outlook = Outlook("stopping; the warm start begins anew next time, there is nothing to save yet", "")
+    with telling(lambda: outlook), noting(), start(job, session) as system:
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
         trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size, config.run.max_skipped_steps)

@@ -2,9 +2,11 @@
 
 Invariant: when `publish` returns, every replica holds exactly the weights that the actor holds, under the version
 asked for, and computes with them what the actor does; if anything differs, it raises and no replica generates. Bucket
-i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Deliberately
-not here: which ends the wire has (`weight_wire.py`), how weights are cut (engine), bucketed and carried (weight_sync),
-and loaded (rollout engine).
+i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Where rollout
+engines share the trainers' GPUs, the engines' weights wake only when nothing but the actor's weights is left of the
+state that placement.offload moves, and their KV cache only when the actor's weights have gone, too. Deliberately not
+here: which ends the wire has (`weight_wire.py`), how weights are cut (engine), bucketed and carried (weight_sync), and
+loaded (rollout engine).
 """
 
 from __future__ import annotations
@@ -12,12 +14,13 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from controllers.rollout_servers import Replica, RolloutServers
 from controllers.weight_wire import WeightWire
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.signals import finishing
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.rollout.base import Part, Probe
@@ -26,6 +29,10 @@ from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
 from workers.rollout import RolloutWorker
+
+Arrangement = Literal["training", "publishing", "rollouts"]
+"""Which of the training state is on shared GPUs: all of it; of what placement.offload moves, only the actor's weights,
+which are sent from there; or nothing of that."""
 
 PROBE_TOKENS = 16
 PROBE_EVERY = {False: 1, True: 10}
@@ -57,6 +64,7 @@ class Publisher:
         rollout = config.rollout
         self._sleep = rollout.frees(shares_a_gpu=bool(sharing))
         self._offloading = () if config.placement.offload == "none" else tuple(sharing)
+        self._arrangement: Arrangement = "training"
         if self._offloading:
             servers.room.clear()  # the training state is there
         self._offloads_weights = config.placement.offloads_weights
@@ -100,15 +108,17 @@ class Publisher:
         the actor has made its probe."""
         if self._goes_away and self._probe_of(version) is None:
             self._keep_probe(version, self._ask_probe())
-        self._place("host")
+        self._arrange("rollouts")
 
     def _bring_up(self, replica: Replica) -> None:
         """The present version into a replica that has started again. The actor has not learned since, so the probe of
-        this version serves again."""
-        self._send(self._version, [replica], proves=True)
+        this version serves again. A stop waits: half of a sync would leave the actor waiting for its receiver."""
+        with finishing():
+            self._send(self._version, [replica], proves=True)
 
     def _send(self, version: int, replicas: Sequence[Replica], *, proves: bool | None = None) -> dict[str, float]:
-        """wake weights -> stream buckets -> verify -> training state to host -> wake KV cache -> prove."""
+        """what is not sent to host -> wake weights -> stream buckets -> verify -> actor's weights to host -> wake KV
+        cache -> prove."""
         proves = self._syncs % self._probe_every == 0 if proves is None else proves
 
         def all_(verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
@@ -117,6 +127,9 @@ class Publisher:
         watch = functools.partial(self._servers.watch, replicas)
         wait = functools.partial(wait_all, watch=watch)
         began = time.perf_counter()
+        if self._arrangement == "training":  # else the actor's weights are on the host already, and are sent from there
+            self._arrange("publishing")
+        cleared = time.perf_counter()
         address = self._wire.meet(replicas, watch)
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
@@ -149,7 +162,7 @@ class Publisher:
         if asked is not None:
             probe = self._keep_probe(version, asked)
         probed = time.perf_counter()
-        self._place("host")
+        self._arrange("rollouts")
         placed = time.perf_counter()
         if self._sleep != "never":
             wait(all_(RolloutWorker.wake, "kv_cache"))
@@ -166,8 +179,8 @@ class Publisher:
                 self._tolerance = min(max(TIMES_THE_FIRST * worst, least), most)
                 self._measures_rounding = False
         seconds = {
-            "stream": streamed - began,
-            "offload": placed - probed,
+            "stream": streamed - cleared,
+            "offload": cleared - began + placed - probed,
             "wake": woken - placed,
             "prove": probed - streamed + time.perf_counter() - woken,
             "fingerprints": fingerprint_s,  # the sender's and the receiver's, which lie within the stream
@@ -195,13 +208,20 @@ class Publisher:
                 self._servers.of_each(self._servers.gather(all_of_them=True), RolloutWorker.sleep, part)
                 if not self._servers.restarting:
                     break
-        self._place("device")
+        self._arrange("training")
         self._hand_back_s = time.perf_counter() - began
 
-    def _place(self, where: str) -> None:
-        if self._offloading and where == "device":
+    def _arrange(self, wanted: Arrangement) -> None:
+        """Move the state of all models that share GPUs; returns when it is there."""
+        if self._offloading and wanted != "rollouts":
             self._servers.room.clear()
-        weights = where if self._offloads_weights else "device"
-        wait_all([group.broadcast(ModelWorker.place, weights, where) for group in self._offloading])
-        if where == "host":
+        moves: list[Call[list[None]]] = []
+        for group in self._offloading:
+            optimizer = "device" if wanted == "training" else "host"
+            sends = wanted == "publishing" and group is self._actor
+            params = "host" if optimizer == "host" and self._offloads_weights and not sends else "device"
+            moves.append(group.broadcast(ModelWorker.place, params, optimizer))
+        wait_all(moves)
+        self._arrangement = wanted
+        if wanted == "rollouts":
             self._servers.room.set()

@@ -8,22 +8,27 @@ never starts anew by itself. Deliberately not here: the format (`verl_ray/checkp
 from __future__ import annotations
 
 import contextlib
+import copy
 import errno
 import fcntl
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
 from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
-from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.signals import finishing, leave_closed_outputs, stop_requested
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
-from verl_ray.errors import ConfigError, Problem
-from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.data.cursor import drawn_rows
+from verl_ray.errors import CheckpointError, ConfigError, Interrupted, Problem
+from verl_ray.tracking.base import Tracker
+from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
+from verl_ray.tracking.record import free_name, steps_of
 from workers.model_worker import ModelWorker
 
 
@@ -66,21 +71,43 @@ def claim(run_dir: str) -> Iterator[None]:
         yield
 
 
+def _wait_for(asked: Sequence[Call[Any]]) -> None:
+    """Each answer, whatever became of the calls that have been made since."""
+    for call in asked:
+        call.result()
+
+
+def _say(what: str) -> None:
+    """On stderr, where signals are answered; nobody may read it any more."""
+    leave_closed_outputs()
+    with contextlib.suppress(OSError):
+        print(what, file=sys.stderr, flush=True)
+
+
 class Recovery:
     """Finds the checkpoint that run.resume asks for before anything is started.
 
-    Raises CheckpointError when there are checkpoints but none is whole, ConfigError when the configuration changed in
-    a key that may not, or when run.resume is none and run.dir already holds a run.
+    Raises CheckpointError when there are checkpoints but none is whole, or when one has drawn other rows than its steps
+    have used; ConfigError when the configuration changed in a key that may not, or when run.resume is none and run.dir
+    already holds a run.
     """
 
     def __init__(self, config: Config) -> None:
         self._tree = to_tree(config)
+        self._drawn_per_step = config.drawn_per_step
         self._store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
         self._behind = config.run.checkpoint_behind
+        self._saves = config.run.checkpoint_every > 0
         self._unfinished: contextlib.ExitStack | None = None
+        self._trainer_state: dict[str, Any] = {}
         self._checkpoint = self._find(config.run.resume)
+        self.finished = self.saved = self.step
+        """The last finished step, and the last one that a checkpoint holds; None = none is."""
+        self.writing: int | None = None
+        """The step whose checkpoint is being written."""
         if self._checkpoint is not None:
             self._compare(self._checkpoint)
+            self._check_cursor(self._checkpoint.step, self._checkpoint.state["trainer"])
 
     @property
     def step(self) -> int | None:
@@ -89,19 +116,24 @@ class Recovery:
 
     @property
     def tracker_state(self) -> dict[str, str] | None:
-        return None if self._checkpoint is None else self._checkpoint.state["trackers"]
+        """What the trackers said when the checkpoint was written. Of a checkpoint in another folder the record of the
+        steps stays there, too, so none of them is missed here."""
+        if self._checkpoint is None:
+            return None
+        state: dict[str, str] = self._checkpoint.state["trackers"]
+        if self._is_here(self._checkpoint.path):
+            return state
+        return {name: value for name, value in state.items() if name != RECORDED_STEPS}
 
     def set_aside(self) -> None:
         """Keep the record of a run that left no checkpoint out of the way of the one that begins anew."""
-        steps = self._recorded()
-        if self._checkpoint is not None or not steps:
+        if self._checkpoint is not None or not self._has_record():
             return
-        record = self._store.root.parent / "metrics.jsonl"
-        aside = record.with_name(f"metrics.{int(record.stat().st_mtime)}.jsonl")
-        record.rename(aside)
+        steps = len(steps_of(self._record))
+        aside = self._record.rename(free_name(self._record))
         print(
-            f"warning: {record.parent} records {steps} steps but holds no checkpoint: the run begins anew, and the old "
-            f"record is in {aside.name}",
+            f"warning: {self._record.parent} records {steps} steps but holds no checkpoint: the run begins anew, and "
+            f"the old record is in {aside.name}",
             file=sys.stderr,
             flush=True,
         )
@@ -111,41 +143,103 @@ class Recovery:
         found = self._checkpoint
         if found is None:
             return 0
-        wait_all([group.broadcast(ModelWorker.load, found.role(name)) for name, group in trainer.groups.items()])
+        loads = [group.broadcast(ModelWorker.load, found.role(name)) for name, group in trainer.groups.items()]
+        notes = [note for ranks in wait_all(loads) for rank in ranks for note in rank]
+        if notes:
+            others = f" (and {len(notes) - 1} more)" if len(notes) > 1 else ""
+            _say(f"warning: this run does not go on to the bit: {notes[0]}{others}")
         trainer.load_state(found.state["trainer"])
         print(f"continuing after step {found.step} from {found.path}", flush=True)
         return found.step
 
-    def save(self, number: int, trainer: Resumable, trackers: dict[str, str]) -> None:
-        """Write the checkpoint after step `number`; with run.checkpoint_behind it is there once `finish` returned."""
+    def commit(self, number: int, trainer: Resumable) -> None:
+        """Step `number` is finished and recorded. What a checkpoint says of the trainer is what it is now: later the
+        next step may have drawn prompts, and be given up."""
+        self.finished = number
+        self._trainer_state = copy.deepcopy(trainer.state())
+
+    def save(self, trainer: Resumable, trackers: Tracker) -> None:
+        """Write the checkpoint after the step that was committed last; with run.checkpoint_behind it is there once
+        `finish` returned. A signal waits until it is written, or under way."""
+        assert self.finished is not None, "there is something to save once a step is committed"
         self.finish()
-        state = {"trainer": trainer.state(), "trackers": trackers}
+        state = {"trainer": self._trainer_state, "trackers": trackers.state()}
+        self._check_cursor(self.finished, self._trainer_state)
         verb = ModelWorker.begin_save if self._behind else ModelWorker.save
-        with contextlib.ExitStack() as writing:
-            folder = writing.enter_context(self._store.writing(number, state, self._tree))
-            wait_all([group.broadcast(verb, str(folder / name)) for name, group in trainer.groups.items()])
+        groups = trainer.groups
+        with finishing(), contextlib.ExitStack() as writing:
+            folder = writing.enter_context(self._written(self.finished, state, groups))
+            wait_all([group.broadcast(verb, str(folder / name)) for name, group in groups.items()])
             if self._behind:
-                writing.push(lambda *_: self._wait_for(trainer))
+                # Asked now, while all ranks live: the answer of one that dies later says that its part is whole.
+                asked = [group.broadcast(ModelWorker.finish_save) for group in groups.values()]
+                writing.push(lambda *_: _wait_for(asked))
                 self._unfinished = writing.pop_all()
+
+    @contextlib.contextmanager
+    def _written(self, number: int, state: Mapping[str, Any], roles: Collection[str]) -> Iterator[Path]:
+        self.writing = number
+        try:
+            with self._store.writing(number, state, self._tree, roles) as folder:
+                yield folder
+            self.saved = number
+        finally:
+            self.writing = None
 
     def finish(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and commit it."""
         writing, self._unfinished = self._unfinished, None
         if writing is not None:
-            writing.close()
+            with finishing():
+                writing.close()
 
-    @staticmethod
-    def _wait_for(trainer: Resumable) -> None:
-        wait_all([group.broadcast(ModelWorker.finish_save) for group in trainer.groups.values()])
+    @contextlib.contextmanager
+    def kept(self, trainer: Resumable, trackers: Tracker) -> Iterator[None]:
+        """Whatever ends the block: a checkpoint that is being written is committed if it is whole. And where it ends
+        after a signal, the last finished step is saved if no checkpoint holds it, unless the run writes none."""
+        try:
+            yield
+        except BaseException as error:
+            with finishing():
+                self._keep_unfinished()
+                if isinstance(error, Interrupted) or stop_requested():
+                    self._keep_finished(trainer, trackers)
+            raise
+
+    def _keep_unfinished(self) -> None:
+        number = self.writing
+        if self._unfinished is None:
+            return
+        try:
+            self.finish()
+        except Exception as failure:
+            _say(f"warning: the checkpoint of step {number} is not whole and was removed: {failure}")
+        else:
+            _say(f"the checkpoint of step {number}, which was being written, is whole and counts")
+
+    def _keep_finished(self, trainer: Resumable, trackers: Tracker) -> None:
+        number = self.finished
+        if number is None:
+            _say("no step is finished, so there is nothing to save")
+        elif not self._saves:
+            _say(f"nothing is saved (run.checkpoint_every=0): the {number} finished steps are lost")
+        elif number != self.saved:
+            try:
+                self.save(trainer, trackers)
+                self.finish()
+            except Exception as failure:
+                _say(f"warning: step {number} could not be saved: {failure}")
+            else:
+                _say(f"step {number} is saved in {self._store.root}")
 
     def _find(self, resume: str) -> Checkpoint | None:
         found = self._store.latest()
         here = self._store.root
         if resume not in ("auto", "none"):
-            if Path(resume).resolve().parent != here.resolve() and (found.checkpoint is not None or self._recorded()):
+            if not self._is_here(Path(resume)) and (found.checkpoint is not None or self._has_record()):
                 self._refuse(resume, "run.dir holds another run", "use another run.dir for what continues from here")
             return self._store.open(resume)
-        if resume == "none" and (found.checkpoint is not None or self._recorded()):
+        if resume == "none" and (found.checkpoint is not None or self._has_record()):
             what = found.checkpoint.path.name if found.checkpoint is not None else "the record of a run"
             fix = "use run.resume=auto to continue, or another run.dir to start anew"
             self._refuse(resume, f"{here.parent} already holds {what}", fix)
@@ -153,13 +247,31 @@ class Recovery:
             print(f"warning: {reason}", file=sys.stderr, flush=True)
         return found.checkpoint
 
-    def _recorded(self) -> int:
-        """Steps that metrics.jsonl of this folder holds."""
-        record = self._store.root.parent / "metrics.jsonl"
-        return len(read_metrics(record)) if record.is_file() else 0
+    @property
+    def _record(self) -> Path:
+        return self._store.root.parent / METRICS
+
+    def _has_record(self) -> bool:
+        """Whether this folder has a metrics.jsonl that is not empty, damaged or not."""
+        return self._record.is_file() and self._record.stat().st_size > 0
+
+    def _is_here(self, checkpoint: Path) -> bool:
+        """Whether this is a checkpoint of this run.dir."""
+        return checkpoint.resolve().parent == self._store.root.resolve()
 
     def _refuse(self, resume: str, rule: str, fix: str) -> NoReturn:
         raise ConfigError([Problem("run.resume", resume, rule, fix)])
+
+    def _check_cursor(self, step: int, state: Mapping[str, Any]) -> None:
+        """Compare the rows that were drawn with those that the finished steps have used: a run is synchronous, so none
+        is under way at the end of a step. Raises CheckpointError where they differ."""
+        drawn, expected = drawn_rows(state["cursor"]), step * self._drawn_per_step
+        if drawn != expected:
+            raise CheckpointError(
+                f"the checkpoint after step {step} has drawn {drawn} rows of the data; expected {expected}, "
+                f"{self._drawn_per_step} for each step. Rows would be used twice or left out, so continue from another "
+                "checkpoint: run.resume=PATH"
+            )
 
     def _compare(self, checkpoint: Checkpoint) -> None:
         allowed, refused = changed_keys(checkpoint.config, self._tree)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +22,10 @@ import numpy as np
 
 from controllers.endpoints import Endpoints
 from verl_ray.cluster.calls import Call, wait_all
-from verl_ray.cluster.failures import Member
+from verl_ray.cluster.failures import Member, stalled
 from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
-from verl_ray.cluster.host import LANES, SERVING
-from verl_ray.cluster.pulse import Pulse
+from verl_ray.cluster.host import LANES, SERVING, Status
+from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.store import put
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.sharded import Sharded
@@ -58,7 +58,6 @@ class RolloutServers:
         self,
         replicas: Sequence[Replica],
         config: RolloutConfig,
-        start_deadline_s: float,
         endpoints: Endpoints | None = None,
     ) -> None:
         """`endpoints`: tells where clients outside of the run find each replica."""
@@ -66,10 +65,11 @@ class RolloutServers:
         if endpoints is not None:
             for replica in replicas:
                 endpoints.tell(replica)
-        self._config, self._start_deadline_s = config, start_deadline_s
-        self._pulses = {replica: self._pulse(replica) for replica in replicas}  # of those that are there
+        self._config = config
+        self._present = list(replicas)
         self._condemned: set[Replica] = set()  # seen not to answer: what they say later changes nothing
         self._restarts: dict[Replica, Future[None]] = {}
+        self._closing = False
         self._lost_since_publish = 0
         self._counts = {"rollout/restarts": 0, "rollout/reissued": 0}
         self.room = threading.Event()
@@ -83,16 +83,17 @@ class RolloutServers:
     @property
     def replicas(self) -> tuple[Replica, ...]:
         """Those that are there now."""
-        return tuple(self._pulses)
+        return tuple(self._present)
 
     def members(self) -> list[Member]:
         """Their processes."""
-        return [member for replica in self._pulses for member in replica.members()]
+        return [member for replica in self._present for member in replica.members()]
 
     def gather(self, *, all_of_them: bool = False) -> tuple[Replica, ...]:
         """Those that are there, with the new ones that have started meanwhile; waits until there is one, or all."""
-        while self._restarts and (all_of_them or not self._pulses):
+        while self._restarts and (all_of_them or not self._present):
             self._return_started()
+            heed_signals()
             time.sleep(_TICK_S / 10)
         self._return_started()
         return self.replicas
@@ -113,18 +114,23 @@ class RolloutServers:
         return counts
 
     def close(self) -> None:
-        """Wait for the replicas that are being restarted, so that they can be ended with the others."""
+        """End the replicas that are being restarted, wherever they are on their way; the others are not ended here."""
+        self._closing = True
         self.room.set()
-        for restart in self._restarts.values():
-            restart.exception()
+        for replica, restart in self._restarts.items():
+            while not restart.done():
+                replica.kill()  # what the thread of the restart waits for fails, also what it has just begun
+                wait([restart], timeout=_TICK_S)
         self._restarts.clear()
         if self._endpoints is not None:
             self._endpoints.close()
 
     # --------------------------------------------------------------------------------------------------- generation
 
-    def generate(self, prompts: Prompts, generation: Generation) -> Iterator[Sharded[Rollouts]]:
-        """Responses to all prompts, in pieces as they finish, in any order.
+    def generate(
+        self, prompts: Prompts, generation: Generation, watch: Callable[[], None] | None = None
+    ) -> Iterator[Sharded[Rollouts]]:
+        """Responses to all prompts, in pieces as they finish, in any order. `watch` is called now and then meanwhile.
 
         Raises:
             WorkerError: a replica refused, or more were lost than rollout.health.max_restarts allows.
@@ -134,9 +140,10 @@ class RolloutServers:
         size, stored = generation.group_size, put(prompts)
         position = {group: row for row, group in enumerate(prompts.group_id.tolist())}
         wanted = {group: set(range(group * size, (group + 1) * size)) for group in position}
-        balancer = Balancer(self._pulses, self._config.in_flight)
+        balancer = Balancer(self._present, self._config.in_flight)
         balancer.add(Item(group, size) for group in position)
         draws: list[_Draw] = []
+        watched = time.monotonic()
 
         def take_back(replica: Replica) -> None:
             """What a lost replica owes is drawn next."""
@@ -152,6 +159,7 @@ class RolloutServers:
 
         try:
             while draws or balancer.waiting:
+                heed_signals()
                 for replica in self._see():
                     take_back(replica)
                 for replica in self._return_started(bring_up=True):
@@ -165,6 +173,9 @@ class RolloutServers:
                 if not draws:
                     time.sleep(_TICK_S / 10)
                     continue
+                if watch is not None and time.monotonic() - watched >= _TICK_S:
+                    watched = time.monotonic()
+                    watch()
                 try:
                     ready = next_stream([draw.stream for draw in draws], _TICK_S)
                     if ready is None:
@@ -213,7 +224,7 @@ class RolloutServers:
 
         Raises `error` if it is not about a replica, or says nothing against the process; or if too many were lost.
         """
-        replica = next((one for one in self._pulses if one.owns(error)), None)
+        replica = next((one for one in self._present if one.owns(error)), None)
         if replica is None or not self._is_lost(replica, error):
             raise error
         self._fence(replica, error)
@@ -222,8 +233,10 @@ class RolloutServers:
     def _is_lost(self, replica: Replica, error: WorkerError) -> bool:
         if replica in self._condemned or isinstance(error, WorkerDied):
             return True
-        if isinstance(error, DeadlineExceeded):  # the work may just be too much for the deadline
-            return not replica.answers(self._config.health.deadline_s)
+        if isinstance(error, DeadlineExceeded):  # one that waits for the other end of a wire may be as good as ever
+            heartbeat = replica.members()[0].heartbeat
+            answers = heartbeat.unanswered_s < self._config.health.deadline_s
+            return not (answers and heartbeat.status is not None and heartbeat.status.progress.waits_for_others)
         cause: BaseException | None = error
         while cause is not None and not isinstance(cause, EngineFailed):
             cause = cause.__cause__
@@ -241,12 +254,18 @@ class RolloutServers:
         return lost
 
     def _look_at(self, replica: Replica) -> None:
-        pulse = self._pulses[replica]
+        health = self._config.health
         try:
-            status = pulse.beat()
-            stalled_s = status.health[replica.role].stalled_s if status else 0.0
-            if stalled_s > self._config.health.stall_s:
-                raise pulse.late("a step of the engine", stalled_s, "rollout.health.stall_s")
+            limit = f"rollout.health.deadline_s = {health.deadline_s:g}"
+            status = replica.beat(health.interval_s, health.deadline_s, limit)
+            told = status.health.get(replica.role) if status is not None else None  # none while it was built
+            if told is not None and told.failure is not None:
+                (member,) = replica.members()
+                what = f"its engine failed: {told.failure}"
+                raise WorkerError(what, role=member.role, rank=member.rank, node=member.node)
+            if status is not None and _stands_still(status, replica.stall_s):
+                assert status.running is not None
+                raise stalled(replica.members(), status.running[1], f"run.stall_s = {replica.stall_s:g}")
         except WorkerError as error:
             replica.fail(error)
             self._condemned.add(replica)
@@ -254,7 +273,8 @@ class RolloutServers:
 
     def _fence(self, replica: Replica, error: WorkerError) -> None:
         health = self._config.health
-        self._pulses.pop(replica, None)
+        if replica in self._present:
+            self._present.remove(replica)
         self._condemned.discard(replica)
         self._lost_since_publish += 1
         self._counts["rollout/restarts"] += 1
@@ -268,8 +288,11 @@ class RolloutServers:
 
         def start_again() -> None:
             self.room.wait()  # until the next rollouts, or the end, at the latest
+            if self._closing:
+                restart.set_result(None)
+                return
             try:
-                replica.restart(self._start_deadline_s)
+                replica.restart()
                 restart.set_result(None)
             except BaseException as failure:
                 restart.set_exception(failure)
@@ -285,7 +308,7 @@ class RolloutServers:
             except WorkerError as error:  # it did not come up: once more, while there are others
                 self._fence(replica, error)
                 continue
-            self._pulses[replica] = self._pulse(replica)
+            self._present.append(replica)
             if bring_up and self.bring_up is None:
                 raise RolloutError("a rollout replica has started again, and nobody can give it the weights")
             try:
@@ -299,6 +322,10 @@ class RolloutServers:
             returned.append(replica)
         return returned
 
-    def _pulse(self, replica: Replica) -> Pulse:
-        health = self._config.health
-        return Pulse(replica, health.interval_s, health.deadline_s, "rollout.health.deadline_s")
+
+def _stands_still(status: Status, stall_s: float) -> bool:
+    """Whether a process makes no progress with one of its calls, and does not wait for others."""
+    if status.running is None or status.progress.waits_for_others:
+        return False
+    _, _, so_far_s = status.running
+    return min(so_far_s, status.progress.idle_s) >= stall_s

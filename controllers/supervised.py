@@ -15,6 +15,7 @@ from controllers.gradients import GradientWatch
 from controllers.measures import Metrics
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
@@ -69,6 +70,7 @@ class SupervisedTrainer(ABC, Generic[W]):
     def step(self) -> Metrics:
         """One optimizer step on the next batch."""
         with self.timers("step"):
+            no_way_back()  # a stop waits for the end of the step
             rows = self._train.next_batch(self._batch_size)
             with self.timers(f"update_{self.role}"), self.timers.waiting():
                 reports = self.update(put(rows)).result()
@@ -78,7 +80,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             **measures.of_updates(self.role, [reports]),
             **timings,
             "perf/total_num_tokens": float(rows.num_tokens),
-            "perf/throughput": rows.num_tokens / timings["timing_s/step"],
+            "perf/throughput": rows.num_tokens / timings["timing_s/step"] / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
         }
 

@@ -25,10 +25,11 @@ from controllers.preparation import prepare
 from controllers.recovery import Recovery, claim
 from controllers.reward_model import PreferenceTrainer
 from controllers.sft import SFTTrainer
-from controllers.signals import heed_signals, stop_on_signals
+from controllers.stopping import Stopping
 from controllers.supervised import SupervisedTrainer
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import noting, stop_on_signals
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig, SupervisedRun
 from verl_ray.data.preferences import PreferenceSource
@@ -71,7 +72,7 @@ def open_session(config: Config) -> Session:
     """The cluster to run on; the run's folder, where its processes keep their logs."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     session = Session.open(config.ray.address)
-    stop_on_signals()  # again: Ray's own handler exits without a message
+    stop_on_signals()
     return session
 
 
@@ -82,56 +83,63 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
     tell_skipped(prompts.skipped, "prompts of the training data are too long")
     evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every else None
     samples: list[Sample] = []
-    with start(config, session) as system, recording(config, recovery) as trackers:
+    stopping = Stopping(config, recovery)
+    with stopping.told(), noting(), start(config, session) as system, recording(config, recovery) as trackers:
         trainer = Trainer(config, system, prompts, evaluator)
         done = recovery.restore(trainer)
-        trainer.publish(done)
-        if done == 0 and evaluator is not None:
-            metrics, samples = trainer.evaluate()
-            trackers.samples(0, samples)
-            trackers.log(0, metrics)
-        for number in range(done + 1, config.run.total_steps + 1):
-            heed_signals()
-            metrics = trainer.step(number)
+        with recovery.kept(trainer, trackers):
+            trainer.publish(done)
+            if done == 0 and evaluator is not None:
+                metrics, samples = trainer.evaluate()
+                trackers.samples(0, samples)
+                trackers.log(0, metrics)
+            for number in range(done + 1, config.run.total_steps + 1):
+                evaluates = evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps)
+                with stopping.step(number, evaluates=evaluates):
+                    metrics = trainer.step(number)
+                    recovery.finish()
+                    if evaluates:
+                        held_out, samples = trainer.evaluate()
+                        metrics |= held_out
+                        trackers.samples(number, samples)
+                    trackers.log(number, metrics)
+                    recovery.commit(number, trainer)
+                if due(number, config.run.checkpoint_every, config.run.total_steps):
+                    with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
+                        recovery.save(trainer, trackers)
             recovery.finish()
-            if evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps):
-                held_out, samples = trainer.evaluate()
-                metrics |= held_out
-                trackers.samples(number, samples)
-            trackers.log(number, metrics)
-            if due(number, config.run.checkpoint_every, config.run.total_steps):
-                with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
-                    recovery.save(number, trainer, trackers.state())
-        recovery.finish()
     return conclude(config, trackers, samples)
 
 
 def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery) -> int:
     """Learning from a data set alone; may end early, at sft.stop_at_accuracy."""
     make_trainer: MakeTrainer = sft_trainer(config) if isinstance(config, SFTConfig) else preference_trainer(config)
-    with start(config, session) as system, recording(config, recovery) as trackers:
+    stopping = Stopping(config, recovery)
+    with stopping.told(), noting(), start(config, session) as system, recording(config, recovery) as trackers:
         trainer = make_trainer(system)
         memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
-        evaluates = config.run.evaluate_every > 0
         done = recovery.restore(trainer)
-        if done == 0 and evaluates:
-            trackers.log(0, trainer.evaluate())
-        for number in range(done + 1, config.run.total_steps + 1):
-            heed_signals()
-            if trainer.finished:
-                break
-            memory.ask()  # of the step before: answered while this one is computed
-            metrics = trainer.step() | memory.metrics()
+        with recovery.kept(trainer, trackers):
+            if done == 0 and config.run.evaluate_every:
+                trackers.log(0, trainer.evaluate())
+            for number in range(done + 1, config.run.total_steps + 1):
+                if trainer.finished:
+                    break
+                evaluates = due(number, config.run.evaluate_every, config.run.total_steps)
+                with stopping.step(number, evaluates=evaluates):
+                    memory.ask()  # of the step before: answered while this one is computed
+                    metrics = trainer.step() | memory.metrics()
+                    recovery.finish()
+                    if evaluates:
+                        metrics |= trainer.evaluate()
+                    trackers.log(number, metrics)
+                    recovery.commit(number, trainer)
+                last = trainer.finished or number == config.run.total_steps
+                if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
+                    with trainer.timers("save_checkpoint"):
+                        recovery.save(trainer, trackers)
             recovery.finish()
-            if evaluates and due(number, config.run.evaluate_every, config.run.total_steps):
-                metrics |= trainer.evaluate()
-            trackers.log(number, metrics)
-            last = trainer.finished or number == config.run.total_steps
-            if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
-                with trainer.timers("save_checkpoint"):
-                    recovery.save(number, trainer, trackers.state())
-        recovery.finish()
-        trainer.export(str(Path(config.run.dir) / "model"))
+            trainer.export(str(Path(config.run.dir) / "model"))
     return conclude(config, trackers, [])
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.host import Facts
+from verl_ray.cluster.host import PATIENCE, Facts
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
@@ -25,9 +25,6 @@ from workers.rollout import RolloutWorker
 
 Replicas = Sequence[WorkerGroup[RolloutWorker]]
 Watch = Callable[[], None]  # raises for a replica that does not answer
-
-_OF_A_CALL = 0.8
-"""Of a call's deadline: so long do the ends of a wire wait for each other, so that they say who did not come."""
 
 
 class WeightWire:
@@ -109,7 +106,7 @@ class WeightWire:
         route = Route(
             self._buckets,
             receivers=sum(replica.num_ranks for replica in replicas) * parallel,
-            deadline_s=_OF_A_CALL * min(self._actor.deadline_s, *(replica.deadline_s for replica in replicas)),
+            patience_s=PATIENCE * min(self._actor.stall_s, *(replica.stall_s for replica in replicas)),
             host=home[0].address,
             folder=sync.folder,
             delta=sync.delta,

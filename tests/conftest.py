@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Three processes share two cores: one thread each, and none that spins while it waits. Read when torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
+from verl_ray.cluster import signals
 from verl_ray.cluster.session import Session
+
+# An example may take as long as a busy machine needs for it.
+settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
@@ -20,7 +28,42 @@ def cluster() -> Iterator[Session]:
         yield session
 
 
-LONG = ("test_readme", "test_training", "test_recovery", "test_cluster_runs", "test_reward_model", "test_bench")
+STARTS_PROCESSES = {"cluster", "vllm", "ranks", "processes", "slow", "gpu"}
+"""The marks of tests that may start processes; `scripts/test --fast` leaves them out."""
+
+
+@pytest.fixture(autouse=True)
+def _processes_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test that starts a process without one of the marks fails, so that --fast stays fast."""
+
+    def refuse(process: object, *arguments: object, **settings: object) -> None:
+        raise AssertionError(f"this test starts {arguments[0]!r}: mark it with @pytest.mark.processes")
+
+    if STARTS_PROCESSES.isdisjoint(mark.name for mark in request.node.iter_markers()):
+        monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
+
+
+@pytest.fixture(autouse=True)
+def _signals_are_forgotten() -> Iterator[None]:
+    """What a command does about signals in this process ends with its test."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    if signals._state.answering is not None:
+        signals._begin_anew()
+        signals._state.disturbed = False
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+LONG = (
+    "test_readme",
+    "test_contract",
+    "test_recovery",
+    "test_training",
+    "test_cluster_runs",
+    "test_reward_model",
+    "test_bench",
+)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -15,8 +15,12 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from controllers.bench.processes import fork
+
+if TYPE_CHECKING:  # the parent of ranks imports no more than they need
+    import pytest
 
 ROOT = Path(__file__).parents[1]
 THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # there are more ranks than cores
@@ -48,6 +52,12 @@ def run_ranks(
         )
     words = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*")))
     assert ended.returncode == 0, words
+
+
+def four_ranks_asked(request: pytest.FixtureRequest) -> bool:
+    """Whether tests of four ranks, which are marked slow, are among those of this module that are run."""
+    own = [item for item in request.session.items if item.path == request.path]
+    return any(item.get_closest_marker("slow") is not None for item in own)
 
 
 def _rank(module: str, place: Place, folder: Path) -> None:

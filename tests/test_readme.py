@@ -188,6 +188,7 @@ def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
     listed = re.findall(r"^\| `([\w.]+)/?` ", README.partition("## What a run writes")[2].partition("\n## ")[0], re.M)
@@ -198,6 +199,7 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")])
 def test_commands_of(heading: str, first_run: Path, cluster: Session, tmp_path: Path) -> None:
@@ -263,6 +265,7 @@ def free_port() -> int:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_commands_of_a_cluster(checkout: Path, tmp_path: Path) -> None:
     """Head and job on this machine, on ports and in folders of the test's own."""

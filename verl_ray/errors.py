@@ -138,7 +138,8 @@ class WorkerDied(WorkerError):
 
 
 class DeadlineExceeded(WorkerError):
-    """A call did not answer in time; `detail` holds the stacks of the processes that were waited for."""
+    """A process made no progress for `run.stall_s` seconds, or does not answer; `detail` holds the stacks of those that
+    stand still."""
 
 
 class StaleIncarnation(WorkerError):

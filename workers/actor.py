@@ -53,9 +53,9 @@ class ActorWorker(ModelWorker):
         """The divergence of each response from the reference."""
         return diverge(algorithm, rows, policy, reference)
 
-    def compare(self, rows: Rollouts, policy: LogProbs) -> LossReport:
-        """These log-probs beside the sampler's, as an update reports them."""
-        mask, tally = rows.response_mask, Tally()
+    def compare(self, rows: Rollouts, credit: Credit, policy: LogProbs) -> LossReport:
+        """These log-probs beside the sampler's, as an update reports them: of the rows that are learned from."""
+        mask, tally = rows.response_mask & credit.in_loss[rows.row_of_token], Tally()
         row = torch.from_numpy(rows.row_of_token[mask])
         means, maxima = compare(
             torch.from_numpy(policy.log_probs[mask]), torch.from_numpy(rows.rollout_log_probs[mask]), row

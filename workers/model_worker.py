@@ -17,6 +17,7 @@ import torch.distributed as dist
 from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.host import concurrent
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
@@ -104,19 +105,21 @@ class ModelWorker:
             self._saving_group = dist.new_group(backend="gloo")
         self._saving = Saving(self.engine.state(), path, self._saving_group)
 
+    @concurrent
     def finish_save(self) -> None:
-        """Wait for what `begin_save` began."""
+        """Wait for what `begin_save` began, beside what this rank computes meanwhile."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
 
-    def load(self, path: str) -> None:
-        """Take the engine's state from a checkpoint that any layout wrote."""
+    def load(self, path: str) -> list[str]:
+        """Take the engine's state from a checkpoint that any layout wrote. Returns what could not be taken over."""
         from verl_ray.checkpoint.sharded import load
 
         state = self.engine.state()
-        load(state, path)
+        notes = load(state, path)
         self.engine.load_state(state)
+        return notes
 
     def export(self, path: str, adapter: bool = False) -> None:
         """Write a Hugging Face directory, or what was learned beside it as an adapter."""

@@ -83,4 +83,5 @@ def scores_of(graded: Sequence[Score]) -> Scores:
         score=np.array([score.value for score in graded], np.float32),
         health=np.array([score.health for score in graded], np.int8),
         detail=Ragged.of_texts([score.detail for score in graded]),
+        rescored=np.array([score.rescored for score in graded], np.bool_),
     )

@@ -22,6 +22,7 @@ from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.rollout.base import Chunk, Part, Probe, Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import Health, PauseMode, RolloutServer
@@ -86,7 +87,19 @@ class RolloutWorker:
         group_id * group_size + j.
 
         wanted: the row ids to draw, of those of these prompts, int64 [rows]; None = all.
+
+        Raises:
+            RolloutError: the engine refuses to draw them now.
+            EngineFailed: the engine failed, or what it answered cannot be used: this replica is lost.
         """
+        try:
+            yield from self._generate(prompts, generation, wanted)
+        except VerlRayError:
+            raise
+        except Exception as error:  # a defect of this process, which another one may not have
+            raise EngineFailed(f"rollout engine: its answers cannot be used: {error!r}") from error
+
+    def _generate(self, prompts: Prompts, generation: Generation, wanted: Int64 | None) -> Iterator[Rollouts]:
         size = generation.group_size
         row_id = np.repeat(prompts.group_id * size, size) + np.tile(np.arange(size), prompts.num_rows)
         prompt = np.repeat(np.arange(prompts.num_rows), size)

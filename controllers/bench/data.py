@@ -17,13 +17,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import psutil
 
-from controllers.signals import stop_on_signals
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import put, read
 from verl_ray.data.batch import Int64, Kind, Ragged, offsets_of
 from verl_ray.data.sharded import Sharded
@@ -32,7 +32,7 @@ from verl_ray.data.stages import Finish, LogProbs, Rollouts
 PARTS = 8
 GROWTH = 8  # how many times as many tokens go through the driver's hands
 STORE_COPIES = 12  # of the rows, that the object store has room for
-_DEADLINE_S = 120.0
+_STALL_S = 120.0
 _CALLS = 100
 _PROMPT_TOKENS = 16
 _PROGRAM = "verl-ray bench data"
@@ -119,7 +119,7 @@ def operations(rows: Rollouts, repeats: int) -> dict[str, dict[str, float]]:
         "select_random": (lambda: rows.select(shuffled), nbytes(rows)),
         "select_neighbours": (lambda: rows.select(neighbours), nbytes(rows) * len(neighbours) // count),
         "put": (lambda: put(rows), nbytes(rows)),
-        "get": (lambda: read(stored, _DEADLINE_S), nbytes(rows)),
+        "get": (lambda: read(stored, _STALL_S), nbytes(rows)),
     }
     figures = {}
     for name, (run, size) in work.items():
@@ -154,8 +154,7 @@ def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, float]:
     what one call on one worker costs, with hardly a row."""
     processes = ProcessSet("mover", 1, 1.0, 0, "mover", 1, process_group=False)
     role = Role("mover", "mover", Mover)
-    limits = {"start_deadline_s": _DEADLINE_S, "call_deadline_s": _DEADLINE_S}
-    with start_groups([processes], [role], log_dir=logs, **limits) as groups:
+    with start_groups([processes], [role], stall_s=_STALL_S, log_dir=logs) as groups:
         seeds = put(rollouts(np.full(rows, 2)))
         few = max(2, tokens // GROWTH)
         through(groups[role], seeds, few)  # what is imported and cached once does not count

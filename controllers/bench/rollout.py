@@ -23,9 +23,9 @@ from controllers.bench.step import MODELS, configuration, make_inputs, shown_ver
 from controllers.build import Shape, plan_processes, rollout_spec
 from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
-from controllers.signals import stop_on_signals
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.prompts import PromptSource
@@ -73,14 +73,13 @@ def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int,
     groups = start_groups(
         sets,
         list(roles.values()),
-        start_deadline_s=config.run.start_deadline_s,
-        call_deadline_s=config.run.call_deadline_s,
+        stall_s=config.run.stall_s,
         log_dir=Path(config.run.dir) / "logs",
     )
     ours, theirs = [], []
     on_gpus, actor = shape.gpus > 0, groups[roles["actor"]]
     with groups, offline(config, prompts, replicas, threads, on_gpus=on_gpus) as engines:
-        servers = RolloutServers(groups.replicas(roles["rollout"]), config.rollout, config.run.start_deadline_s)
+        servers = RolloutServers(groups.replicas(roles["rollout"]), config.rollout)
         Publisher(actor, servers, config, sharing=(actor,) if on_gpus else (), has_gpus=on_gpus).publish(0)
         for number in range(repeats + 1):
             began = time.perf_counter()

@@ -29,8 +29,8 @@ from controllers.generation import Producer
 from controllers.ppo import Trainer
 from controllers.preflight import INPUTS_COMPLETE
 from controllers.preparation import prepare
-from controllers.signals import stop_on_signals
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
@@ -113,7 +113,7 @@ class Bench:
         prompts = PromptSource(config.data.train_path, load_tokenizer(config.actor.model.path), config.data, 0)
         self._trainer = Trainer(config, system, prompts, None)
         self._drawing = self._trainer.producer = Drawing(config, system.rollout, system.graders)
-        self._deadline_s = config.run.call_deadline_s
+        self._stall_s = config.run.stall_s
         self._done = 0
         self._trainer.publish(0)
 
@@ -125,7 +125,7 @@ class Bench:
             self._done += 1
             metrics.append(self._trainer.step(self._done))
             drawn.append(self._drawing.last.rollouts)
-        return metrics, [read(rollouts, self._deadline_s) for rollouts in drawn]
+        return metrics, [read(rollouts, self._stall_s) for rollouts in drawn]
 
 
 def main(argv: list[str]) -> int:

@@ -25,11 +25,11 @@ from controllers.bench.step import MODELS, configuration, make_inputs, shown_ver
 from controllers.build import Shape, plan_processes
 from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
-from controllers.signals import stop_on_signals
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.backends import BACKENDS
 from verl_ray.config.schema import RLConfig
 from workers.actor import ActorWorker
@@ -138,8 +138,7 @@ def measure(model: str, backend: str, folder: Path, repeats: int, overrides: Seq
         groups = start_groups(
             [one for one in plan.sets if one.name in homes],
             list(roles.values()),
-            start_deadline_s=config.run.start_deadline_s,
-            call_deadline_s=config.run.call_deadline_s,
+            stall_s=config.run.stall_s,
             log_dir=Path(config.run.dir) / "logs",
         )
         with groups:
@@ -155,7 +154,7 @@ def _in_turns(
     *,
     on_gpu: bool,
 ) -> dict[str, object]:
-    servers = RolloutServers(replicas, config.rollout, config.run.start_deadline_s)
+    servers = RolloutServers(replicas, config.rollout)
     publisher = Publisher(actor, servers, config, sharing=(actor,) if on_gpu else (), has_gpus=on_gpu)
     (replica,) = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
     publisher.publish(0)

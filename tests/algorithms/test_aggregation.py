@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from verl_ray.algorithms.aggregation import aggregate, row_weights
+from verl_ray.algorithms.aggregation import aggregate, row_weights, surfaced
 from verl_ray.algorithms.losses import ppo_clip, reinforce
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.batch import offsets_of
@@ -43,6 +43,25 @@ def test_a_mini_batch_without_response_tokens_weighs_nothing(mode: AggregationNa
     weights = row_weights(mode, np.zeros(3, dtype=np.int64), total_tokens=0, total_rows=0, horizon=5)
     assert weights.tolist() == [0, 0, 0]
     assert row_weights(mode, np.zeros(0, dtype=np.int64), total_tokens=4, total_rows=2, horizon=5).shape == (0,)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_weighs_nothing_may_be_anything(bad: float) -> None:
+    losses = torch.tensor([1.0, bad, 3.0], requires_grad=True)
+    total = aggregate(losses, torch.tensor([0, 1, 2]), torch.tensor([0.5, 0.0, 0.25]))
+    assert total.item() == 0.5 + 0.75
+    assert torch.autograd.grad(total, losses)[0].tolist() == [0.5, 0.0, 0.25]
+
+
+def test_a_nan_that_counts_has_no_finite_gradient() -> None:
+    """A clamp passes a gradient of 0 on for a NaN, and the step would be made of the other tokens."""
+    for values, clean in (([1.0, float("nan")], False), ([1.0, 0.5], True)):
+        outputs = torch.tensor(values, requires_grad=True)
+        share = aggregate(outputs.clamp(-2, 2), torch.tensor([0, 0]), torch.ones(1))
+        (alone,) = torch.autograd.grad(share, outputs, retain_graph=True)
+        assert alone.isfinite().all()
+        (gradient,) = torch.autograd.grad(surfaced(share, outputs), outputs)
+        assert gradient.tolist() == [1.0, 1.0] if clean else gradient.isnan().all()
 
 
 class _Rows:

@@ -76,21 +76,42 @@ def metrics(found: Any) -> dict[str, float]:
 def test_metrics_by_hand() -> None:
     found = metrics(correct(config("icepop", "token", 0.25, 2.0), RATIO.log(), ROW))  # weights 0, 0.5, 0, 1
     assert found == pytest.approx({
-        "rollout_corr/rollout_is_mean": 5.625 / 4,
+        "rollout_corr/rollout_is_mean": 1.5 / 4,
         "rollout_corr/rollout_is_std": math.sqrt(1.25 / 4 - 0.375**2),
-        "rollout_corr/rollout_is_min": 0.125,
-        "rollout_corr/rollout_is_max": 4.0,
+        "rollout_corr/rollout_is_min": 0.0,
+        "rollout_corr/rollout_is_max": 1.0,
         "rollout_corr/rollout_is_eff_sample_size": 1.5**2 / (4 * 1.25),
         "rollout_corr/rollout_is_ratio_fraction_high": 0.25,
         "rollout_corr/rollout_is_ratio_fraction_low": 0.25,
         "rollout_corr/rollout_rs_masked_fraction": 0.5,
+        "rollout_corr/ratio_mean": 5.625 / 4,
+        "rollout_corr/ratio_max": 4.0,
+        "rollout_corr/ratio_min": 0.125,
     })  # fmt: skip
     low = metrics(correct(config("tis", "token", None, 2.0), RATIO.log(), ROW))
     assert low["rollout_corr/rollout_is_ratio_fraction_low"] == 0.25  # below 1 / upper
+    truncated = [low[f"rollout_corr/rollout_is_{name}"] for name in ("mean", "max", "min")]
+    assert truncated == [3.625 / 4, 2.0, 0.125]  # of 4, 0.5, 0.125 and 1, at most 2
     nothing = metrics(correct(config("reject", "token", 0.9, 1.0), torch.full((4,), 3.0), ROW))
     assert nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert nothing["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert correction_metrics({"actor/entropy": 1.0}, {}) == {}
+
+
+def test_fractions_of_whole_responses_count_responses() -> None:
+    """Products of 0.25 over three tokens and 1 over one: of two responses one is low, of four tokens three."""
+    found = metrics(correct(config("tis", "sequence", None, 2.0), RATIO.log(), ROW))
+    assert found["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(0.5)
+    assert found["rollout_corr/rollout_is_mean"] == pytest.approx((3 * 0.25 + 1) / 4)
+
+
+@pytest.mark.parametrize("level", LEVEL_NAMES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_ratio_of_nan_is_kept_and_seen(kind: CorrectionKind, level: CorrectionLevel) -> None:
+    """Left out, a row that has no numbers would be dropped without a word."""
+    wanted = config(kind, level, 0.5 if kind in TWO_SIDED else None, 2.0)
+    found = correct(wanted, torch.tensor([0.0, math.nan, 0.0]), torch.tensor([0, 1, 2]))
+    assert found.kept.all() and found.weight.isnan().tolist() == [False, True, False]
 
 
 def test_the_spread_of_weights_near_one_is_no_rounding() -> None:
@@ -107,7 +128,8 @@ def test_far_policies_give_finite_weights_without_gradients_and_without_waiting(
     settings_of = config(kind, level, 0.5 if kind in TWO_SIDED else None, 2.0)
     found = correct(settings_of, torch.tensor([500.0, 500.0, -500.0], requires_grad=True), torch.tensor([0, 0, 1]))
     everything = (found.weight, *found.means.values(), *found.maxima.values())
-    assert all(bool(values.isfinite().all()) and not values.requires_grad for values in everything)
+    assert not any(values.requires_grad or bool(values.isnan().any()) for values in everything)
+    assert all(bool(values.isfinite().all()) for values in (found.weight, *found.means.values()))
     correct(settings_of, torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta"))
 
 

@@ -62,9 +62,28 @@ def test_cut_responses_are_learned_from_as_configured_and_aborted_ones_never(
     truncated: str, learned: list[bool]
 ) -> None:
     rows = rollouts_of([1, 1, 1], groups=[0, 0, 0], finish=[Finish.STOP, Finish.LENGTH, Finish.ABORTED])
-    found = judged(algorithm("dr_grpo", truncated=truncated), rows, [3.0, 0.0, 0.0])
+    found = judged(algorithm("dr_grpo", truncated=truncated), rows, [3.0, 0.0, 9.0])
     assert found.in_loss.tolist() == learned
-    assert found.advantage.tolist() == [2.0, -1.0, -1.0]  # they have scores, so they are members
+    assert found.advantage.tolist() == [1.5, -1.5, 0.0]  # the mean is over two: what was aborted is no member
+    assert found.reward.tolist() == [3.0, 0.0, 0.0]
+
+
+def test_an_aborted_row_takes_its_trajectory_with_it() -> None:
+    finish = [Finish.STOP, Finish.ABORTED, Finish.STOP, Finish.STOP]
+    rows = rollouts_of([1] * 4, groups=[0] * 4, finish=finish).replace(trajectory_id=np.array([5, 5, 6, 7]))
+    found = judged(algorithm("dr_grpo"), rows, [8.0, 8.0, 1.0, 0.0])
+    assert found.advantage.tolist() == [0.0, 0.0, 0.5, -0.5]
+    assert found.in_loss.tolist() == [False, False, True, True]
+    # A baseline per token has no members: there only the aborted row itself is left out.
+    assert judged(GAE, rows, [8.0, 8.0, 1.0, 0.0]).in_loss.tolist() == [True, False, True, True]
+
+
+def test_what_an_aborted_row_cost_reaches_nobody() -> None:
+    rows = rollouts_of([1] * 3, groups=[0] * 3, finish=[Finish.STOP, Finish.STOP, Finish.ABORTED])
+    found = judged(algorithm("rloo", IN_REWARD), rows, [1.0, 0.0, 1.0], charge=[0.0, 0.0, float("nan")])
+    assert (found.reward.tolist(), found.advantage.tolist()) == ([1.0, 0.0, 0.0], [1.0, -1.0, 0.0])
+    counted = judged(algorithm("rloo", IN_REWARD), rows, [1.0, 0.0, 1.0], charge=[0.0, float("nan"), 0.0])
+    assert np.isnan(counted.advantage[:2]).all()  # a NaN that is learned from is not hidden
 
 
 def test_without_a_group_baseline_there_is_no_advantage_per_response() -> None:

@@ -57,9 +57,9 @@ def test_on_policy_the_ratio_is_one_and_only_its_gradient_matters() -> None:
     assert found.loss.tolist() == [-2, 3]
     (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
     assert grad.tolist() == [-2, 3]  # d(-A * ratio) = -A * d log p
-    assert found.metrics["actor/pg_loss"].tolist() == [-2, 3]
-    assert found.metrics["actor/entropy"].tolist() == pytest.approx([0.7, 0.3])
-    assert "actor/kl_loss" not in found.metrics
+    assert found.terms["actor/pg_loss"].tolist() == [-2, 3]
+    assert found.terms["actor/entropy"].tolist() == pytest.approx([0.7, 0.3])
+    assert "actor/kl_loss" not in found.terms
 
 
 def test_given_old_log_probs_make_the_ratio() -> None:
@@ -76,7 +76,7 @@ def test_entropy_is_subtracted_and_has_its_gradient() -> None:
     )
     assert found.loss.tolist() == pytest.approx([-1.07, -1.03])
     assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([-0.1, -0.1])
-    assert found.metrics["actor/pg_loss"].tolist() == pytest.approx([-1, -1])
+    assert found.terms["actor/pg_loss"].tolist() == pytest.approx([-1, -1])
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_divergence_from_the_reference(estimator: str, expected: list[float]) ->
     ref = torch.log(torch.tensor([0.25, 0.2]))
     objective = PolicyObjective(algorithm("loss", estimator), 1.0, 0.5)
     found = objective(out, LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=ref))
-    assert found.metrics["actor/kl_loss"].tolist() == pytest.approx(expected, abs=1e-7)
+    assert found.terms["actor/kl_loss"].tolist() == pytest.approx(expected, abs=1e-7)
     assert found.loss.tolist() == pytest.approx([0.5 * value for value in expected], abs=1e-7)
 
 
@@ -99,7 +99,7 @@ def test_divergence_charged_in_the_reward_is_not_in_the_loss() -> None:
     _, _, out = outputs()
     given = LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=torch.zeros(2))
     found = PolicyObjective(algorithm("reward", "k1"), 1.0, 0.5)(out, given)
-    assert found.loss.tolist() == [0, 0] and "actor/kl_loss" not in found.metrics
+    assert found.loss.tolist() == [0, 0] and "actor/kl_loss" not in found.terms
 
 
 def test_how_far_the_sampler_was_is_reported_and_has_no_gradient() -> None:
@@ -130,7 +130,7 @@ def corrected(
     given = LossInputs(ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER)
     found = objective(out, given)
     assert not any(metric.requires_grad for metric in found.metrics.values())
-    assert found.metrics["actor/pg_loss"].tolist() == pytest.approx(found.loss.tolist())
+    assert found.terms["actor/pg_loss"].tolist() == pytest.approx(found.loss.tolist())
     return found.loss.tolist(), torch.autograd.grad(found.loss.sum(), log_probs)[0].tolist()
 
 
@@ -178,6 +178,8 @@ def test_what_is_left_out_bears_neither_entropy_nor_divergence() -> None:
     )
     found = objective(out, given)
     k3 = 1 / 0.2 - 1 - math.log(5)
+    assert found.terms["actor/pg_loss"].tolist() == pytest.approx([0, 1.0])
+    assert found.terms["actor/kl_loss"].tolist() == pytest.approx([0, k3])
     assert found.loss.tolist() == pytest.approx([0, 1.0 - 0.1 * 0.3 + 0.5 * k3])
     assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([0, -0.1])
 
@@ -203,7 +205,7 @@ def test_the_critic_by_hand() -> None:
     assert objective.outputs == Outputs(values=True)
     found = objective(TokenOutputs(values=values), given)
     assert found.loss.tolist() == pytest.approx([0.32, 2.0])  # held at 0.2: (0.2 - 1)^2 / 2; 2^2 / 2
-    assert found.metrics["critic/vf_loss"].tolist() == pytest.approx([0.32, 2.0])
+    assert found.terms["critic/vf_loss"].tolist() == pytest.approx([0.32, 2.0])
     assert found.metrics["critic/vf_clipfrac"].tolist() == [1, 0]
 
 

@@ -11,10 +11,11 @@ import torch
 
 from verl_ray.checkpoint import sharded
 from verl_ray.errors import CheckpointError
+from verl_ray.profiling.progress import begin, progress
 
 
 def state(value: float, **more: Any) -> dict[str, Any]:
-    return {"steps": int(value), "rng_0": torch.full((4,), int(value), dtype=torch.uint8)} | {
+    return {"steps": int(value), "rng_0_cpu": torch.full((4,), int(value), dtype=torch.uint8)} | {
         "model": {"weight": torch.full((3, 2), float(value))},
         **more,
     }
@@ -22,19 +23,35 @@ def state(value: float, **more: Any) -> dict[str, Any]:
 
 def test_a_state_is_filled_in_place_and_bit_for_bit(tmp_path: Path) -> None:
     weight = torch.rand(3, 2)
+    begin()
     sharded.save(state(7) | {"model": {"weight": weight}}, str(tmp_path / "actor"))
+    assert progress().unit == "bytes" and progress().done >= 4 + weight.nbytes
     held = state(0)
     target = held["model"]["weight"]
+    begin()
     sharded.load(held, str(tmp_path / "actor"))
-    assert held["steps"] == 7 and held["rng_0"].tolist() == [7] * 4
+    assert str(progress()) == f"{4 + weight.nbytes} bytes"  # the random stream, and the weight
+    assert held["steps"] == 7 and held["rng_0_cpu"].tolist() == [7] * 4
     assert torch.equal(target, weight)
 
 
 def test_a_rank_that_the_checkpoint_does_not_know_keeps_its_random_stream(tmp_path: Path) -> None:
     sharded.save(state(7), str(tmp_path))
-    held = state(0, rng_1=torch.tensor([5], dtype=torch.uint8))
+    held = state(0, rng_1_cpu=torch.tensor([5], dtype=torch.uint8))
     sharded.load(held, str(tmp_path))
-    assert held["rng_1"].tolist() == [5] and held["rng_0"].tolist() == [7] * 4
+    assert held["rng_1_cpu"].tolist() == [5] and held["rng_0_cpu"].tolist() == [7] * 4
+
+
+def test_a_stream_of_another_device_is_not_taken(tmp_path: Path) -> None:
+    """A generator of CUDA has 16 bytes of state, and one of a CPU 5056: torch refuses to fill one from the other."""
+    of_a_gpu = {"steps": 7, "rng_0_cuda": torch.arange(16, dtype=torch.uint8), "rng_0_cuda_experts": torch.zeros(16)}
+    sharded.save(of_a_gpu, str(tmp_path))
+    cpu = torch.get_rng_state()
+    held: dict[str, Any] = {"steps": 0, "rng_0_cpu": cpu, "rng_0_cpu_dense": cpu, "rng_1_cpu": cpu}
+    (note,) = sharded.load(held, str(tmp_path))
+    assert "has the random stream rng_0_cuda, and this rank's is rng_0_cpu: it is seeded anew" in note
+    assert held["steps"] == 7 and held["rng_0_cpu"] is None
+    assert held["rng_0_cpu_dense"] is cpu and held["rng_1_cpu"] is cpu  # nobody wrote these: they go on
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -55,6 +72,7 @@ def test_a_node_that_does_not_share_the_directory_is_told(tmp_path: Path) -> Non
         sharded.save(state(7), str(tmp_path / "nowhere" / "actor"))
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
     child = textwrap.dedent(f"""
         import resource, signal, torch

@@ -9,15 +9,26 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from verl_ray.checkpoint.store import MANIFEST, SCHEMA, Checkpoint, CheckpointStore
+from verl_ray.checkpoint.store import (
+    MANIFEST,
+    NEWEST,
+    SCHEMA,
+    Checkpoint,
+    CheckpointStore,
+    _sealed,
+    _unsealed,
+    _write_json,
+)
 from verl_ray.errors import CheckpointError
 
 CONFIG = {"run": {"dir": "outputs/x"}}
 
 
 def write(store: CheckpointStore, step: int, content: bytes = b"shard") -> None:
-    with store.writing(step, {"cursor": {"drawn": step * 16}, "kl": 0.1}, CONFIG) as folder:
+    with store.writing(step, {"cursor": {"drawn": step * 16}, "kl": 0.1}, CONFIG, ["actor"]) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "0.distcp").write_bytes(content + bytes([step]))
 
@@ -87,6 +98,119 @@ def test_a_torn_or_missing_newest_is_reported_and_the_one_before_it_used(tmp_pat
     assert names(store) == ["step_00000002"] and newest(store).step == 2
 
 
+@pytest.mark.parametrize(
+    ("changes", "drop", "seal", "reason"),
+    [
+        ({"state": {"cursor": {"drawn": 16}, "kl": 0.1}}, (), False, "was changed: its checksum is another"),
+        ({"files": {}}, (), False, "was changed: its checksum is another"),
+        ({"files": {}}, (), True, "lists no files of actor"),
+        ({"files": {"critic/shard": [1, "00"]}}, (), True, "lists no files of actor"),
+        ({}, ("files",), False, "was changed: its checksum is another"),
+        ({}, ("checksum",), False, "has no checksum of itself"),
+        ({}, ("checksum", "schema"), False, "has no checksum of itself"),
+    ],
+)
+def test_an_edited_manifest_is_named(tmp_path: Path, changes, drop, seal, reason) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    edit(tmp_path / "step_00000002" / MANIFEST, changes, *drop, seal=seal)
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert found.skipped == [f"step_00000002: manifest.json {reason}"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "null", "3", "{", "\0" * 40, "[" * 100_000])
+def test_a_manifest_that_is_no_object_is_named(tmp_path: Path, content: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    (tmp_path / "step_00000002" / MANIFEST).write_text(content)
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert len(found.skipped) == 1 and found.skipped[0].startswith("step_00000002: manifest.json ")
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"step": 2}', '{"step": "x"}', "\0\0"])
+def test_a_damaged_newest_json_is_named(tmp_path: Path, content: str) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    (tmp_path / NEWEST).write_text(content)
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 1
+    assert len(found.skipped) == 1
+    assert "newest.json" in found.skipped[0]
+    assert "so nobody knows whether the newest checkpoint is still there" in found.skipped[0]
+    shutil.rmtree(tmp_path / "step_00000001")
+    with pytest.raises(CheckpointError, match=r"no usable checkpoint: .*newest\.json"):
+        store.latest()
+
+
+def test_a_directory_in_the_place_of_a_file_is_named(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    for name in (f"step_00000001/{MANIFEST}", NEWEST):
+        (tmp_path / name).unlink()
+        (tmp_path / name).mkdir()
+    with pytest.raises(CheckpointError, match=r"newest\.json cannot be read .*manifest\.json cannot be read "):
+        store.latest()
+
+
+def test_a_renamed_checkpoint_is_not_another_step(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    (tmp_path / "step_00000001").rename(tmp_path / "step_00000007")
+    found = store.latest()
+    assert found.checkpoint is not None and found.checkpoint.step == 2
+    assert found.skipped == ["step_00000007 was renamed: it is the checkpoint after step 1"]
+    assert CheckpointStore.open(tmp_path / "step_00000007").step == 1  # by its path it is what it is
+
+
+@pytest.mark.parametrize("name", [f"step_00000002/{MANIFEST}", NEWEST])
+def test_any_byte_that_changes_is_noticed(tmp_path: Path, name: str) -> None:
+    """Each byte replaced, left out, or the end of the file: what is found is the same checkpoint, or the one before it
+    with a reason; never another state, and never an error that names no file."""
+    store = CheckpointStore(tmp_path, keep=2)
+    write(store, 1)
+    write(store, 2)
+    whole, before = newest(store), CheckpointStore.open(tmp_path / "step_00000001")
+    content = (tmp_path / name).read_bytes()
+    older = 0
+    for place, byte in enumerate(content):
+        rest = content[place + 1 :]
+        middle = (bytes([byte ^ 1]), bytes([byte ^ 128]), b"0", b'"', b" ", b"")[place % 6]
+        for damaged in (content[:place] + middle + rest, content[:place])[: 1 + (place % 6 == 0)]:
+            (tmp_path / name).write_bytes(damaged)
+            found = store.latest(verify=False)
+            if found.checkpoint != whole:
+                assert found.checkpoint == before and name.split("/")[0] in found.skipped[0], damaged
+                older += 1
+    assert older > len(content) // 2 if MANIFEST in name else older == 0  # white space may change
+
+
+@settings(max_examples=30)
+@given(st.dictionaries(st.text() | st.integers(), st.lists(st.none() | st.integers() | st.floats() | st.text())))
+def test_the_checksum_is_that_of_what_is_read(value: object) -> None:
+    read = json.loads(json.dumps(_sealed({"value": value})))
+    assert json.dumps(_unsealed(Path("manifest.json"), read)["value"]) == json.dumps(json.loads(json.dumps(value)))
+
+
+@pytest.mark.parametrize("wrote", [(), ("critic",)])
+def test_a_role_without_files_makes_no_checkpoint(tmp_path: Path, wrote: tuple[str, ...]) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    expected = "the ranks of actor have written, but this process sees none of their files; .*all nodes share"
+    with (
+        pytest.raises(CheckpointError, match=expected),
+        store.writing(1, {}, CONFIG, ["actor", *wrote]) as folder,
+    ):
+        (folder / "actor").mkdir()
+        for role in wrote:
+            (folder / role).mkdir()
+            (folder / role / "shard").touch()
+    assert store.latest().checkpoint is None and names(store) == []
+
+
 def test_only_torn_ones_are_an_error_and_never_a_fresh_start(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 3)
@@ -98,12 +222,28 @@ def test_only_torn_ones_are_an_error_and_never_a_fresh_start(tmp_path: Path) -> 
         store.latest()
 
 
+def edit(path: Path, changes: dict[str, object], *drop: str, seal: bool = False) -> None:
+    """Change the object in a manifest; `seal`: as a writer would have written it."""
+    content = json.loads(path.read_text()) | changes
+    content = {key: value for key, value in content.items() if key not in (*drop, "checksum")} | (
+        {} if "checksum" in drop else {"checksum": content["checksum"]}
+    )
+    if seal:
+        del content["checksum"]
+        _write_json(path, _sealed(content))
+    else:
+        path.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize("schema", [SCHEMA - 1, SCHEMA + 1])
 def test_another_schema_is_an_error(tmp_path: Path, schema: int) -> None:
     store = CheckpointStore(tmp_path, keep=2)
     write(store, 1)
     path = tmp_path / "step_00000001" / MANIFEST
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"schema": schema}))
+    if schema < SCHEMA:  # which had no checksum
+        edit(path, {"schema": schema}, "checksum")
+    else:
+        edit(path, {"schema": schema}, seal=True)
     with pytest.raises(CheckpointError, match=f"schema {schema} .* this version reads {SCHEMA}"):
         store.latest()
 
@@ -124,12 +264,13 @@ def test_going_back_leaves_the_abandoned_future_behind(tmp_path: Path) -> None:
 def test_a_failed_write_leaves_everything_as_it_was(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
-    with pytest.raises(KeyError), store.writing(2, {}, CONFIG) as folder:
+    with pytest.raises(KeyError), store.writing(2, {}, CONFIG, ["actor"]) as folder:
         (folder / "half").write_bytes(b"x")
         raise KeyError
     assert names(store) == ["step_00000001"] and newest(store).step == 1
 
 
+@pytest.mark.processes
 def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_stays_whole(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path, keep=1)
     write(store, 1)
@@ -140,7 +281,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_stays_whole(tmp_pa
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
         try:
-            with CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}) as folder:
+            with CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}, ["actor"]) as folder:
                 (folder / "shard").write_bytes(bytes(1 << 20))
         except CheckpointError as error:
             print(error)
@@ -152,6 +293,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_stays_whole(tmp_pa
     assert names(store) == ["step_00000001"] and newest(store).step == 1
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("moment", ["in the block", "in the manifest"])
 def test_a_killed_writer_leaves_the_last_checkpoint_and_its_remains_go_away(tmp_path: Path, moment: str) -> None:
     store = CheckpointStore(tmp_path, keep=1)
@@ -164,15 +306,16 @@ def test_a_killed_writer_leaves_the_last_checkpoint_and_its_remains_go_away(tmp_
             time.sleep(60)
         if {moment!r} == "in the manifest":
             store._write_json = stop
-        with store.CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}) as folder:
-            (folder / "shard").write_bytes(bytes(1 << 20))
+        with store.CheckpointStore({str(tmp_path)!r}, keep=1).writing(2, {{}}, {{}}, ["actor"]) as folder:
+            (folder / "actor").mkdir()
+            (folder / "actor" / "shard").write_bytes(bytes(1 << 20))
             if {moment!r} == "in the block":
                 stop()
     """)
     with subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"here\n"
         process.send_signal(signal.SIGKILL)
-        assert process.wait(timeout=10) == -signal.SIGKILL
+        assert process.wait(timeout=60) == -signal.SIGKILL
     assert names(store) == ["step_00000001", "step_00000002.partial"]
     found = store.latest()
     assert found.checkpoint is not None and found.checkpoint.step == 1

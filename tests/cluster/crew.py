@@ -18,6 +18,7 @@ from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.progress import reach
 
 
 def rows_of(lengths: list[int]) -> Rows:
@@ -132,6 +133,17 @@ class Echo:
     def nap(self) -> None:
         time.sleep(2)
 
+    def plod(self, steps: int) -> int:
+        for done in range(steps):
+            time.sleep(0.1)
+            reach(done + 1, steps, "micro-batches")
+        return steps
+
+    def stick(self, after: int) -> None:
+        for done in range(after):
+            reach(done + 1, 16, "micro-batches")
+        time.sleep(60)
+
     def hold_the_lock(self) -> None:
         ctypes.PyDLL(None).usleep(60_000_000)  # PyDLL keeps the interpreter lock
 
@@ -164,6 +176,11 @@ class Reducer:
         if self.context.rank == 1:
             time.sleep(0.5)
             os.kill(os.getpid(), signal.SIGKILL)
+        return self.total(1.0)
+
+    def total_but_one_is_stuck(self) -> float:
+        if self.context.rank == 1:
+            time.sleep(60)
         return self.total(1.0)
 
     def interface(self) -> str:
@@ -202,3 +219,29 @@ class NeverReady:
 
     def __init__(self, context: WorkerContext) -> None:
         time.sleep(60)
+
+
+class HangsAgain(Echo):
+    """Starts once, and hangs when it is started again."""
+
+    def __init__(self, context: WorkerContext, *args: object) -> None:
+        super().__init__(context, *args)
+        if context.incarnation > 1:
+            time.sleep(3600)
+
+
+class SlowWriter(Echo):
+    """Writes its part of a checkpoint behind what it does, once a file says that it may."""
+
+    def begin_save(self, path: str) -> None:
+        step = Path(path).parent.name.removesuffix(".partial")
+        self.gate_file = Path(str(self.args[0])) / step
+        self.target = Path(path)
+
+    @concurrent
+    def finish_save(self) -> None:
+        while not self.gate_file.exists():
+            time.sleep(0.01)
+        self.target.mkdir()
+        (self.target / "shard").write_bytes(bytes(100))
+        self.gate_file.with_name(self.gate_file.name + ".told").touch()

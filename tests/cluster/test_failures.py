@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from tests.cluster.crew import Echo, Reducer, rows_of
-from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.calls import look_after, wait_all
 from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
 from verl_ray.cluster.store import put, read
-from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
+from verl_ray.data.sharded import Receipt, Sharded
+from verl_ray.errors import ClusterError, DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
 
 Crew = Callable[..., WorkerGroup[Any]]
 pytestmark = pytest.mark.cluster
@@ -74,15 +75,55 @@ def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(crew: 
     assert caught.value.rank == 1
 
 
-def test_a_late_answer_names_who_is_late_and_shows_where(crew: Crew) -> None:
-    group = crew(Echo, 2)
-    started = time.monotonic()
+def test_one_that_stands_still_is_named_and_shown(crew: Crew) -> None:
+    group = crew(Echo, 2, stall_s=1.0)
     with pytest.raises(DeadlineExceeded) as caught:
-        group.broadcast(Echo.sleep_for_long, 1).result(deadline_s=0.5)
-    assert time.monotonic() - started < 3
+        group.broadcast(Echo.sleep_for_long, 1).result()
     assert caught.value.rank == 1
     assert "time.sleep(60)" in caught.value.detail
     assert "rank 0" not in caught.value.detail
+
+
+def test_what_makes_progress_is_not_late(crew: Crew) -> None:
+    group = crew(Echo, 1, stall_s=4)
+    queued = [group.rank_zero(Echo.plod, 20) for _ in range(3)]  # 2 s each, so the last one is done after 6 s
+    assert wait_all(queued) == [20, 20, 20]
+    pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 12)), 0.4)
+    assert len(list(pieces)) == 12  # 4.8 s
+
+
+def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
+    group = crew(Echo, 1, stall_s=1.0)
+    done = [group.rank_zero(Echo.plod, 1) for _ in range(16)]
+    queued = [group.rank_zero(Echo.stick, 3), *(group.rank_zero(Echo.pid) for _ in range(16))]
+    said = r"pid makes no progress: stick of echo comes first, and the process did 3 of 16 micro-batches, then nothing"
+    with pytest.raises(DeadlineExceeded, match=said) as caught:
+        while True:
+            look_after(queued[1:])  # as while something else is waited for
+            time.sleep(0.1)
+    assert "run.stall_s = 1)" in caught.value.what and "in stick" in caught.value.detail
+    with pytest.raises(DeadlineExceeded, match="the group failed earlier"):
+        group.rank_zero(Echo.pid)
+    assert wait_all(done) == [1] * 16
+
+
+def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:
+    call = crew(Echo, 1).rank_zero(Echo.nap)
+    coming = Sharded.stored(call._flights[0].payload, Receipt.of(rows_of([1])))
+    said = r"1 rows of Rows lie in 1 stored objects, of which 0 have arrived and none in the last 0.2 s \(run.stall_s\)"
+    with pytest.raises(ClusterError, match=said):
+        read(coming, 0.2)
+
+
+def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
+    group = crew(Reducer, 2, process_group=True, stall_s=2.0)
+    group.broadcast(Reducer.total, 1.0).result()
+    with pytest.raises(DeadlineExceeded, match="total_but_one_is_stuck makes no progress") as caught:
+        group.broadcast(Reducer.total_but_one_is_stuck).result()
+    assert caught.value.rank == 1 and "nor do ranks" not in caught.value.what
+    shown = caught.value.detail
+    assert shown.index("reducer rank 1") < shown.index("time.sleep(60)") < shown.index("reducer rank 0")
+    assert "all_reduce" in shown[shown.index("reducer rank 0") :]
 
 
 @pytest.mark.parametrize(
@@ -92,13 +133,12 @@ def test_a_late_answer_names_who_is_late_and_shows_where(crew: Crew) -> None:
 def test_a_process_whose_control_lane_is_stuck_too_says_so(
     crew: Crew, method: Callable[[Echo], None], shown: str
 ) -> None:
-    group = crew(Echo, 1, deadline_s=1.0)
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=r"did not answer within 1\.\d s \(run.call_deadline_s\)") as caught:
+    group = crew(Echo, 1, stall_s=1.0)
+    group.rank_zero(Echo.plod, 5).result()
+    with pytest.raises(DeadlineExceeded, match=r"the process has not answered for .* s \(run.stall_s = 1\)") as caught:
         group.rank_zero(method).result()
     assert "the control lane does not answer either" in caught.value.detail
     assert shown in caught.value.detail
-    assert time.monotonic() - started < 10
 
 
 def test_control_lane_answers_while_a_call_runs(crew: Crew) -> None:
@@ -124,8 +164,8 @@ def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:
         assert read(next(pieces), 5).log_probs.tolist() == [0, 0.5]
         with pytest.raises(kind, match=text):
             next(pieces)
-    late = crew(Echo, 1).stream(Echo.one_by_one, rows, 30.0, deadline_s=0.5)
-    with pytest.raises(DeadlineExceeded, match="one_by_one did not answer"):
+    late = crew(Echo, 1, stall_s=1.0).stream(Echo.one_by_one, rows, 30.0)
+    with pytest.raises(DeadlineExceeded, match="one_by_one makes no progress"):
         next(late)
 
 
@@ -158,7 +198,7 @@ def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew
     before = group.scatter(Echo.halve, rows)
     with pytest.raises(WorkerDied):
         group.broadcast(Echo.die, 0).result()
-    group.restart(60)
+    group.restart()
     assert group.incarnation == 2
     with pytest.raises(StaleIncarnation, match="answer of incarnation 1 was asked for, the group is at 2"):
         before.result()

@@ -33,7 +33,7 @@ def hosts() -> list[psutil.Process]:
 
 
 def wait_until_released(cluster: Session) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (free_cpus(cluster) < 4 or hosts()) and time.monotonic() < until:
         time.sleep(0.1)
     assert free_cpus(cluster) == 4
@@ -52,9 +52,7 @@ def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, 
     critic = Role("critic", "trainer", Echo, (tmp_path,))
     rollout = Role("rollout", "rollout", Echo, (tmp_path,))
     plan = [processes("trainer", 2, bundle_group="main"), processes("rollout", 1, bundle_group="main")]
-    started = start_groups(
-        plan, [actor, critic, rollout], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path / "logs"
-    )
+    started = start_groups(plan, [actor, critic, rollout], stall_s=60, log_dir=tmp_path / "logs")
     with started as groups:
         pids = [groups[role].broadcast(Echo.pid).result() for role in (actor, critic, rollout)]
         assert pids[0] == pids[1]
@@ -84,7 +82,7 @@ def test_what_needs_the_room_of_others_is_built_first(cluster: Session, tmp_path
         Role(name, name, partial(Builds, folder=tmp_path, slow=name == "rollout")) for name in ("actor", "rollout")
     ]
     plan = [processes("actor", 1), replace(processes("rollout", 1), built_first=True)]
-    with start_groups(plan, roles, start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path):
+    with start_groups(plan, roles, stall_s=60, log_dir=tmp_path):
         pass
     wait_until_released(cluster)
 
@@ -94,25 +92,24 @@ def test_a_failed_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_
     good, bad = Role("actor", "trainer", Echo), Role("critic", "other", Unbuildable)
     plan = [processes("trainer", 1), processes("other", 2)]
     with pytest.raises(WorkerError, match=r"critic rank 1 on .*no model here"):
-        start_groups(plan, [good, bad], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path)
+        start_groups(plan, [good, bad], stall_s=60, log_dir=tmp_path)
     wait_until_released(cluster)
 
 
 @pytest.mark.cluster
 def test_a_late_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
     role = Role("reward", "reward", NeverReady)
-    with pytest.raises(DeadlineExceeded, match=r"reward rank 0 .*start \(build\).*run.start_deadline_s") as caught:
-        start_groups([processes("reward", 1)], [role], start_deadline_s=20, call_deadline_s=20, log_dir=tmp_path)
+    named = r"reward rank 0 .*start \(build\) makes no progress: .* done nothing for .*\(run.stall_s = 20\)"
+    with pytest.raises(DeadlineExceeded, match=named) as caught:
+        start_groups([processes("reward", 1)], [role], stall_s=20, log_dir=tmp_path)
     assert "time.sleep(60)" in caught.value.detail
     wait_until_released(cluster)
 
 
 @pytest.mark.cluster
 def test_what_the_cluster_does_not_have_is_refused_at_once(cluster: Session, tmp_path: Path) -> None:
-    started = time.monotonic()
     with pytest.raises(ClusterError) as caught:
-        start_groups([processes("trainer", 3, cpus=2.0)], [], start_deadline_s=60, call_deadline_s=20, log_dir=tmp_path)
-    assert time.monotonic() - started < 1
+        start_groups([processes("trainer", 3, cpus=2.0)], [], stall_s=60, log_dir=tmp_path)
     assert "the run asks for 6 CPU in 3 bundles" in str(caught.value)
     assert "has 4 CPU" in str(caught.value)
     wait_until_released(cluster)

@@ -1,9 +1,19 @@
 from __future__ import annotations
 
-import pytest
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
-from verl_ray.cluster.placement import ProcessSet, fits, plan_bundles, share_cpus
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_ray.cluster.placement import Bundles, ProcessSet, fits, number_ranks, plan_bundles, share_cpus
 from verl_ray.errors import ClusterError
+
+ROOT = Path(__file__).parents[2]
 
 
 def one(name: str, ranks: int, cpus: float, gpus: int, group: str) -> ProcessSet:
@@ -41,7 +51,7 @@ def test_bundles_fit_only_when_each_has_a_node() -> None:
 
 
 def shares(sets: list[ProcessSet], nodes: list[float]) -> tuple[list[float], str | None]:
-    shared, warning = share_cpus(sets, nodes)
+    shared, warning = share_cpus(sets, [{"CPU": cores} for cores in nodes])
     return [each.cpus_per_rank for each in shared], warning
 
 
@@ -60,3 +70,141 @@ def test_cpu_shares_fit_node_by_node() -> None:
     assert shares(apart, [1, 4])[0] == [1] * 5
     together = [one("trainer", 1, 9, 0, "main"), one("rollout", 1, 9, 0, "main")]
     assert shares(together, [1, 1])[0] == [0.5, 0.5]  # colocated ranks are on one node
+
+
+def test_cpu_shares_fit_where_the_gpus_are() -> None:
+    colocated = [one("trainer", 16, 9, 1, "main"), one("rollout", 16, 9, 1, "main")]
+    head, worker = {"CPU": 64.0, "GPU": 0.0}, {"CPU": 8.0, "GPU": 8.0}
+    found, _ = share_cpus(colocated, [head, worker, worker])
+    assert [each.cpus_per_rank for each in found] == [0.5, 0.5]  # 16 processes on 8 cores; the head's are no use
+    found, warning = share_cpus(colocated, [head, worker])
+    assert [each.cpus_per_rank for each in found] == [1, 1] and warning is None  # there are too few GPUs at any share
+
+
+# ------------------------------------------------------------------------------------- Ray's order, and the ranks'
+
+
+def nodes_of(table: str) -> list[tuple[str, str]]:
+    """The home of each bundle: one digit per bundle names its node."""
+    return [(f"10.0.0.{node}", node) for node in table]
+
+
+def by_rank(plans: list[Bundles], table: str) -> dict[str, str]:
+    """The node of each rank, a digit each, by bundle group."""
+    numbered = number_ranks(plans, nodes_of(table))
+    assert sorted(index for bundles in numbered.values() for index in bundles) == list(range(len(table)))
+    return {name: "".join(table[index] for index in bundles) for name, bundles in numbered.items()}
+
+
+@pytest.mark.parametrize(
+    ("reserved", "wanted"),
+    [  # std::sort of so many equal bundles, as shared/facts/probes/ray_bundle_order.cc has it
+        ("122222222111011110000000", "0" * 8 + "1" * 8 + "2" * 8),
+        ("23333333322222220111111110000000", "0" * 8 + "1" * 8 + "2" * 8 + "3" * 8),
+    ],
+)
+def test_neighbouring_ranks_are_on_one_node(reserved: str, wanted: str) -> None:
+    plans = plan_bundles([one(name, len(reserved), 1, 1, "main") for name in ("trainer", "rollout")])
+    assert by_rank(plans, reserved) == {"main": wanted}
+
+
+@given(st.permutations("0" * 8 + "1" * 8 + "2" * 4))
+def test_ranks_meet_the_smaller_nodes_last(reserved: list[str]) -> None:
+    plans = plan_bundles([one("trainer", 20, 1, 1, "main")])
+    assert by_rank(plans, "".join(reserved)) == {"main": "0" * 8 + "1" * 8 + "2" * 4}
+    renamed = "".join(reserved).translate(str.maketrans("012", "201"))
+    assert by_rank(plans, renamed) == {"main": "0" * 8 + "2" * 8 + "1" * 4}
+
+
+@given(st.permutations("1" * 8 + "2" * 4), st.permutations("2" * 4 + "0" * 8))
+def test_ranks_with_an_engine_beside_come_first(with_engine: list[str], without: list[str]) -> None:
+    # 12 of 24 trainers share their bundle: those bundles are larger, and one node has both kinds.
+    plans = plan_bundles([one("trainer", 24, 1, 1, "main"), one("rollout", 12, 1, 1, "main")])
+    assert by_rank(plans, "".join(with_engine + without)) == {"main": "1" * 8 + "2" * 8 + "0" * 8}
+
+
+@given(st.permutations("0" * 8 + "1" * 8))
+def test_sets_apart_take_whole_nodes_too(reserved: list[str]) -> None:
+    sets = [one("reference", 4, 1, 1, "reference"), one("actor", 8, 1, 1, "actor"), one("critic", 4, 1, 1, "critic")]
+    found = by_rank(plan_bundles(sets), "".join(reserved))
+    assert found == {"actor": "0" * 8, "reference": "1" * 4, "critic": "1" * 4}
+
+
+def test_what_fits_is_what_ray_packs() -> None:
+    eight: dict[str, float] = {"CPU": 32.0, "GPU": 8.0}
+    engine: dict[str, float] = {"CPU": 1.0, "GPU": 8.0}
+    rank: dict[str, float] = {"CPU": 1.0, "GPU": 1.0}
+    assert fits([rank] * 8 + [engine], [eight, eight])
+    assert not fits([rank] * 9 + [engine], [eight, eight])
+    # The 2 goes to the node of 3, which it leaves emptier. Then there is only the node of 2 for the two of 1.5.
+    assert not fits([{"CPU": 2.0}, {"CPU": 1.5}, {"CPU": 1.5}], [{"CPU": 2.0}, {"CPU": 3.0}])
+
+
+NODES = """
+import json, os, time
+import ray
+from ray.cluster_utils import Cluster
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from tests.cluster.test_placement import one
+from verl_ray.cluster.placement import fits, place, release
+from verl_ray.cluster.session import Session, node_resources
+
+# Nodes need not have the GPUs that they offer. Nothing runs on them, so no worker is started ahead.
+cluster = Cluster(initialize_head=False)
+for cores, of_the_head in ((6, {"_system_config": {"prestart_worker_first_driver": False}}), (10, {}), (15, {})):
+    cluster.add_node(
+        num_cpus=cores, num_gpus=8, object_store_memory=80 << 20, include_dashboard=False, **of_the_head
+    )
+
+def homes(places):
+    tables = {name: placement_group_table(place.group)["bundles_to_node_id"] for name, place in places.items()}
+    return {name: [tables[name][bundle] for bundle in place.bundles] for name, place in places.items()}
+
+with Session.open(cluster.address):
+    found = {}
+    places = place([one("trainer", 24, 0.25, 1, "main"), one("rollout", 24, 0.25, 1, "main")], 60)
+    found["colocated"] = homes(places)
+    release([places["trainer"].group])
+    other = placement_group([{"GPU": 8}])
+    ray.get(other.ready(), timeout=60)
+    trainers = [one(name, 4, 0.25, 1, name) for name in ("actor", "reference")]
+    places = place([*trainers, one("engine", 1, 0.25, 8, "engine")], 60)
+    found["apart"] = homes(places)
+    release([places["actor"].group])
+    uneven = [{"CPU": 10.0}, {"CPU": 7.5}, {"CPU": 7.5}]
+    found["fits"] = fits(uneven, [node.total for node in node_resources()])
+    group, states = placement_group(uneven), set()
+    until = time.monotonic() + 60
+    while not states & {"NO_RESOURCES", "INFEASIBLE", "FINISHED"} and time.monotonic() < until:
+        states.add(placement_group_table(group)["stats"]["scheduling_state"])
+    found["placed"] = "FINISHED" in states
+    print(json.dumps(found))
+cluster.shutdown()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.cluster
+def test_ranks_of_three_nodes_are_in_their_order(tmp_path: Path) -> None:
+    program = tmp_path / "nodes.py"
+    program.write_text(NODES)
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    ended = subprocess.run(
+        [sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, timeout=300,
+        env={**inherited, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+
+    colocated = found["colocated"]["trainer"]
+    assert found["colocated"]["rollout"] == colocated
+    assert [len(set(colocated[start : start + 8])) for start in (0, 8, 16)] == [1, 1, 1]
+    assert len(set(colocated)) == 3
+
+    # Two nodes of 8 GPUs are left: 4 + 4 + 8 are placed there.
+    apart = found["apart"]
+    trainers = {*apart["actor"], *apart["reference"]}
+    assert (len(apart["actor"]), len(apart["reference"]), len(trainers)) == (4, 4, 1)
+    assert trainers.isdisjoint(apart["engine"])
+
+    assert (found["fits"], found["placed"]) == (False, False)

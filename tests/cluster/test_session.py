@@ -11,8 +11,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 
-from verl_ray.cluster.session import Session, store_bytes
+from tests.leftovers import left_in_shared_memory
+from verl_ray.cluster.session import Session, name_owners, remove_ended_sessions, store_bytes
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
@@ -27,9 +29,26 @@ from verl_ray.cluster.session import Session
 session = Session.open(None, cores=2, object_store_bytes=100 << 20)
 role = Role("echo", "trainer", Echo)
 groups = start_groups(
-    [processes("trainer", 1)], [role], start_deadline_s=60, call_deadline_s=20, log_dir=Path(sys.argv[1])
+    [processes("trainer", 1)], [role], stall_s=60, log_dir=Path(sys.argv[1])
 )
-print("up", session.own, groups[role].rank_zero(Echo.pid).result(), flush=True)
+print("up", session.own, groups[role].rank_zero(Echo.pid).result(), session.folder, flush=True)
+"""
+
+
+# What `timeout` and Slurm do. The driver is asked to stop; its cluster goes on, since the driver needs it for that.
+TO_THE_GROUP = """
+import signal
+from verl_ray.cluster.signals import finishing, heed_signals, noting, stop_on_signals
+from verl_ray.errors import Interrupted
+stop_on_signals()
+try:
+    with noting():
+        os.killpg(0, signal.SIGTERM)
+        time.sleep(1)
+        heed_signals()
+except Interrupted as stop:
+    with finishing():
+        print(f"{stop}; still answers: {groups[role].rank_zero(Echo.pid).result()}", flush=True)
 """
 
 
@@ -41,6 +60,7 @@ def start(code: str, home: Path) -> subprocess.Popen[str]:
         env={**inherited, "HOME": str(home)},
         stdout=subprocess.PIPE,
         text=True,
+        start_new_session=True,  # a group of its own, which a test may signal as a whole
     )
 
 
@@ -49,10 +69,36 @@ def wait_until_gone(processes: list[psutil.Process], timeout_s: float = 10) -> N
     assert [process.name() for process in alive] == []
 
 
+@pytest.mark.processes
 def test_a_store_that_has_no_room_is_refused() -> None:
     with pytest.raises(ClusterError, match=r"/dev/shm has \d+ MiB free, the object store needs 1073741824 MiB"):
         store_bytes(1 << 50)
+    left = left_in_shared_memory()
     assert store_bytes(200 << 20) == 200 << 20
+    assert not any(path.exists() for path in left)  # what the dead had taken was given back first
+
+
+@pytest.mark.processes
+def test_only_folders_of_ended_sessions_are_removed(tmp_path: Path) -> None:
+    children = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    driver, raylet = (child.pid for child in children)
+    owners = {"ended": [driver, raylet], "lives": [driver, os.getpid()], "not_ours": None, "not_written": []}
+    for name, pids in owners.items():
+        (tmp_path / f"session_{name}" / "logs").mkdir(parents=True)
+        if pids is not None:
+            name_owners(tmp_path / f"session_{name}", pids)
+    (tmp_path / "session_latest").symlink_to(tmp_path / "session_ended")
+
+    def folders() -> list[str]:
+        remove_ended_sessions(tmp_path)
+        return sorted(path.name for path in tmp_path.iterdir())
+
+    everything = ["session_ended", "session_latest", "session_lives", "session_not_ours", "session_not_written"]
+    assert folders() == everything
+    children[0].communicate()
+    assert folders() == everything  # the driver is gone, but not all of Ray
+    children[1].communicate()
+    assert folders() == ["session_lives", "session_not_ours", "session_not_written"]
 
 
 @pytest.mark.cluster
@@ -66,20 +112,36 @@ def test_the_session_tells_what_the_cluster_has(cluster: Session) -> None:
 
 @pytest.mark.cluster
 def test_an_own_cluster_ends_with_its_session_and_leaves_no_token(tmp_path: Path) -> None:
-    code = DRIVER + "sys.stdin.close(); import psutil; children = psutil.Process().children(recursive=True)\n"
+    code = DRIVER + TO_THE_GROUP + "import psutil; children = psutil.Process().children(recursive=True)\n"
     code += "groups.close(); session.close()\n"
     code += "print(len(children), len(psutil.wait_procs(children, timeout=10)[1]))\n"
     code += "print([name for name in os.environ if name.startswith('RAY_AUTH')])\n"
     # The same process may open another cluster, with a token of that one's own.
-    code += "with Session.open(None, cores=1, object_store_bytes=100 << 20) as second: print(second.own)\n"
+    # Where Ray or one of its processes failed, Ray's logs stay.
+    code += "from verl_ray.errors import ClusterError\n"
+    code += "try:\n"
+    code += "    with finishing(), Session.open(None, cores=1, object_store_bytes=100 << 20) as second:\n"
+    code += "        print(second.own, second.folder)\n"
+    code += "        raise ClusterError('the raylet died')\n"
+    code += "except ClusterError: pass\n"
     driver = start(code, tmp_path)
-    output = driver.communicate(timeout=60)[0].split("\n")
+    said = driver.communicate(timeout=180)[0].split("\n")
+    output = [line for line in said if "(raylet)" not in line]  # Ray may remark that a worker was killed
     assert driver.returncode == 0
     assert output[0].startswith("up True ")
+    folder = Path(output[0].split()[-1])
+    assert folder.name.startswith("session_") and folder.parent.is_dir() and not folder.exists()
+    latest = folder.parent / "session_latest"  # of another cluster by now, or of none
+    assert not latest.is_symlink() or latest.readlink() != folder
+    assert output[1].startswith("stopped by SIGTERM; still answers: ")
+    del output[1]
     started, left = map(int, output[1].split())
     assert started >= 4  # the head's processes and the worker
     assert left == 0
-    assert output[2:4] == ["[]", "True"]
+    assert output[2] == "[]"
+    own, kept = output[3].split()
+    assert own == "True" and (Path(kept) / "logs" / "raylet.out").is_file()
+    shutil.rmtree(kept)
     assert not (tmp_path / ".ray").exists()
 
 
@@ -88,12 +150,18 @@ def test_an_own_cluster_ends_with_its_session_and_leaves_no_token(tmp_path: Path
 def test_every_process_goes_when_the_driver_does(tmp_path: Path, sent: signal.Signals) -> None:
     driver = start(DRIVER + "time.sleep(60)", tmp_path)
     assert driver.stdout is not None
-    assert driver.stdout.readline().startswith("up")
+    up = driver.stdout.readline()
+    assert up.startswith("up")
+    folder = Path(up.split()[-1])
+    remove_ended_sessions(folder.parent)
+    assert folder.exists()
     processes = psutil.Process(driver.pid).children(recursive=True)
     assert any(process.cmdline()[0].startswith("ray::WorkerHost") for process in processes if process.cmdline())
     driver.send_signal(sent)
     driver.wait(20)
     wait_until_gone(processes)
+    remove_ended_sessions(folder.parent)
+    assert not folder.exists()
 
 
 @pytest.mark.cluster
@@ -135,3 +203,11 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
         os.killpg(head.pid, signal.SIGTERM)
         head.wait(100)
         shutil.rmtree(folder)
+
+
+def test_what_ray_tells_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+    """A benchmark's figures are alone on stdout."""
+    told = {"lines": ["A worker was killed"], "pid": "raylet", "is_err": False, "job": None, "ip": "127.0.0.2"}
+    ray._private.worker.print_to_stdstream(told, ignore_prefix=False)
+    said = capsys.readouterr()
+    assert said.out == "" and "A worker was killed" in said.err

@@ -11,6 +11,7 @@ import yaml
 
 from controllers.composition import compose, examine
 from verl_ray.config.load import known_keys, parse, to_tree
+from verl_ray.config.renamed import RENAMED, renewed
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -31,6 +32,25 @@ def problems(values: dict[str, Any]) -> dict[str, Problem]:
 def test_a_configuration_survives_yaml(root: str) -> None:
     config = compose(root, [] if root == "quickstart" else INPUTS)
     assert parse(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+
+
+def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:
+    values = tree()
+    values["run"]["call_deadline_s"] = 60.0
+    assert problems(values)["run.call_deadline_s"].fix == "run.call_deadline_s is now run.stall_s."
+    (problem,) = examine("quickstart", ["rollout.health.stall_s=60"]).problems
+    assert (problem.key, problem.fix) == ("rollout.health.stall_s", "rollout.health.stall_s is now run.stall_s.")
+    assert set(RENAMED.values()) <= set(known_keys(RLConfig)) and not set(RENAMED) & set(known_keys(RLConfig))
+
+
+def test_an_earlier_configuration_is_renewed() -> None:
+    saved = tree()
+    del saved["run"]["stall_s"]
+    saved["run"] |= {"call_deadline_s": 77.0, "start_deadline_s": 5.0}
+    saved["rollout"]["health"]["stall_s"] = 6.0
+    assert parse(renewed(saved)).run.stall_s == 77.0
+    assert saved["run"]["call_deadline_s"] == 77.0  # what was given is as it was
+    assert renewed(tree()) == tree()
 
 
 def test_lists_become_tuples_except_in_free_sections() -> None:
@@ -133,6 +153,7 @@ def test_the_configuration_is_frozen() -> None:
         config.run.seed = 3  # type: ignore[misc]
 
 
+@pytest.mark.processes
 def test_importing_it_imports_no_framework() -> None:
     code = (
         "import sys, verl_ray.config.load, verl_ray.config.rules, verl_ray.config.algebra;"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import subprocess
@@ -10,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest import mock
 
 from controllers.build import Shape, System, plan_processes
+from controllers.command_line import main
 from controllers.composition import compose
 from controllers.endpoints import Endpoints
 from controllers.ppo import Trainer
@@ -30,7 +34,7 @@ from workers.reward import RewardWorker
 ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")
 SAMPLING = ("rollout", "reward")
-SHAPE = Shape(cores=(4,), gpus=0)
+SHAPE = Shape(cores=(4,), gpus_per_node=(0,))
 
 # Metrics that say how fast something was or where it ran; all others must be the same wherever a run runs.
 MEASURED = ("timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/")
@@ -100,8 +104,8 @@ def make_inputs(folder: Path) -> Inputs:
 
 
 def command(cluster: Session | None, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`verl-ray ARGUMENTS` as a user gives it, which must end with `code`. A run uses `cluster`, or where that is None
-    the one that the arguments name, or one of its own."""
+    """`verl-ray ARGUMENTS` in a process of its own, as a user gives it, which must end with `code`. A run uses
+    `cluster`, or where that is None the one that the arguments name, or one of its own."""
     where = [f"ray.address={cluster.address}"] if cluster else []
     ended = subprocess.run(
         [sys.executable, "-m", "controllers", *arguments, *where],
@@ -109,6 +113,22 @@ def command(cluster: Session | None, *arguments: str, code: int = 0) -> subproce
     )  # fmt: skip
     assert ended.returncode == code, ended.stdout + ended.stderr
     return ended
+
+
+def command_here(cluster: Session, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+    """`verl-ray ARGUMENTS` in the process of the tests, which has imported what the driver needs and is connected to
+    `cluster` already. It must end with `code`. Only the driver is not new: every worker process is."""
+    where = [] if arguments[0] == "export" else [f"ray.address={cluster.address}"]
+    said = io.StringIO()
+    told = io.StringIO()
+    with (
+        mock.patch.object(Session, "open", lambda *_, **__: contextlib.nullcontext(cluster)),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(told),
+    ):
+        ended = main([*arguments, *where])
+    assert ended == code, said.getvalue() + told.getvalue()
+    return subprocess.CompletedProcess(arguments, ended, said.getvalue(), told.getvalue())
 
 
 @dataclass(frozen=True)
@@ -124,9 +144,7 @@ def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups,
     plan = plan_processes(config, SHAPE)
     sets = [replace(one, cpus_per_rank=0.25) for one in plan.sets if (one.name in SAMPLING) == sampling]
     roles = {name: role for name, role in plan.roles.items() if (name in SAMPLING) == sampling}
-    groups = start_groups(
-        sets, list(roles.values()), start_deadline_s=240, call_deadline_s=120, log_dir=folder / "logs"
-    )
+    groups = start_groups(sets, list(roles.values()), stall_s=240, log_dir=folder / "logs")
     return groups, {name: groups[role] for name, role in roles.items() if name != "rollout"}
 
 
@@ -134,7 +152,7 @@ def servers_of(config: RLConfig, groups: Groups) -> RolloutServers:
     """The rollout replicas that `start_some` started."""
     role = plan_processes(config, SHAPE).roles["rollout"]
     endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
-    return RolloutServers(groups.replicas(role), config.rollout, start_deadline_s=120, endpoints=endpoints)
+    return RolloutServers(groups.replicas(role), config.rollout, endpoints=endpoints)
 
 
 @contextmanager
@@ -150,7 +168,7 @@ def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], 
     used = {name: group for name, group in roles.items() if name in config.model_roles}
     system = System(
         groups, used["actor"], used.get("critic"), used.get("reference"), samplers.rollout,
-        {"reward": samplers.reward}, has_gpus=False,
+        {"reward": samplers.reward}, has_gpus=False, devices=used["actor"].num_ranks,
     )  # fmt: skip
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)

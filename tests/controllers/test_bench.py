@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +55,7 @@ def measured(*arguments: str) -> dict[str, Any]:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_data() -> None:
     found = measured("data", "--rows", "2048", "--tokens", "128", "--repeats", "3")
     names = {"split_8", "concat_8", "select_random", "select_neighbours", "put", "get"}
@@ -70,6 +70,7 @@ def test_data() -> None:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     quick = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1"]
     quick += ["prepare.warm_start.min_steps=1", "prepare.warm_start.evaluate_every=1", "run.threads_per_rank=1"]
@@ -85,6 +86,7 @@ def test_step(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_weight_sync(tmp_path: Path) -> None:
     found = measured("weight-sync", "--models", "1m", "--repeats", "1", "--dir", str(tmp_path))["1m"]
     assert found["bytes"] > 3_000_000
@@ -97,6 +99,7 @@ def test_weight_sync(tmp_path: Path) -> None:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_rollout(tmp_path: Path) -> None:
     found = measured(
         "rollout", "--prompts", "8", "--tokens", "8", "--replicas", "1", "--repeats", "1", "--dir", str(tmp_path)
@@ -139,6 +142,7 @@ def test_figures_by_hand() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_memory_of_megatron_fsdp_is_what_the_formula_says() -> None:
     found = measured("megatron_fsdp_memory", "--only", "all")["strategies"]["all"]
     formula, held = found["formula"], found["measured"]
@@ -156,6 +160,7 @@ print("a word of a library", json.dumps(os.environ["OMP_NUM_THREADS"]), sep="\\n
 """
 
 
+@pytest.mark.processes
 def test_processes_answer_or_the_first_that_fails_ends_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,10 +168,8 @@ def test_processes_answer_or_the_first_that_fails_ends_the_others(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     good, bad = {"fails": False, "sleeps": 0}, {"fails": True}
     assert ask("child", [good, good], threads=7) == ["7", "7"]
-    began = time.monotonic()
-    with pytest.raises(VerlRayError, match=r"ended with \[None, 3\]"):
-        ask("child", [good | {"sleeps": 60}, bad], threads=1)
-    assert time.monotonic() - began < 30  # it waited for the end of both
+    with pytest.raises(VerlRayError, match=r"ended with \[None, 3\]"):  # None: the first was not waited for
+        ask("child", [good | {"sleeps": 3600}, bad], threads=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
@@ -178,6 +181,7 @@ def test_a_gpu_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_fsdp() -> None:
     found = measured("fsdp", "--rows", "4", "--repeats", "1", "--only", "plain_sorted", "engine_1", "fsdp_2")
     lengths = row_lengths(4)
@@ -198,6 +202,7 @@ def test_fsdp() -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.slow
 def test_the_head_computes_what_the_formula_does_in_less_memory() -> None:
     found = head.measure("cpu", "float32", 1, threads=1, tokens=1280)  # more logits than are kept
     assert found["chunked"]["outputs_sum"] == pytest.approx(found["naive"]["outputs_sum"], rel=1e-5)
@@ -208,6 +213,7 @@ def test_the_head_computes_what_the_formula_does_in_less_memory() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_megatron() -> None:
     found = measured("megatron", "--rows", "4", "--repeats", "1", "--only", "tp2", "megatron_fsdp_2")
     assert "pp2" not in found
@@ -219,6 +225,7 @@ def test_megatron() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.slow
 def test_every_layout_computes_what_the_plain_engine_computes() -> None:
     found = measured("layouts")
     assert {one["ranks"] for one in found} == {1, 2, 4} and len(found) > 30

@@ -14,8 +14,8 @@ from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader
 
 INPUTS = ["model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl", "run.dir=/r"]
-TWO = Shape(cores=(2,), gpus=0)
-GPUS = Shape(cores=(16,) * 4, gpus=8)
+TWO = Shape(cores=(2,), gpus_per_node=(0,))
+GPUS = Shape(cores=(16,) * 4, gpus_per_node=(2,) * 4)
 
 
 def config(*changes: str) -> RLConfig:
@@ -45,6 +45,16 @@ def test_colocated_roles_share_one_process_per_rank_and_sit_where_the_rollout_en
         "reward": "reward",
     }  # fmt: skip
     assert [one.process_group for one in found.sets] == [True, False, False]
+
+
+def test_throughput_is_divided_by_the_devices_in_use() -> None:
+    assert plan("actor.num_ranks=2").devices == 2  # two ranks of trainers, and a rollout engine beside the first
+    assert plan("backend@critic.backend=fsdp").devices == 1
+    assert plan("placement=separate", "actor.num_ranks=2").devices == 3 * 2 + 1  # three models, and the rollout engine
+    assert plan("rollout.num_replicas=3", shape=GPUS).devices == 3
+    tensor_parallel = ["placement=separate", "rollout.num_replicas=2", "rollout.tensor_parallel=2"]
+    assert plan(*tensor_parallel, shape=GPUS).devices == 3 + 4
+    assert plan("reward.num_ranks=2", shape=GPUS).devices == 1  # functions compute on no device
 
 
 def test_different_backends_never_share_a_process() -> None:
@@ -100,8 +110,8 @@ def test_more_processes_than_cores_get_fractions_and_a_warning() -> None:
     found = plan()
     assert [one.cpus_per_rank for one in found.sets] == [0.66] * 3
     assert found.warnings == ("3 worker processes share 2 CPU cores; steps will be slower for it",)
-    assert plan(shape=Shape((4,), 0)).warnings == ()
-    assert [one.cpus_per_rank for one in plan("placement=separate", shape=Shape((2, 2), 0)).sets] == [0.66] * 5
+    assert plan(shape=Shape((4,), (0,))).warnings == ()
+    assert [one.cpus_per_rank for one in plan("placement=separate", shape=Shape((2, 2), (0, 0))).sets] == [0.66] * 5
 
 
 @pytest.mark.parametrize(
@@ -115,7 +125,7 @@ def test_more_processes_than_cores_get_fractions_and_a_warning() -> None:
     ],
 )
 def test_threads_stay_within_the_cores(changes: list[str], threads: dict[str, int]) -> None:
-    found = plan(*changes, shape=Shape((8,), 0))
+    found = plan(*changes, shape=Shape((8,), (0,)))
     assert {one.name: one.threads_per_rank for one in found.sets} == threads
 
 
@@ -131,7 +141,7 @@ def test_engines_that_share_gpus_start_and_sleep_before_the_trainers_take_the_me
         return [one.name for one in plan(*changes, shape=shape).sets if one.built_first]
 
     assert first(shape=GPUS) == ["rollout"]
-    assert first("placement=separate", shape=GPUS) == first(shape=Shape((8,), 0)) == []
+    assert first("placement=separate", shape=GPUS) == first(shape=Shape((8,), (0,))) == []
 
 
 # ------------------------------------------------------------------------------------------------- who scores
@@ -161,7 +171,7 @@ def test_a_judge_and_the_rollout_engine_divide_the_threads_as_they_work_at_the_s
     def threads(found: Plan) -> dict[str, int]:
         return {one.name: one.threads_per_rank for one in found.sets}
 
-    eight = Shape((8,), 0)
+    eight = Shape((8,), (0,))
     assert threads(plan(*JUDGE, shape=eight)) == {"engine trainer": 8, "rollout": 4, "reward": 4}
     some = plan(*JUDGE, "reward.engine.num_replicas=3", "rollout.num_replicas=1", shape=eight)
     assert threads(some) == {"engine trainer": 8, "rollout": 2, "reward": 2}

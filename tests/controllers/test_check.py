@@ -13,6 +13,7 @@ from controllers.command_line import main
 from tests.controllers.findings import NO_GAIN
 
 
+@pytest.mark.processes
 def test_it_is_fast_and_imports_no_framework() -> None:
     code = (
         "import sys; from controllers.command_line import main; code = main(['check'])\n"

@@ -81,7 +81,7 @@ def running(inputs: Inputs, home: Path) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.parametrize(
     ("sent", "moment"),
     [
-        (signal.SIGINT, "in a step"),
+        pytest.param(signal.SIGINT, "in a step", marks=pytest.mark.slow),
         (signal.SIGTERM, "at the start"),
         (signal.SIGKILL, "in a step"),
     ],
@@ -156,6 +156,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies(
     inputs: Inputs, tmp_path: Path
 ) -> None:
@@ -229,6 +230,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_ray_job_that_is_stopped_leaves_no_worker(inputs: Inputs, tmp_path: Path) -> None:
     clone, run_dir = checkout(tmp_path / "clone"), tmp_path / "run"
     settings = [*inputs.rl(run_dir), "run.total_steps=100000"]

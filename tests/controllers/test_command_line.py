@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import configs
-from controllers.command_line import _stoppable, compose, main
+from controllers.command_line import _stoppable, command_to_resume, compose, main
 from controllers.composition import examine
 from controllers.preflight import preflight
 from verl_ray.config.schema import RLConfig, SFTConfig
@@ -281,6 +283,7 @@ def test_options_may_stand_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
     assert "run.total_steps = 0" in capsys.readouterr().err
 
 
+@pytest.mark.processes
 def test_train_checks_first_and_imports_nothing_for_it() -> None:
     code = (
         "import sys; from controllers.command_line import main\n"
@@ -293,6 +296,7 @@ def test_train_checks_first_and_imports_nothing_for_it() -> None:
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signal.Signals) -> None:
     code = (
@@ -313,7 +317,7 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signa
     assert process.stdout is not None
     assert process.stdout.readline() == "working\n"
     process.send_signal(number)
-    out, err = process.communicate(timeout=20)
+    out, err = process.communicate(timeout=100)
     assert process.returncode == 130
     assert out == "gave back\n"
     assert f"stopped by {number.name}" in err
@@ -334,16 +338,45 @@ module = types.ModuleType('controllers.training')
 module.train = train
 sys.modules['controllers.training'] = module
 from controllers.command_line import main
-from controllers.signals import heed_signals
+from verl_ray.cluster.signals import heed_signals
 sys.exit(main(['train']))
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("then", ["heed_signals()", "raise AttributeError('half of what a call was doing is lost')"])
 def test_a_signal_that_a_compiled_call_swallowed_is_still_a_stop(then: str) -> None:
     result = subprocess.run([sys.executable, "-c", SWALLOWED.format(then=then)], capture_output=True, text=True)
     assert result.stdout == "working on\n" and result.returncode == 130
-    assert result.stderr.splitlines()[-1] == "Interrupted: stopped by SIGTERM"
+    said = result.stderr.splitlines()
+    assert said[0] == "SIGTERM: stopping. Another one ends it at once"
+    command = shlex.join([sys.executable, "-m", "controllers", "train"])
+    assert said[-2:] == ["stopped by SIGTERM. To go on:", command]
+
+
+def test_the_command_that_goes_on_is_what_was_typed() -> None:
+    here, job = Path("/home/me"), Path("/tmp/ray/session_1/runtime_resources/working_dir_files/_ray_pkg_1")
+
+    def resume(*typed: str, of: str = "auto", has_checkpoints: bool = True, here: Path = here) -> str:
+        return command_to_resume(typed, of, has_checkpoints=has_checkpoints, here=here)
+
+    assert resume("verl-ray", "train", "run.dir=my run") == "verl-ray train 'run.dir=my run'"
+    other = ("verl-ray", "train", "run.resume=/other/step_00000004", "run.seed=1")
+    # What was read at the start is not where the run is now, unless it saved nothing itself.
+    assert resume(*other, of="/other/step_00000004") == "verl-ray train run.seed=1 run.resume=auto"
+    assert resume(*other, of="/other/step_00000004", has_checkpoints=False) == " ".join(other)
+    assert resume("verl-ray", "train", "run.resume=none", of="none") == "verl-ray train run.resume=auto"
+    job_command = "ray job submit --working-dir . -- python -m controllers train run.name=job"
+    assert resume("python", "-m", "controllers", "train", "run.name=job", here=job) == job_command
+
+
+@pytest.mark.processes
+def test_a_script_is_named_as_it_was_typed() -> None:
+    arguments = ["train", "--config-name", "quickstart", "run.seed=1"]
+    code = SWALLOWED.format(then="heed_signals()").replace("['train']", str(arguments))
+    changed = {**os.environ, "VERL_RAY_SCRIPT": "../scripts/quickstart"}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=changed)
+    assert result.stderr.splitlines()[-1] == "../scripts/quickstart run.seed=1"
 
 
 def test_an_error_without_a_signal_is_an_error() -> None:

@@ -10,7 +10,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from tests.controllers.runs import Inputs, command
+from tests.controllers.runs import Inputs, command_here
 from verl_ray.cluster.session import Session
 from verl_ray.tracking.jsonl import read_metrics
 
@@ -20,15 +20,14 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     run_dir, target = tmp_path / "run", tmp_path / "exported"
-    command(
+    command_here(
         cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], "run.total_steps=2",
         "run.evaluate_every=0", "run.checkpoint_every=2", "sft.batch_size=16", "sft.max_tokens=16",
         "actor.optimizer.lr=1e-1", "actor.lora.rank=4", "backend=fsdp", "actor.num_ranks=2",
         "tracking.wandb.mode=disabled",
     )  # fmt: skip
     checkpoint = run_dir / "checkpoints" / "step_00000002"
-    address = ["--address", cluster.address]
-    exported = command(None, "export", str(checkpoint), str(target), *address)
+    exported = command_here(cluster, "export", str(checkpoint), str(target))
     assert f"actor of step_00000002: {target} (within " in exported.stdout
     before = load_file(inputs.model / "model.safetensors")
     after, at_the_end = (load_file(folder / "model.safetensors") for folder in (target, run_dir / "model"))
@@ -37,7 +36,7 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     assert {"config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
 
     adapter = tmp_path / "adapter"
-    apart = command(None, "export", str(checkpoint), str(adapter), "--adapter", *address)
+    apart = command_here(cluster, "export", str(checkpoint), str(adapter), "--adapter")
     assert f": {adapter} (within " in apart.stdout
     model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), adapter).merge_and_unload()
     for name, value in model.named_parameters():
@@ -45,24 +44,24 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
 
     # What fsdp has learned goes on under megatron, two ranks to a weight, whose checkpoint is exported alike.
     onward, further = tmp_path / "onward", tmp_path / "further"
-    command(
+    command_here(
         cluster, "train", "--config-name", "sft", *inputs.overrides(onward), f"model.path={target}",
         "run.total_steps=1", "run.checkpoint_every=1", "sft.batch_size=16", "sft.max_tokens=16",
         "actor.optimizer.weight_decay=0", "backend=megatron", "actor.num_ranks=2", "actor.backend.tensor_parallel=2",
     )  # fmt: skip
-    command(None, "export", str(onward / "checkpoints" / "step_00000001"), str(further), *address)
+    command_here(cluster, "export", str(onward / "checkpoints" / "step_00000001"), str(further))
     learned, at_the_end = (load_file(folder / "model.safetensors") for folder in (further, onward / "model"))
     assert all(torch.equal(learned[name], at_the_end[name]) for name in at_the_end)
     moved = max(float((learned[name] - after[name]).abs().max()) for name in after)
     (line,) = read_metrics(onward / "metrics.jsonl")
     assert moved == pytest.approx(line["actor/lr"], rel=0.1)  # what Adam's first step moves a weight by
 
-    again = command(None, "export", str(checkpoint), str(target), *address, code=2)
+    again = command_here(cluster, "export", str(checkpoint), str(target), code=2)
     assert "this directory is not empty" in again.stderr
-    other = command(None, "export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", *address, code=2)
+    other = command_here(cluster, "export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", code=2)
     assert "The checkpoint holds actor." in other.stderr
     (checkpoint / "manifest.json").unlink()
-    torn = command(None, "export", str(checkpoint), str(tmp_path / "o"), *address, code=1)
+    torn = command_here(cluster, "export", str(checkpoint), str(tmp_path / "o"), code=1)
     assert "Traceback" not in torn.stderr
 
 

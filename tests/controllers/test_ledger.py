@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -29,7 +31,9 @@ def held(found: Ledger, role: str) -> dict[Phase, int]:
 
 def test_roles_that_share_gpus_take_turns_with_the_rollout_engine() -> None:
     found, weights = made(), 4 * PARAMETERS
-    assert held(found, "actor") == {"generate": 0, "measure": 3 * weights, "learn": 3 * weights, "publish": 3 * weights}
+    assert held(found, "actor") == {"generate": 0, "measure": 3 * weights, "learn": 3 * weights, "publish": weights}
+    assert sum(found.uses["actor"]["publish"].host.values()) == 2 * weights  # the sync does not read the optimizer
+    assert held(found, "critic")["publish"] == held(found, "reference")["publish"] == 0
     assert sum(found.uses["actor"]["generate"].host.values()) == 3 * weights
     assert held(found, "rollout") == {"generate": weights + CACHE, "measure": 0, "learn": 0, "publish": weights}
 
@@ -42,6 +46,9 @@ def test_what_leaves_a_shared_gpu_is_what_the_configuration_says() -> None:
         assert sum(generate.held.values()) == stays and sum(generate.host.values()) == 3 * weights - stays
         assert held(found, "actor")["learn"] == 3 * weights
         assert sum(found.uses["reference"]["generate"].held.values()) == (0 if offload == "all" else weights)
+        sent = found.uses["actor"]["publish"]
+        assert sum(sent.held.values()) == (3 * weights if offload == "none" else weights)
+        assert held(found, "critic")["publish"] == stays
 
 
 def test_what_sleeps_is_what_the_configuration_says() -> None:
@@ -56,8 +63,15 @@ def test_what_sleeps_is_what_the_configuration_says() -> None:
     assert held(apart, "actor")["generate"] == 3 * weights
 
 
-def test_gradients_of_ddp_stay_on_the_device_and_parameters_of_a_host_never_come() -> None:
-    assert held(made("actor.num_ranks=2"), "actor")["generate"] == 4 * PARAMETERS
+def test_ddps_buckets_leave_but_host_parameters_stay() -> None:
+    in_ddp = made("actor.num_ranks=2")
+    assert held(in_ddp, "actor")["learn"] == 16 * PARAMETERS  # weights, two moments, gradients in buckets
+    assert held(in_ddp, "actor")["generate"] == 0 and in_ddp.uses["actor"]["generate"].host.get("gradients", 0) == 0
+    assert held(in_ddp, "actor")["publish"] == 4 * PARAMETERS  # the weights alone
+    megatron = made("backend=megatron", "placement.offload=optimizer")
+    assert held(megatron, "actor")["generate"] == held(megatron, "actor")["publish"] == 4 * PARAMETERS
+    package = made("backend=megatron_fsdp", "backend.sharding=none")
+    assert held(package, "actor")["publish"] == 8 * PARAMETERS  # with its buffers of gradients
     found = made("backend=fsdp", "backend.host_parameters=true")
     assert set(held(found, "actor").values()) == {0}
     assert sum(found.uses["actor"]["learn"].host.values()) == 16 * PARAMETERS  # gradients, too
@@ -110,14 +124,39 @@ def test_a_wire_between_devices_takes_their_memory() -> None:
     shared = made("rollout.sync.transport=cuda_ipc", bucket)
     assert held(shared, "actor") == {
         "generate": 2 << 20, "measure": 3 * weights + (2 << 20), "learn": 3 * weights + (2 << 20),
-        "publish": 3 * weights + (2 << 20),
+        "publish": weights + (2 << 20),
     }  # fmt: skip
     assert held(shared, "rollout")["publish"] == weights  # the actor's memory is read where it is
     apart = made("rollout.sync.transport=broadcast", bucket, "placement=separate")
     assert held(apart, "actor")["generate"] == 3 * weights + (2 << 20)
     assert held(apart, "rollout")["publish"] == weights + CACHE + (2 << 20)
     through_hosts = made("rollout.sync.transport=broadcast", bucket)
-    assert held(through_hosts, "actor")["publish"] == 3 * weights
+    assert held(through_hosts, "actor")["publish"] == weights
+
+
+def test_32b_is_published_on_gpus_of_80_gb(tmp_path: Path) -> None:
+    path = tmp_path / "32b"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
+    (path / "tokenizer.json").write_text("{}")
+    tensors = {f"model.layers.{i}.weight": {"dtype": "BF16", "shape": [500_000_000]} for i in range(64)}
+    header = json.dumps({name: {**one, "data_offsets": [0, 0]} for name, one in tensors.items()}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)  # 32 billion, without the numbers
+
+    ranks = ("actor.num_ranks=8", "rollout.num_replicas=8")
+    settings = ["backend=fsdp", *ranks, "rollout.dtype=bfloat16", "rollout.kv_cache_gib=8"]
+    config = ppo(path, tmp_path, *settings)
+    assert isinstance(config, RLConfig) and config.has_critic and config.has_reference
+
+    # A rank has an eighth of the weights, 16 GB in float32, and twice as much of moments; an engine all, in bfloat16.
+    shard, engine = 16 * 10**9, 64 * 10**9
+    found = ledger(config, on_gpus=True)
+    assert found.device("publish", certain=True) == shard + engine
+    assert found.device("generate", certain=True) == engine + 8 * GIB
+    moved = sum(found.uses[role]["publish"].of("optimizer") for role in ("actor", "critic"))
+    assert moved == 4 * shard and found.machine("publish") > 8 * (moved + 2 * shard)  # on the host, of eight ranks
+    group = ledger(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
+    assert group.fullest(on_device=True, certain=True)[1] == shard + engine  # before, it was 128 GB
 
 
 def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:

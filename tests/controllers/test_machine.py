@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controllers.composition import compose
-from controllers.machine import machine_of
+from controllers.machine import Machine, machine_of
+from tests.leftovers import left_in_shared_memory
 
 
 def test_with_an_address_the_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -14,3 +15,10 @@ def test_with_an_address_the_machine_is_not_asked(monkeypatch: pytest.MonkeyPatc
     assert machine_of(compose("quickstart", ["ray.address=10.0.0.1:6379"])) is None
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert machine_of(compose("quickstart")) is None
+
+
+@pytest.mark.processes
+def test_what_the_dead_left_is_not_counted_as_taken() -> None:
+    left = left_in_shared_memory()
+    assert Machine.here().shm_free_bytes > 0
+    assert not any(path.exists() for path in left)

@@ -16,8 +16,9 @@ from verl_ray.algorithms.mismatch import COMPARED
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.data.stages import Finish, Scores
+from verl_ray.data.stages import Credit, Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
+from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import Health
 from verl_ray.rewards.shaping import Graded
@@ -36,7 +37,8 @@ def test_lengths_and_ends() -> None:
     assert found["response_length_non_aborted/mean"] == pytest.approx(8 / 3)
     assert found["response/aborted_ratio"] == 0.25
     assert [found[f"prompt_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 5, 1, 0.25]
-    assert found["num_turns/mean"] == 1
+    assert found["response_length_non_aborted/clip_ratio"] == pytest.approx(1 / 3)
+    assert found["num_turns/mean"] == 2  # the prompt's and the response's
     assert found["perf/total_num_tokens"] == 20
 
 
@@ -53,12 +55,17 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
     scores = Scores(
         offsets=np.zeros(5, np.int64), score=np.array([1, np.nan, 0, np.nan], np.float32),
         health=np.array(health, np.int8), detail=Ragged.of_texts(["", "late", "", "broken"]),
+        rescored=np.array([False, False, True, True]),
     )  # fmt: skip
     raw = measures.graded({"reward": held(scores)})
-    found = measures.of_scores(raw["reward"], raw)
+    found = measures.of_scores(raw["reward"], raw, np.zeros(4, bool))
     assert not any(name.startswith("reward/") for name in found)  # one grader: its scores are critic/score
     assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
     assert [found[kind.metric] for kind in Health] == [2, 1, 1, 0, 0, 0, 0, 0]
+    assert found["reward_health/rescored"] == 2
+    found = measures.of_scores(raw["reward"], raw, np.array([True, False, False, False]))
+    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0, 0, 0]  # the 1 was aborted
+    assert found["reward_health/ok"] == 2
 
 
 def test_each_grader_of_several_has_its_own_numbers() -> None:
@@ -91,25 +98,46 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
     rows = rollouts_of([2, 1, 1])
     rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
     credit = assign(algorithm, 0.0, rows, rewards, None, None, values_of(rows, [0.0, 0.5, 1.0, 0.0], [0.0] * 3))
-    found = measures.of_credit(held(credit), rows.response_length)
+    found = measures.of_credit(held(credit), rows.response_length, None)
     assert [found[f"critic/rewards/{what}"] for what in ("mean", "max", "min")] == [2, 3, 1]
     # returns (1, 1, 3), values (0, 0.5, 1), advantages (1, 0.5, 2)
     assert [found[f"critic/returns/{what}"] for what in ("mean", "max", "min")] == pytest.approx([5 / 3, 3, 1])
     assert [found[f"critic/values/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
     assert [found[f"critic/advantages/{what}"] for what in ("mean", "max", "min")] == pytest.approx([3.5 / 3, 2, 0.5])
+    # Whitened with a mean of 1 and a standard deviation of 0.5, as the policy learns from them.
+    whitened = measures.of_credit(held(credit), rows.response_length, Moments(4, 4, 5))
+    assert [whitened[f"critic/advantages/{what}"] for what in ("mean", "max", "min")] == pytest.approx([1 / 3, 2, -1])
     residual, returns = np.array([1, 0.5, 2]), np.array([1, 1, 3])
     assert found["critic/vf_explained_var"] == pytest.approx(1 - residual.var() / returns.var())
 
 
+def test_the_kl_penalty_is_per_token() -> None:
+    """Four responses with 2, 1, 0 and 3 tokens; the last one is not learned from and holds no numbers."""
+    nothing = np.zeros(4, np.float32)
+    credit = Credit(
+        offsets=np.zeros(5, np.int64), advantages=np.zeros(0, np.float32), in_loss=np.array([True, True, True, False]),
+        reward=nothing, kl=np.array([1.0, 0.25, 0.0, math.nan], np.float32), advantage_statistics=np.zeros((4, 4)),
+    )  # fmt: skip
+    charge = measures.Charge.of(held(credit), np.array([2, 1, 0, 3], np.int32))
+    assert charge.metrics(0.5) == {
+        "actor/reward_kl_penalty": (0.5 + 0.25) / 2, "actor/reward_kl_per_response": (1.0 + 0.25) / 2,
+        "actor/reward_kl_penalty_coeff": 0.5,
+    }  # fmt: skip
+    assert charge.responses == 2
+    assert measures.Charge.of(held(credit), np.zeros(4, np.int32)).responses == 0
+
+
 def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
     def report(tokens: int, loss: float, x: float, norm: float, skipped: str | None = None) -> UpdateReport:
-        return UpdateReport(LossReport(tokens, loss, {"actor/x": x}), StepReport(norm, 0.5, skipped))
+        terms = {"actor/pg_loss": 2 * loss}
+        return UpdateReport(LossReport(tokens, loss, {"actor/x": x}, terms=terms), StepReport(norm, 0.5, skipped))
 
     first = [report(3, 1.0, 6.0, 2.0), report(1, 0.5, 2.0, 2.0)]  # two ranks
     second = [report(4, 2.5, 4.0, math.inf, "inf"), report(0, 0.0, 0.0, math.inf, "inf")]
     found = measures.of_updates("actor", [first, second])
     assert found == {
-        "actor/x": 12 / 8, "actor/loss": 2.0, "actor/grad_norm": 2.0, "actor/lr": 0.5, "actor/skipped_steps": 1.0,
+        "actor/x": 12 / 8, "actor/loss": 2.0, "actor/pg_loss": 4.0, "actor/grad_norm": 2.0, "actor/lr": 0.5,
+        "actor/skipped_steps": 1.0,
     }  # fmt: skip
     assert math.isnan(measures.of_updates("actor", [second])["actor/grad_norm"])
 
@@ -150,8 +178,9 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
         sums = {f"{COMPARED}token/{name}": tokens * value for name in names}
         sums |= {f"{COMPARED}row/{name}": float(tokens) for name in rows}
         sums |= {APPLIED + name: tokens * value for name in
-                 ("ratio", "high", "low", "weight", "deviation_squared", "left_out")}  # fmt: skip
-        maxima = {f"{COMPARED}difference": peak, f"{APPLIED}ratio": peak, f"{APPLIED}inverse": 4.0}
+                 ("ratio", "share", "high", "low", "weight", "deviation_squared", "left_out")}  # fmt: skip
+        peaks = {"weight": peak, "inverse_weight": 4.0, "ratio": 2 * peak, "inverse_ratio": 8.0}
+        maxima = {f"{COMPARED}difference": peak} | {APPLIED + name: value for name, value in peaks.items()}
         return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
 
     first, second = [report(3, 0.5, 0.5), report(1, 0.1, 0.25)], [report(4, 0.9, 2.0)]
@@ -161,5 +190,8 @@ def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all
     everything = measures.of_updates("actor", [first, second])
     assert everything["rollout_corr/rollout_is_mean"] == pytest.approx((1.5 + 0.1 + 3.6) / 8)
     assert (everything["rollout_corr/rollout_is_max"], everything["rollout_corr/rollout_is_min"]) == (2.0, 0.25)
+    assert (everything["rollout_corr/ratio_max"], everything["rollout_corr/ratio_min"]) == (4.0, 0.125)
     assert not any(name.startswith((COMPARED, APPLIED)) or name in found for name in everything)
     assert measures.of_mismatch([]) == {}
+    nothing = LossReport(0, 0.0, dict.fromkeys(first[0].loss.sums, 0.0))  # ranks without a row that is learned from
+    assert measures.of_mismatch([nothing, nothing]) == {}

@@ -39,7 +39,10 @@ def expected(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPa
         return [run.step(number) for number in (1, 2)]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout",
+    [name if number == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(LAYOUTS)],
+)
 def test_two_steps_are_those_of_the_plain_engine(
     inputs: Inputs, samplers: Samplers, tmp_path: Path, expected: list[dict[str, float]], layout: str
 ) -> None:

@@ -35,6 +35,7 @@ def see(watch: MismatchWatch, value: float, *versions: int | None) -> None:
 def test_a_run_goes_on_up_to_its_limit_and_stops_beyond_it() -> None:
     watch = MismatchWatch(config(*LIMIT, "algorithm.mismatch.then=stop"), WHOLE)
     see(watch, 0.1, 6)
+    watch.see(7, {}, [], 6)  # a step without a row to learn from measured nothing
     with pytest.raises(
         MismatchError, match=r"step 7: rollout_corr/k3_kl is 0\.11, .*limit = 0\.1: .*weights or kernels"
     ):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import socket
 from pathlib import Path
 
@@ -18,6 +19,13 @@ PORT = "rollout.endpoint.port"
 def test_nothing_to_complain_about(model: Path, data: Path) -> None:
     findings = preflight(ppo(model, data), BIG)
     assert (findings.problems, findings.warnings) == ([], [])
+
+
+def test_a_torch_outside_the_table_is_named(monkeypatch: pytest.MonkeyPatch, model: Path, data: Path) -> None:
+    installed = {"torch": "2.12.0", "vllm": "0.32.0"}
+    monkeypatch.setattr(importlib.metadata, "version", installed.__getitem__)
+    told = found(preflight(ppo(model, data), BIG))
+    assert "torch 2.12.0 is not supported" in told["the environment"] and set(told) == {"the environment"}
 
 
 def test_what_the_run_makes_itself_is_not_missing(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from controllers.ppo import Trainer
+from controllers.publishing import Publisher
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers
+from verl_ray.cluster.calls import Call
+from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
@@ -74,6 +79,81 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
     assert metrics["training/rollout_probs_diff_mean"] < 1e-5
 
 
+def holding(what: str) -> dict[str, str]:
+    """Every model with this on the device."""
+    return dict.fromkeys(("actor", "critic", "reference"), what)
+
+
+@pytest.mark.parametrize(
+    ("offload", "while_sent", "while_drawn", "handed_back"),
+    [
+        ("all", holding("") | {"actor": "weights"}, holding(""), holding("weights and optimizer")),
+        ("optimizer", holding("weights"), holding("weights"), holding("weights and optimizer")),
+        ("none", {}, {}, {}),  # nothing is ever moved
+    ],
+)
+def test_engines_wake_when_trainers_have_made_room(
+    trainer: MakeTrainer,
+    monkeypatch: pytest.MonkeyPatch,
+    offload: str,
+    while_sent: dict[str, str],
+    while_drawn: dict[str, str],
+    handed_back: dict[str, str],
+) -> None:
+    run = trainer("ppo", "rollout.sleep=weights", f"placement.offload={offload}")
+    system, events = run.system, Events()
+    models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
+    publisher = Publisher(system.actor, run.servers, run.config, sharing=models, has_gpus=False)
+    events.watch(monkeypatch)
+    publisher.publish(1)
+    sent = [(name, while_sent) for name in ("wake weights", "write_bucket", "commit", "probe")]
+    drawn_from = [("wake kv_cache", while_drawn), ("prove", while_drawn)]
+    in_order = [*sent, *drawn_from]
+    assert events.take() == in_order
+
+    # A replica that started anew while rollouts are drawn: the actor's weights are sent from where they are.
+    (replica,) = run.servers.replicas
+    publisher._bring_up(replica)
+    again = [(name, while_drawn) for name in ("wake weights", "write_bucket", "commit", "wake kv_cache", "prove")]
+    assert events.take() == again
+
+    publisher.hand_back()
+    assert events.take() == [("sleep weights", while_drawn)]
+    assert events.on_device == handed_back
+    publisher.publish(2)
+    assert events.take() == in_order
+
+
+class Events:
+    """The calls of a publisher, one after another, and what each model had on the device when they were made."""
+
+    def __init__(self) -> None:
+        self.on_device: dict[str, str] = {}
+        self._moves: list[Call[Any]] = []
+        self._seen: list[tuple[str, dict[str, str]]] = []
+
+    def take(self) -> list[tuple[str, dict[str, str]]]:
+        seen, self._seen = self._seen, []
+        return seen
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        broadcast = WorkerGroup.broadcast
+
+        def watched(group: WorkerGroup[Any], verb: Callable[..., Any], *args: Any, **limits: Any) -> Call[Any]:
+            call = broadcast(group, verb, *args, **limits)
+            if verb.__name__ == "place":
+                self._moves.append(call)
+                held = {"weights": args[0], "optimizer": args[1]}
+                self.on_device[group.role] = " and ".join(part for part in held if held[part] == "device")
+            elif verb.__name__ in ("wake", "sleep", "write_bucket", "commit", "probe", "prove"):
+                assert all(move._answer is not None for move in self._moves), "not waited for"
+                named = f"{verb.__name__} {args[0]}" if verb.__name__ in ("wake", "sleep") else verb.__name__
+                self._seen.append((named, dict(self.on_device)))
+            return call
+
+        monkeypatch.setattr(WorkerGroup, "broadcast", watched)
+
+
 @pytest.mark.parametrize(("wire", "delta"), [("broadcast", "true"), ("disk", "false")])
 def test_other_wires_bring_the_same(trainer: MakeTrainer, tmp_path: Path, wire: str, delta: str) -> None:
     run = trainer("ppo", f"rollout.sync.transport={wire}", f"rollout.sync.delta={delta}", "rollout.sync.bucket_mib=1")
@@ -105,7 +185,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     run.publish(0)
     actor, (rollout,) = run.system.actor, samplers.rollout.replicas
     manifest = actor.rank_zero(ActorWorker.manifest).result()
-    route = Route(plan_buckets(manifest, 256 << 20), receivers=1, deadline_s=60)
+    route = Route(plan_buckets(manifest, 256 << 20), receivers=1, patience_s=60)
     (bucket,) = route.buckets
     (address,) = actor.broadcast(ActorWorker.open_wire, "shared_memory", route).result()
     actor.broadcast(ActorWorker.connect_wire, address).result()
@@ -127,6 +207,6 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
             run.step(1)
     finally:
-        rollout.restart(240)
+        rollout.restart()
     assert run.publish(1)["weight_sync/changed_fraction"] == 1  # to a new engine, over a new wire, all of it
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification
 
 from controllers.composition import compose
 from controllers.evaluation import evaluate_reward_model
-from tests.controllers.runs import GRADER, Inputs, command, lasting
+from tests.controllers.runs import GRADER, Inputs, command, command_here, lasting
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
@@ -51,7 +51,7 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
     changes = ["backend=fsdp", "reward.num_ranks=2", "preference.margin=0.5", "preference.label_smoothing=0.1",
                "reward.optimizer.schedule=constant"]  # fmt: skip
     for run_dir, steps in ((whole, 4), (broken, 2), (broken, 4)):
-        command(cluster, "train", *preference_run(inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"))
+        command_here(cluster, "train", *preference_run(inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"))
     straight, resumed = (read_metrics(folder / "metrics.jsonl") for folder in (whole, broken))
     assert [line["training/global_step"] for line in resumed] == [0, 1, 2, 3, 4]
     for left, right in zip(straight, resumed, strict=True):
@@ -64,7 +64,7 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
 
     accuracy, loss = by_transformers(broken / "model", pairs)
     for what in (f"model.path={broken}/model", f"run.resume={broken}/checkpoints/step_00000004"):
-        ended = command(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what))
+        ended = command_here(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what))
         told = dict(line.split(": ") for line in ended.stdout.splitlines() if line.startswith("val-"))
         assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
         assert float(told["val-core/held_out/log_loss"]) == pytest.approx(loss, abs=1e-4)
@@ -144,6 +144,7 @@ def write_digits(folder: Path, seed: int) -> None:
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluster: Session, tmp_path: Path) -> None:
     """The model has seen right and wrong digits side by side, of other numbers than are held out; what rises is the
     share of right ones, from about 0.2 to 1."""
@@ -156,13 +157,13 @@ def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluste
     )  # fmt: skip
     untrained = make_tiny_qwen3(tmp_path / "untrained", tmp_path / "tokenizer", shape, seed=0)
     problems = [f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/validation.jsonl"]
-    command(
+    command_here(
         cluster, "train", "--config-name", "sft", f"run.dir={tmp_path}/sft", f"model.path={untrained}", *problems,
         *SHORT, "run.total_steps=80", "run.evaluate_every=0", "actor.optimizer.lr=2e-3", "sft.max_tokens=16",
         "sft.batch_size=64",
     )  # fmt: skip
     policy = f"model.path={tmp_path}/sft/model"
-    command(
+    command_here(
         cluster, "train", "--config-name", "reward_model", f"run.dir={tmp_path}/reward", policy, *SHORT,
         f"data.train_path={data}/train_pairs.jsonl", f"data.validation_path={data}/validation_pairs.jsonl",
         "run.total_steps=80", "run.evaluate_every=80", "reward.optimizer.lr=2e-3", "preference.max_tokens=16",
@@ -170,7 +171,7 @@ def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluste
     )  # fmt: skip
     judged = read_metrics(tmp_path / "reward" / "metrics.jsonl")[-1]
     assert judged["val-core/held_out/pair_accuracy"] > 0.9  # a coin: 0.5
-    command(
+    command_here(
         cluster, "train", "--config-name", "ppo", f"run.dir={tmp_path}/ppo", policy, *problems, *SHORT,
         "run.total_steps=12", "run.evaluate_every=12", "data.prompts_per_step=32", "data.max_prompt_tokens=16",
         "rollout.max_response_tokens=8", "rollout.kv_cache_gib=0.0625", "actor.optimizer.lr=1e-3",

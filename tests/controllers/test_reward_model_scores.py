@@ -106,7 +106,7 @@ def reward(
     roles = [plan.roles[name] for name in wanted]
     assert [role.processes for role in roles] == [f"{backend} trainer"] * 2 if placement == "colocated" else ["reward"]
     sets = [replace(one, cpus_per_rank=0.25) for one in plan.sets if one.name == roles[-1].processes]
-    with start_groups(sets, roles, start_deadline_s=240, call_deadline_s=60, log_dir=tmp_path / "logs") as groups:
+    with start_groups(sets, roles, stall_s=240, log_dir=tmp_path / "logs") as groups:
         group = groups[plan.roles["reward"]]
         homes = [{member.facts.pid for member in groups[role].members() if member.facts} for role in roles]
         assert all(home == homes[0] for home in homes) and len(homes[0]) == ranks

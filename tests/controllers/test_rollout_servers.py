@@ -19,7 +19,10 @@ import pytest
 from controllers.ppo import Trainer
 from controllers.publishing import Publisher
 from controllers.rollout_servers import RolloutServers
+from tests.cluster.crew import HangsAgain, processes
 from tests.controllers.runs import Inputs, Samplers, servers_of, start_some, training
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put, read
 from verl_ray.data.batch import offsets_of
@@ -164,10 +167,8 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run: Trainer, how: signal.Signals) -> None:
-    process, began = pid(run, 0), time.monotonic()
-    os.kill(process, how)
+    os.kill(pid(run, 0), how)
     run.publish(5)
-    assert time.monotonic() - began < run.config.run.call_deadline_s / 2
     run.servers.gather(all_of_them=True)
     run.publish(5)
     assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
@@ -177,10 +178,9 @@ def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_wa
     sync = run.config.rollout.sync.model_copy(update={"transport": "broadcast", "probe_every": 10})
     config = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"sync": sync})})
     publisher = Publisher(run.system.actor, run.servers, config, sharing=(run.system.actor,), has_gpus=False)
-    process, began = pid(run, 1), time.monotonic()
+    process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
     publisher.publish(5)
-    assert time.monotonic() - began < run.config.run.call_deadline_s / 4
     assert len(run.servers.gather(all_of_them=True)) == 2 and not _alive(process)
     assert run.servers.room.is_set()
     publisher.hand_back()  # as on a GPU that they share: all of them sleep
@@ -233,7 +233,7 @@ def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
     health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
     config = run.config.rollout.model_copy(update={"health": health})
     process = pid(run, 1)
-    run.servers = RolloutServers([replica], config, start_deadline_s=120)
+    run.servers = RolloutServers([replica], config)
     with pytest.raises(WorkerDied, match="the process died during generate") as caught:
         drawn(run, lambda: os.kill(process, signal.SIGKILL))
     assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
@@ -253,3 +253,22 @@ def _alive(process: int) -> bool:
     except ProcessLookupError:
         return False
     return True
+
+
+def test_a_replica_that_hangs_as_it_restarts_is_ended(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.config("grpo", tmp_path).rollout
+    role = Role("rollout", "rollout", HangsAgain)
+    sets = [replace(processes("rollout", 2, cpus=0.1), replicas=True)]
+    with start_groups(sets, [role], stall_s=3600, log_dir=tmp_path) as groups:
+        lost, waiting = groups.replicas(role)
+        servers = RolloutServers([lost, waiting], config)
+        servers.lose(WorkerDied("it was killed", role="rollout", rank=0, node="here"))
+        while lost.incarnation == 1 or not any(status.running for status in lost.status()):
+            time.sleep(0.05)
+        servers.room.clear()  # the other one has not begun: it waits for memory
+        servers.lose(WorkerDied("it was killed", role="rollout", rank=1, node="here"))
+        closing = threading.Thread(target=servers.close, daemon=True)
+        closing.start()
+        closing.join(timeout=120)  # of the hour that the restart may take
+        assert not closing.is_alive()
+        assert waiting.incarnation == 1

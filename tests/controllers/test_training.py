@@ -13,7 +13,7 @@ import yaml
 
 from controllers.recovery import Recovery
 from controllers.training import due, next_command, train_supervised
-from tests.controllers.runs import ROOT, Inputs, command
+from tests.controllers.runs import ROOT, Inputs, command, command_here
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse
 from verl_ray.data.prepare import main as prepare_data
@@ -25,14 +25,15 @@ GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
 # What dashboards of this field know, of what a synchronous run on CPUs has.
 PUBLISHED_NAMES = """
 actor/entropy actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/grad_norm actor/lr actor/loss
-actor/reward_kl_penalty actor/reward_kl_penalty_coeff
+actor/reward_kl_penalty actor/reward_kl_penalty_coeff actor/reward_kl_per_response
 critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/rewards/max critic/rewards/min
 critic/advantages/mean critic/advantages/max critic/advantages/min critic/returns/mean critic/returns/max
 critic/returns/min critic/values/mean critic/values/max critic/values/min
 critic/vf_loss critic/vf_clipfrac critic/vf_explained_var critic/vpred_mean critic/grad_norm critic/lr
 response_length/mean response_length/max response_length/min response_length/clip_ratio
 response_length_non_aborted/mean response_length_non_aborted/max response_length_non_aborted/min
-response/aborted_ratio prompt_length/mean prompt_length/max prompt_length/min prompt_length/clip_ratio
+response_length_non_aborted/clip_ratio response/aborted_ratio
+prompt_length/mean prompt_length/max prompt_length/min prompt_length/clip_ratio
 num_turns/mean num_turns/max num_turns/min
 timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/values timing_s/adv timing_s/update_critic
 timing_s/update_actor timing_s/update_weights timing_s/step timing_s/controller
@@ -48,6 +49,7 @@ rollout_corr/chi2_token rollout_corr/chi2_seq
 weight_sync/bytes weight_sync/bytes_per_s weight_sync/verified
 memory/actor/learn_gib memory/actor/learn_predicted_gib memory/rollout/generate_gib
 reward_health/ok reward_health/timeout reward_health/exception reward_health/nonfinite reward_health/none
+reward_health/rescored
 """
 
 
@@ -107,7 +109,7 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
 
     same = ["run.total_steps=3", "run.evaluate_every=2", "run.checkpoint_every=3", "evaluation.samples=2"]
-    again = command(cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
+    again = command_here(cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
     assert "val-aux/num_prompts: 16.0000" in again.stdout and again.stdout.count(" (answer ") == 2
     printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
                if key.startswith("val-core/")}  # fmt: skip
@@ -159,12 +161,13 @@ def gsm8k_copy(folder: Path) -> Path:
 
 @pytest.mark.cluster
 @pytest.mark.vllm
+@pytest.mark.slow
 def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
     assert prepare_data(["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]) == 0
     run_dir, data = tmp_path / "run", tmp_path / "data"
-    command(
+    command_here(
         cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
         f"data.train_path={data}/train.parquet", f"data.validation_path={data}/validation.parquet",
         "data.max_prompt_tokens=256", "data.overlong=skip", "rollout.max_response_tokens=24", "run.total_steps=3",

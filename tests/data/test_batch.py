@@ -153,7 +153,7 @@ def test_a_column_that_does_not_fit_is_refused(changes: dict[str, object], messa
 def test_a_ragged_column_of_another_number_of_rows_is_refused() -> None:
     with pytest.raises(DataError, match=r"Scores.detail: 1 rows, expected 2"):
         Scores(offsets=np.zeros(3, np.int64), score=np.zeros(2, np.float32), health=np.zeros(2, np.int8),
-               detail=Ragged.of_texts(["x"]))  # fmt: skip
+               detail=Ragged.of_texts(["x"]), rescored=np.zeros(2, bool))  # fmt: skip
 
 
 def test_rows_that_are_not_there_are_refused() -> None:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_ray.data.batch import Ragged
-from verl_ray.data.cursor import Cursor, fingerprint
+from verl_ray.data.cursor import Cursor, drawn_rows, fingerprint
 from verl_ray.data.stages import Prompts
-from verl_ray.errors import DataError
+from verl_ray.errors import CheckpointError, DataError
 
 
 def prompts(count: int, answer: str = "1") -> Prompts:
@@ -82,6 +82,29 @@ def test_resuming_on_changed_data_names_what_changed() -> None:
         Cursor(prompts(4), seed=1, shuffle=True).load_state(state)
     with pytest.raises(DataError, match=r"\(shuffle was 1, is 0\)"):
         Cursor(prompts(4), seed=0, shuffle=False).load_state(state)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"drawn": 5},  # what was drawn twice
+        {"drawn": 21},  # what was left out, by whole epochs
+        {"epoch": 2},
+        {"position": 0},
+        {"drawn": -3, "epoch": -1, "position": 7},
+        {"drawn": "11"},
+        {"epoch": None},
+    ],
+)
+def test_a_place_that_contradicts_itself_is_refused(changes: dict[str, int]) -> None:
+    cursor = Cursor(prompts(10), seed=0, shuffle=True)
+    cursor.draw(11)
+    state = cursor.state()
+    assert (state["drawn"], state["epoch"], state["position"]) == (11, 1, 1) and drawn_rows(state) == 11
+    again = Cursor(prompts(10), seed=0, shuffle=True)
+    with pytest.raises(CheckpointError, match=r"contradicts itself \(rows = 10, .*drawn = epoch \* rows \+ position"):
+        again.load_state({**state, **changes})
+    assert again.drawn == 0
 
 
 def test_fingerprint_sees_values_and_where_rows_begin() -> None:

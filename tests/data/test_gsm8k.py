@@ -86,6 +86,7 @@ def test_with_a_model_a_run_can_start(copy: Path, tmp_path: Path, capsys: pytest
     assert f"model.path={out / 'model'}" in capsys.readouterr().out
 
 
+@pytest.mark.processes
 def test_the_script_works_from_any_folder(copy: Path, tmp_path: Path) -> None:
     done = subprocess.run([SCRIPT, "gsm8k", "copy", "out"], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -211,6 +211,8 @@ def check_elsewhere(ranks: inputs.Ranks) -> dict[str, Any]:
     for reader, settings in readers.items():
         for writer, world in WRITERS:
             for kept in ("", "_copied"):
+                if world == 4 and not (ranks.folder / f"{writer}_{world}{kept}").exists():
+                    continue  # four ranks are not run
                 if world == ranks.world or (kept != "" and (reader != first or ranks.world == 1)):
                     continue
                 engine = ranks.engine(KIND, MODEL, **settings)
@@ -237,9 +239,13 @@ def read(ranks: inputs.Ranks) -> dict[str, Any]:
 
 
 PARTS = {"write": write, "read": read}
-WORLDS = {"write": (2, 4), "read": (1, 2, 4)}
-WAVES = tuple(tuple((part, rank, world) for rank in range(world)) for part in PARTS for world in WORLDS[part])
-"""Every process, of those at the same time: what it does, its rank and number of ranks."""
+
+
+def waves(*, with_four: bool) -> list[list[tuple[str, int, int]]]:
+    """Every process, of those at the same time: what it does, its rank and number of ranks. Two ranks read only what
+    four have written."""
+    worlds = {"write": (2, 4), "read": (1, 2, 4)} if with_four else {"write": (2,), "read": (1,)}
+    return [[(part, rank, world) for rank in range(world)] for part in PARTS for world in worlds[part]]
 
 
 def main(part: str, rank: int, world: int, folder: Path) -> None:

@@ -15,7 +15,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # four ranks
 
 
 @pytest.fixture(scope="module")

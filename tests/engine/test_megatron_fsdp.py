@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from tests.engine import inputs, strategies
 from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
 from tests.engine.test_contract import BFLOAT16, close
-from tests.rank_processes import ROOT, run_ranks
+from tests.rank_processes import ROOT, four_ranks_asked, run_ranks
 from verl_ray.config.backends import MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
@@ -30,7 +30,10 @@ from verl_ray.models.tiny import make_tiny
 
 pytestmark = pytest.mark.ranks
 
-PLACES = [(name, 2) for name in STRATEGIES] + [(name, 4) for name in HYBRID]
+FOUR = pytest.mark.slow
+PLACES = [pytest.param((name, 2), id=name) for name in STRATEGIES] + [
+    pytest.param((name, 4), id=name, marks=FOUR) for name in HYBRID
+]
 BESIDE = 2 * 14 * 64 + 64  # embeddings, head, norm
 MODEL = Elements(layers=4 * LAYER, layer=LAYER, beside=BESIDE)
 
@@ -50,17 +53,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
-    """What each rank found, by number of ranks."""
-    run_ranks(strategies.__name__, strategies.WAVES, folder, deadline_s=inputs.DEADLINE_S)
+def found(request: pytest.FixtureRequest, folder: Path) -> Found:
+    """What each rank found, by number of ranks; of four, only where tests of them are run."""
+    waves = strategies.waves(with_four=four_ranks_asked(request))
+    run_ranks(strategies.__name__, waves, folder, deadline_s=inputs.DEADLINE_S)
     findings: Found = {}
-    for part, rank, world in itertools.chain(*strategies.WAVES):
+    for part, rank, world in itertools.chain(*waves):
         ranks = findings.setdefault(world, [{} for _ in range(world)])
         ranks[rank] |= torch.load(folder / f"found_{part}_{world}_{rank}.pt", weights_only=False)
     return findings
 
 
-@pytest.fixture(params=PLACES, ids=lambda place: place[0])
+@pytest.fixture(params=PLACES)
 def ranks(request: pytest.FixtureRequest, found: Found) -> list[dict[str, Any]]:
     """What each rank found of one strategy."""
     name, world = request.param
@@ -95,15 +99,17 @@ def test_what_computes_in_bfloat16_is_sent_in_float32(ranks: list[dict[str, Any]
     assert all(rank["exact"] for rank in ranks)
 
 
-def test_each_rank_holds_what_the_formula_says(found: Found) -> None:
-    settings = {name: {"sharding": name} for name in STRATEGIES} | HYBRID
-    for name, world in PLACES:
-        backend = MegatronFsdpBackend(**inputs.MEGATRON_FSDP | settings[name])
-        expected = held(MODEL, backend, world).between_steps
-        most = max(rank[name]["bytes"] for rank in found[world])
-        assert 0.97 * expected < most < 1.06 * expected, name  # buckets are padded to whole rows per rank
+@pytest.mark.parametrize("place", PLACES)
+def test_each_rank_holds_what_the_formula_says(found: Found, place: tuple[str, int]) -> None:
+    name, world = place
+    settings = HYBRID[name] if world == 4 else {"sharding": name}
+    backend = MegatronFsdpBackend(**inputs.MEGATRON_FSDP | settings)
+    expected = held(MODEL, backend, world).between_steps
+    most = max(rank[name]["bytes"] for rank in found[world])
+    assert 0.97 * expected < most < 1.06 * expected  # buckets are padded to whole rows per rank
 
 
+@FOUR
 def test_a_rank_may_hold_nothing_of_what_learns(found: Found) -> None:
     for rank in found[4]:
         given, plain = rank["small adapter"]
@@ -111,19 +117,26 @@ def test_a_rank_may_hold_nothing_of_what_learns(found: Found) -> None:
         close(given["norm"], plain["norm"])
 
 
-def test_states_go_on_alike_on_other_numbers_of_ranks_in_other_strategies(found: Found) -> None:
+STATES = [(writer, 2, 1) for writer in STRATEGIES] + [
+    pytest.param(*place, marks=FOUR)
+    for place in (
+        *((writer, 2, 4) for writer in STRATEGIES),
+        *((writer, 4, reader) for writer in list(HYBRID)[:2] for reader in (1, 2)),
+    )
+]
+"""The strategy of a state, how many ranks wrote it, and how many read it."""
+
+
+@pytest.mark.parametrize(("writer", "wrote", "reads"), STATES)
+def test_states_go_on_alike_on_other_numbers_of_ranks(found: Found, writer: str, wrote: int, reads: int) -> None:
     """Also those that were copied first, and written behind the training."""
-    written = {name: found[world][0][name] for name, world in PLACES}
-    seen = set()
-    for world, ranks in found.items():
-        for name, one in ranks[0]["elsewhere"].items():
-            expected = written[one["writer"]]
-            seen.add((one["writer"], world))
-            for weight, value in expected["weights"].items():
-                assert torch.equal(one["weights"][weight], value), (name, weight)
-                torch.testing.assert_close(one["on"][weight], expected["on"][weight], rtol=0, atol=2e-5)
-    assert {(writer, world) for writer in STRATEGIES for world in (1, 4)} <= seen
-    assert {(writer, world) for writer in list(HYBRID)[:2] for world in (1, 2)} <= seen
+    expected = found[wrote][0][writer]
+    readings = {name: one for name, one in found[reads][0]["elsewhere"].items() if one["writer"] == writer}
+    assert readings
+    for name, one in readings.items():
+        for weight, value in expected["weights"].items():
+            assert torch.equal(one["weights"][weight], value), (name, weight)
+            torch.testing.assert_close(one["on"][weight], expected["on"][weight], rtol=0, atol=2e-5)
 
 
 # --------------------------------------------------------------------------------------------------------- settings

@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 
 from verl_ray.engine.megatron_fsdp import residence
+from verl_ray.engine.offload import Offload
 
 
-def test_views_of_what_is_moved_look_into_it_where_it_is_now() -> None:
+def test_views_of_what_is_moved_look_where_it_is_now() -> None:
     buffer, alone = torch.arange(12.0), torch.ones(3, dtype=torch.bfloat16)
     rows, rest = buffer[2:8].view(2, 3), buffer[8:]
     before = buffer.data_ptr()
-    elsewhere = torch.device("cpu", 0)  # the same memory by another name
-    residence.move([buffer, rows, rest, alone], elsewhere)
+    held = residence.held_together([("rows", rows), ("", buffer), ("", rest), ("alone", alone)])
+    assert [one.name for one in held] == ["rows", "alone"]
+    assert [one.memory().numel() for one in held] == [48, 6]  # bytes, of a whole storage each
+    Offload(torch.device("cpu")).to_host(held)
     assert buffer.data_ptr() != before and buffer.tolist() == list(range(12))
     rows[1, 2] = 70.0
     rest.zero_()

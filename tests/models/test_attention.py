@@ -6,9 +6,11 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 
 from verl_ray.data.batch import offsets_of
-from verl_ray.models.attention import BUCKET_LENGTH_RATIO, attend, plan_layout
+from verl_ray.models.attention import BUCKET_LENGTH_RATIO, Layout, attend, attend_packed, plan_layout
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 CPU = torch.device("cpu")
@@ -93,3 +95,42 @@ def test_without_scaling_it_is_the_usual_one() -> None:
 def test_a_call_without_a_layout_is_refused() -> None:
     with pytest.raises(RuntimeError, match="without the layout"):
         attend(torch.nn.Module(), *projections(3), None)
+
+
+def attention_of_2_11(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
+    max_q: int, max_k: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> torch.Tensor:  # fmt: skip
+    """In place of torch 2.11's kernel, which runs on GPUs alone and refuses what has other numbers of heads."""
+    assert query.shape[1] == key.shape[1] == value.shape[1] and window_size == (-1, 0) and max_q == max_k
+    ends = cu_seq_k.tolist()
+    rows = [x.transpose(0, 1)[None].split(np.diff(ends).tolist(), dim=2) for x in (query, key, value)]
+    of_rows = [F.scaled_dot_product_attention(*row, is_causal=True, scale=scale) for row in zip(*rows, strict=True)]
+    return torch.cat(of_rows, dim=2)[0].transpose(0, 1)
+
+
+def test_a_kernel_without_groups_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    offsets = offsets_of([3, 9, 1])
+    inputs = [x.detach().bfloat16().requires_grad_() for x in projections(13)]
+    expected = attend(torch.nn.Module(), *inputs, None, 0.5, plan_layout(offsets, CPU, torch.bfloat16))[0]
+    (expected.float() ** 2).sum().backward()
+    gradients = [x.grad.clone() for x in inputs if x.grad is not None]
+
+    monkeypatch.setattr(varlen, "varlen_attn", attention_of_2_11)
+    flash = Layout(torch.as_tensor(offsets, dtype=torch.int32), 9, (), None)
+    again = [x.detach().requires_grad_() for x in inputs]
+    found = attend(torch.nn.Module(), *again, None, 0.5, flash)[0]
+    (found.float() ** 2).sum().backward()
+    assert torch.allclose(found, expected, atol=2e-2)
+    for x, gradient in zip(again, gradients, strict=True):
+        assert x.grad is not None
+        assert float((x.grad - gradient).norm() / gradient.norm()) < 0.02  # bfloat16 rounds by 0.004
+
+
+def test_the_kernel_of_this_torch_groups_heads_itself() -> None:
+    """Shapes alone, on a pretended GPU: fewer heads of keys go in, and the heads of queries come out."""
+    with FakeTensorMode():
+        query, key, value = (torch.empty(13, heads, SIZE, device="cuda") for heads in (HEADS, KV_HEADS, KV_HEADS))
+        bounds = torch.empty(4, dtype=torch.int32, device="cuda")
+        found = attend_packed(query, key, value, Layout(bounds, 9, (), None))
+    assert found.shape == (13, HEADS, SIZE) and found.dtype == torch.bfloat16 and found.device.type == "cuda"

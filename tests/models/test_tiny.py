@@ -86,6 +86,7 @@ def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, tokenizer: Path) -> N
         make_tiny_qwen3(tmp_path, tmp_path / "none", SMALL, seed=0)
 
 
+@pytest.mark.processes
 def test_importing_is_light() -> None:
     code = "import sys, verl_ray.models.tiny, verl_ray.data.prepare, verl_ray.data.supervised\n"
     code += "print(sorted({'torch', 'transformers', 'datasets', 'ray', 'vllm'} & set(sys.modules)))"

@@ -23,6 +23,12 @@ def test_masked_values_are_not_looked_at() -> None:
     assert Moments.of(values, np.array([True, False, True, False])) == Moments(2, 4, 10)
 
 
+def test_a_nan_that_counts_is_no_zero_variance() -> None:
+    values = np.array([1, math.nan, 3], dtype=np.float32)
+    moments = Moments.of(values)
+    assert math.isnan(moments.variance) and np.isnan(whiten(values, moments)).all()
+
+
 def test_weights_count_as_repetitions() -> None:
     values = np.array([1, 5], dtype=np.float32)
     assert Moments.of(values, np.array([3, 1])) == Moments.of(np.array([1, 1, 1, 5], dtype=np.float32))

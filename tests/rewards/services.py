@@ -104,12 +104,12 @@ def config(url: str, **changes: object) -> HttpReward:
         "batch_size": 4,
         "concurrency": 3,
         "requests_per_s": None,
-        "request_timeout_s": 5.0,
-        "deadline_s": 10.0,
+        "request_timeout_s": 60.0,  # neither of them passes unless a test wants it to
+        "deadline_s": 120.0,
         "max_attempts": 3,
         "backoff_s": 0.01,
         "circuit_failures": 100,
-        "circuit_reset_s": 60.0,
+        "circuit_reset_s": 3600.0,
         "normalise": "none",
         "clip": None,
         "max_failed_fraction": 0.0,
@@ -132,7 +132,7 @@ def healths(scores: Sequence[Score]) -> list[Health]:
     return [score.health for score in scores]
 
 
-def until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end

@@ -217,6 +217,7 @@ def test_a_password_in_the_url_is_refused_and_not_shown(url: str) -> None:
     assert "s3cret" not in str(problem)
 
 
+@pytest.mark.processes
 def test_checking_a_url_imports_no_client() -> None:
     program = (
         "import sys; from verl_ray.rewards.remote import url_problem; url_problem('http://host', 'reward.url');"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from tests.rewards.services import Items, Reply, Service, healths, items_of, lengths, scoring, until
 from verl_ray.rewards.health import Health, Score
+from verl_ray.rewards.remote import RemoteScorer
+
+
+def let_reset_pass(scorer: RemoteScorer) -> None:
+    """Make it as late as if reward.circuit_reset_s had passed."""
+    assert scorer._circuit._trial_at is not None
+    scorer._circuit._trial_at = 0.0
 
 
 def test_the_circuit_opens_and_closes_again(service: Service, capfd: pytest.CaptureFixture[str]) -> None:
     service.behave = lambda number, items: Reply(b"", status=500)
-    changes = {"circuit_failures": 3, "circuit_reset_s": 0.6, "max_attempts": 2, "concurrency": 1}
+    changes = {"circuit_failures": 3, "max_attempts": 2, "concurrency": 1}
     with scoring(service.url, **changes) as scorer:
         scores = scorer.score(items_of(*["ab"] * 40))  # ten batches
         assert healths(scores) == [Health.UNAVAILABLE] * 40
@@ -25,14 +30,14 @@ def test_the_circuit_opens_and_closes_again(service: Service, capfd: pytest.Capt
         assert line.startswith(f"warning: reward.url=http://127.0.0.1:{service.server_port}/score: the circuit is open")
         assert "secret" not in line
 
-        time.sleep(0.65)
+        let_reset_pass(scorer)
         assert healths(scorer.score(items_of(*["ab"] * 40))) == [Health.UNAVAILABLE] * 40
         assert len(service.arrived) == 4 * 2  # one trial
         assert capfd.readouterr().err == ""
 
         service.behave = lambda number, items: lengths(items)
-        assert healths(scorer.score(items_of("ab"))) == [Health.UNAVAILABLE]  # open for another 0.6 s
-        time.sleep(0.65)
+        assert healths(scorer.score(items_of("ab"))) == [Health.UNAVAILABLE]  # open for as long again
+        let_reset_pass(scorer)
         assert scorer.score(items_of(*["ab"] * 40)) == [Score(2.0, Health.OK)] * 40
         assert len(service.arrived) == 4 * 2 + 10
         [line] = capfd.readouterr().err.splitlines()
@@ -45,20 +50,27 @@ def test_the_circuit_opens_and_closes_again(service: Service, capfd: pytest.Capt
 
 def test_batches_wait_for_the_trial_and_none_is_repeated_into_an_open_circuit(service: Service) -> None:
     def fail_late(number: int, items: Items) -> Reply:
-        time.sleep(0.2)
+        until(lambda: len(service.arrived) >= 3)  # all that may be in flight
         return Reply(b"", status=500)
 
     service.behave = fail_late
-    changes = {"circuit_failures": 1, "circuit_reset_s": 0.5, "max_attempts": 1, "batch_size": 1}
+    changes = {"circuit_failures": 1, "max_attempts": 1, "batch_size": 1}
     with scoring(service.url, **changes) as scorer:
         assert healths(scorer.score(items_of(*"abcdef"))) == [Health.UNAVAILABLE] * 6
         assert len(service.arrived) == 3  # those in flight when the first failed
-        time.sleep(0.55)
+        let_reset_pass(scorer)
         assert healths(scorer.score(items_of(*"abcdef"))) == [Health.UNAVAILABLE] * 6
         assert len(service.arrived) == 4
     service.arrived.clear()
-    service.behave = lambda number, items: Reply(b"", status=404 if items[0]["response"] == "a" else 500)
-    with scoring(service.url, **changes | {"max_attempts": 50, "concurrency": 2, "backoff_s": 0.3}) as scorer:
+
+    def fail_when_open(number: int, items: Items) -> Reply:
+        if items[0]["response"] == "a":
+            return Reply(b"", status=404)
+        until(lambda: scorer._circuit.era == 1)
+        return Reply(b"", status=500)
+
+    service.behave = fail_when_open
+    with scoring(service.url, **changes | {"max_attempts": 50, "concurrency": 2}) as scorer:
         assert healths(scorer.score(items_of(*"ba"))) == [Health.UNAVAILABLE] * 2
     assert len(service.arrived) == 2
 
@@ -66,9 +78,9 @@ def test_batches_wait_for_the_trial_and_none_is_repeated_into_an_open_circuit(se
 def test_an_answer_to_what_was_sent_before_the_circuit_opened_does_not_close_it(service: Service) -> None:
     def late_or_broken(number: int, items: Items) -> Reply:
         if items[0]["response"] == "broken":
+            until(lambda: len(service.arrived) == 2)
             return Reply(b"", status=404)
-        until(lambda: len(service.arrived) == 2)
-        time.sleep(0.3)
+        until(lambda: scorer._circuit.era == 1)
         return lengths(items)
 
     service.behave = late_or_broken

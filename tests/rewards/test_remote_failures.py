@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import contextlib
 import email.utils
+import itertools
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -30,37 +32,36 @@ def test_500_twice_then_success(service: Service) -> None:
     assert len(service.arrived) == 3
 
 
-def test_waits_between_attempts_double(service: Service) -> None:
+def test_waits_between_attempts_double(service: Service, waits: list[float]) -> None:
     service.behave = lambda number, items: Reply(b"over capacity", status=503)
     with scoring(service.url, backoff_s=0.05, max_attempts=5) as scorer:
         [score] = scorer.score(items_of("a"))
     assert score.health is Health.UNAVAILABLE
     assert score.detail == "the service answered with status 503: 'over capacity' (attempt 5 of 5)"
-    waits_s = [later - earlier for earlier, later in zip(service.arrived, service.arrived[1:], strict=False)]
-    for wait_s, backoff_s in zip(waits_s, [0.05, 0.1, 0.2, 0.4], strict=True):
-        assert 0.5 * backoff_s <= wait_s < 1.5 * backoff_s + 1.0  # the jitter, and room for a busy machine
+    for wait_s, backoff_s in zip(waits, [0.05, 0.1, 0.2, 0.4], strict=True):
+        assert 0.5 * backoff_s <= wait_s <= 1.5 * backoff_s  # the jitter
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-def test_429_is_asked_again_when_the_service_says(service: Service, as_date: bool) -> None:
-    when = (
-        email.utils.formatdate(time.time() + 3, usegmt=True) if as_date else "1"
-    )  # a date has whole seconds: 2 to 3 are left, less what a busy machine takes
-    limited = Reply(b"", status=429, headers={"Retry-After": when})
-    service.behave = lambda number, items: limited if number == 1 else lengths(items)
+def test_429_is_asked_again_when_the_service_says(service: Service, waits: list[float], as_date: bool) -> None:
+    def limited(number: int, items: Items) -> Reply:
+        when = email.utils.formatdate(time.time() + 3, usegmt=True) if as_date else "1"
+        return Reply(b"", status=429, headers={"Retry-After": when}) if number == 1 else lengths(items)
+
+    service.behave = limited
     with scoring(service.url) as scorer:
         assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
-    first, second = service.arrived
-    assert second - first >= 0.99
+    (wait_s,) = waits
+    # A date has whole seconds, so 2 to 3 are left of it when it is sent; the backoff alone would be 0.015.
+    assert (0.02 < wait_s <= 3) if as_date else wait_s == 1
 
 
-@pytest.mark.parametrize("when", ["60", "9" * 500, "Fri, 31 Dec 2100 23:59:59 GMT"])
-def test_a_retry_that_would_miss_the_deadline_is_not_waited_for(service: Service, when: str) -> None:
+@pytest.mark.parametrize("when", ["120", "9" * 500, "Fri, 31 Dec 2100 23:59:59 GMT"])
+def test_a_retry_beyond_the_deadline_is_not_waited_for(service: Service, waits: list[float], when: str) -> None:
     service.behave = lambda number, items: Reply(b"", status=429, headers={"Retry-After": when})
-    began = time.monotonic()
-    with scoring(service.url) as scorer:
+    with scoring(service.url, deadline_s=120.0) as scorer:
         [score] = scorer.score(items_of("ab"))
-    assert time.monotonic() - began < 2
+    assert waits == [] and len(service.arrived) == 1
     assert score.health is Health.UNAVAILABLE
     assert "status 429" in score.detail
 
@@ -91,27 +92,25 @@ def test_a_refusal_is_not_asked_again(service: Service, reply: Reply, detail: st
     assert len(service.arrived) == 1
 
 
-def test_a_slow_service_costs_the_deadline_and_no_more(service: Service) -> None:
+def test_a_slow_service_costs_the_deadline_alone(service: Service) -> None:
+    """A request may take 1 s and a batch 2.5 s, so the third attempt of the hundred is the last one."""
     service.behave = service.hang
-    with scoring(service.url, request_timeout_s=0.2, deadline_s=0.5, max_attempts=100) as scorer:
-        began = time.monotonic()
+    with scoring(service.url, request_timeout_s=1.0, deadline_s=2.5, max_attempts=100) as scorer:
         scores = scorer.score(items_of(*"abcdefgh"))  # two batches, in flight together
-        took_s = time.monotonic() - began
         assert healths(scores) == [Health.TIMEOUT] * 8
-        assert "no answer within" in scores[0].detail
-        assert 0.4 < took_s < 1.5
-        assert 2 * 2 <= len(service.arrived) <= 2 * 3
+        for score in scores:
+            assert re.fullmatch(r"no answer within \S+ s \(attempt [123] of 100\)", score.detail)
+        assert len(service.arrived) <= 2 * 3
         service.behave = lambda number, items: lengths(items)
         assert scorer.score(items_of(*["ab"] * 24)) == [Score(2.0, Health.OK)] * 24  # no connection was lost for good
 
 
 def test_the_deadline_cuts_a_request_short(service: Service) -> None:
     service.behave = service.hang
-    with scoring(service.url, request_timeout_s=30.0, deadline_s=0.3) as scorer:
-        began = time.monotonic()
-        assert healths(scorer.score(items_of("a"))) == [Health.TIMEOUT]
-        assert time.monotonic() - began < 3
-    assert len(service.arrived) == 1
+    with scoring(service.url, request_timeout_s=600.0, deadline_s=1.0) as scorer:
+        [score] = scorer.score(items_of("a"))
+    assert score.health is Health.TIMEOUT
+    assert re.fullmatch(r"no answer within (1|0\.\d+) s \(attempt 1 of 3\)", score.detail)
 
 
 def test_an_answer_that_trickles_is_cut_off(service: Service) -> None:
@@ -152,27 +151,33 @@ def test_what_is_no_http_is_no_service(answer: bytes) -> None:
     assert "attempt 3 of 3" in score.detail
 
 
-def test_requests_leave_no_faster_than_the_limit(service: Service) -> None:
+def test_requests_leave_no_faster_than_the_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    left: list[float] = []
+    turn = RemoteScorer._turn
+
+    async def noted(scorer: RemoteScorer, era: int) -> bool:
+        goes = await turn(scorer, era)
+        left.append(time.monotonic())
+        return goes
+
+    monkeypatch.setattr(RemoteScorer, "_turn", noted)
     service.behave = lambda number, items: Reply(b"", status=500) if number == 3 else lengths(items)
     with scoring(service.url, requests_per_s=20.0, batch_size=1) as scorer:
         assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, Health.OK)] * 10
-    assert len(service.arrived) == 11  # the repeated one waits for its turn too
-    assert 10 / 20.0 - 0.05 <= service.arrived[-1] - service.arrived[0] < 10 / 20.0 + 1.0
-    distances = [later - earlier for earlier, later in zip(service.arrived, service.arrived[1:], strict=False)]
-    assert sum(distance < 0.02 for distance in distances) <= 2  # even ones, but for a machine that stalls
+    assert len(service.arrived) == len(left) == 11  # the repeated one waits for its turn too
+    distances = [later - earlier for earlier, later in itertools.pairwise(left)]
+    assert min(distances) >= 0.99 / 20.0
 
 
 def test_the_wait_for_a_first_turn_is_not_on_the_clock(service: Service) -> None:
-    with scoring(service.url, requests_per_s=10.0, batch_size=1, concurrency=10, deadline_s=0.5) as scorer:
-        assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, Health.OK)] * 10  # the last waits 0.9 s
+    with scoring(service.url, requests_per_s=2.5, batch_size=1, concurrency=6, deadline_s=1.5) as scorer:
+        assert scorer.score(items_of(*["ab"] * 6)) == [Score(2.0, Health.OK)] * 6  # the last waits 2 s
 
 
 def test_a_repeated_request_waits_for_its_turn_within_the_deadline(service: Service) -> None:
     service.behave = lambda number, items: Reply(b"", status=500)
-    with scoring(service.url, requests_per_s=2.0, deadline_s=0.3) as scorer:
-        began = time.monotonic()
+    with scoring(service.url, requests_per_s=0.01, deadline_s=1.5) as scorer:
         [score] = scorer.score(items_of("a"))
-        assert time.monotonic() - began < 1
     assert (score.health, len(service.arrived)) == (Health.UNAVAILABLE, 1)
     assert "status 500" in score.detail
     assert "attempt 1 of 3" in score.detail
@@ -220,6 +225,7 @@ def service_process(port: int) -> Iterator[tuple[subprocess.Popen[str], int]]:
             process.kill()
 
 
+@pytest.mark.processes
 def test_a_service_killed_in_the_middle_of_a_request_and_back_again() -> None:
     with service_process(0) as (process, port):
 
@@ -232,11 +238,9 @@ def test_a_service_killed_in_the_middle_of_a_request_and_back_again() -> None:
         assert scorer.score(items_of("a")) == [Score(1.0, Health.OK)]
         killer = threading.Thread(target=kill_when_asked)
         killer.start()
-        began = time.monotonic()
         [score] = scorer.score(items_of("hang"))
-        assert time.monotonic() - began < 4  # the end of the connection is noticed, not timed out
         killer.join()
-        assert score.health is Health.UNAVAILABLE
+        assert score.health is Health.UNAVAILABLE  # the end of the connection is noticed, not timed out
         assert "attempt 3 of 3" in score.detail
         assert process.wait() == -signal.SIGKILL
     with scorer:

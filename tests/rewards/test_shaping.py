@@ -41,6 +41,13 @@ def test_a_batch_is_normalised_by_itself_and_failed_scores_count_nothing() -> No
         assert math.isnan(found.score[2])
 
 
+@pytest.mark.parametrize("normalise", ["batch", "running"])
+def test_an_aborted_score_counts_in_no_moments(normalise: str) -> None:
+    aborted = np.array([False, False, True])
+    found = shaping(f"reward.normalise={normalise}").shape({"reward": graded(1.0, 3.0, 50.0)}, aborted)
+    np.testing.assert_allclose(found.score, [-1, 1, 48], rtol=1e-6)
+
+
 def test_running_moments_are_those_of_all_steps_so_far_and_survive_a_resume() -> None:
     one = shaping("reward.normalise=running")
     np.testing.assert_allclose(one.shape({"reward": graded(1.0, 3.0)}).score, [-1, 1], rtol=1e-6)

@@ -52,7 +52,7 @@ def rollout_config() -> Callable[..., RolloutConfig]:
                 "transport": "auto", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "auto",
                 "probe_every": 1, "probe_tolerance": 1e-3,
             },
-            "health": {"interval_s": 5.0, "deadline_s": 30.0, "stall_s": 300.0, "max_restarts": 0},
+            "health": {"interval_s": 5.0, "deadline_s": 30.0, "max_restarts": 0},
             "endpoint": {"enabled": False, "host": "127.0.0.1", "port": 0, "in_flight": 1, "token_env": None},
         }  # fmt: skip
         return RolloutConfig.model_validate(values | changes)

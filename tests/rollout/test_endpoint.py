@@ -129,7 +129,7 @@ def client(url: str) -> Iterator[openai.OpenAI]:
 
 
 def soon(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 20
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.002)

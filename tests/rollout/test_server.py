@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -14,7 +14,8 @@ import pytest
 
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
-from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
+from verl_ray.profiling.progress import progress
+from verl_ray.rollout.base import Chunk, Progress, Request, RolloutEngine, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 
@@ -63,7 +64,7 @@ def request(number: int, tokens: int, *, first: int = 10, stream: bool = False) 
 
 
 def soon(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < until
         time.sleep(0.002)
@@ -118,17 +119,21 @@ def test_an_abort_ends_requests_where_they_are(server: RolloutServer, engine: li
     assert (chunk.request_id, chunk.finish) == (2, Finish.ABORTED)
 
 
-def test_what_takes_long_is_told_unless_it_waits_for_others(server: RolloutServer) -> None:
+def test_what_waits_for_others_says_so(server: RolloutServer) -> None:
     for waits in (False, True):
-        done = threading.Event()
+        began, done = threading.Event(), threading.Event()
+
+        def act(engine: RolloutEngine, began: threading.Event = began, done: threading.Event = done) -> bool:
+            began.set()
+            return done.wait(10)
+
         with ThreadPoolExecutor(1) as pool:
-            running = pool.submit(server.run, lambda engine, done=done: done.wait(10), waits_for_others=waits)
-            time.sleep(0.1)
-            stalled_s = server.health().stalled_s
+            running = pool.submit(server.run, act, waits_for_others=waits)
+            assert began.wait(10)
+            assert progress().waits_for_others is waits
             done.set()
             assert running.result(10)
-        assert (stalled_s == 0) if waits else (0.05 < stalled_s < 10)
-    assert server.health().stalled_s == 0
+    assert not progress().waits_for_others
 
 
 @pytest.mark.parametrize("mode", ["abort", "wait", "keep"])
@@ -213,13 +218,21 @@ def test_a_coroutine_gets_its_answers_and_takes_its_requests_with_it(
         server.respond([request(1, 1), request(1, 1)])
 
 
-def test_health_tells_of_a_step_that_does_not_end(server: RolloutServer, engine: list[Gated]) -> None:
-    assert server.health().stalled_s == 0
+def test_tokens_are_progress_and_empty_steps_are_not(server: RolloutServer, engine: list[Gated]) -> None:
+    engine[0].gate.release(2)
+    first = server.respond([request(1, 3)])
+    soon(lambda: engine[0].drawn == 2 and progress().idle_s > 0.1)
+    before = progress()
+    assert before.unit == "tokens" and engine[0].steps > 2
+    engine[0].gate.release(1)
+    soon(lambda: progress().done == before.done + 1)
+    assert len(list(first)) == 1
     engine[0].hangs = True
-    server.respond([request(1, 2)])
-    soon(lambda: server.health().stalled_s > 0.05)
+    second = server.respond([request(2, 2)])
+    soon(lambda: progress().idle_s > 0.2)
     engine[0].free()
-    soon(lambda: server.health().stalled_s == 0)
+    soon(lambda: progress().done > before.done + 1)
+    assert len(list(second)) == 1
 
 
 def test_what_fails_is_told_to_everybody_who_waits() -> None:
@@ -241,6 +254,60 @@ def test_what_fails_is_told_to_everybody_who_waits() -> None:
     server.close()
     with pytest.raises(EngineFailed, match="it was closed"):
         server.run(lambda engine: engine.policy_version)
+
+
+class Ended(ScriptedEngine):
+    """An engine in which something else than an Exception, or something outside of its step, goes wrong."""
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        super().__init__(lambda asked: [(1, -1.0)] * 10**6, initial_version=0)
+        self.where = where
+        self.error = error
+
+    def _advance(self) -> Iterator[Progress]:
+        if self.where == "step":
+            raise self.error
+        return super()._advance()
+
+    def _hold(self) -> list[Progress]:
+        if self.where == "pause":
+            raise self.error
+        return []
+
+    def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
+        chunks = super()._deliver(progress, version)
+        if self.where == "delivery" and chunks:
+            return [replace(chunk, request_id=99) for chunk in chunks]  # of nobody: a KeyError in the server's thread
+        return chunks
+
+    @property
+    def memory_bytes(self) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("where", ["step", "pause", "delivery", "task"])
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_whatever_ends_its_thread_is_a_lost_engine(where: str, error: BaseException) -> None:
+    server = RolloutServer(lambda: Ended(where, error))
+    server.pause("keep") if where != "pause" else None
+    with ThreadPoolExecutor(2) as pool:
+        waiting = [pool.submit(lambda n=n: list(server.respond([request(n, 10**6, stream=True)]))) for n in (1, 2)]
+        soon(lambda: server._tasks.empty())
+        act: Callable[[], object] = {
+            "task": lambda: server.run(lambda engine: engine.memory_bytes), "pause": lambda: server.pause("keep"),
+        }.get(where, server.resume)  # fmt: skip
+        if where in ("task", "pause"):
+            with pytest.raises(EngineFailed, match=type(error).__name__):
+                act()
+        else:
+            act()
+        for one in waiting:
+            with pytest.raises(EngineFailed, match="KeyError" if where == "delivery" else type(error).__name__):
+                one.result(10)
+    assert server.health().failure is not None and server.health().in_flight == 0
+    with pytest.raises(EngineFailed, match="of no more use, start another"):
+        server.respond([request(3, 1)])
+    server.close()
 
 
 def test_an_engine_that_does_not_start_says_so() -> None:

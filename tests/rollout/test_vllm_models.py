@@ -131,6 +131,7 @@ def test_sampling_settings_of_the_model_directory_are_left_alone(
     assert _worst(start_vllm(path, initial_version=0), plain, reference_log_probs) < 1e-4
 
 
+@pytest.mark.slow
 def test_two_ranks(
     start_vllm: Callable[..., VllmEngine],
     make_model: Callable[..., Path],
@@ -166,7 +167,7 @@ def test_two_ranks(
 def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None:
     """One update over a wire on which every rank of the engine is a receiver of its own."""
     manifest, state = manifest_of(model), checkpoint_of(model)
-    route = Route(plan_buckets(manifest, 100_000), receivers=2, deadline_s=60)
+    route = Route(plan_buckets(manifest, 100_000), receivers=2, patience_s=60)
     sender = BroadcastSender(route, 0, torch.device("cpu"))
     address = sender.offer()
     with ThreadPoolExecutor(1) as thread:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scripts.checkout import Checkout
+
+pytestmark = pytest.mark.processes
 
 BENCH = "python -m controllers bench fsdp --device cuda --dtype bfloat16 --model 500m --rows 256"
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
+
 from tests.scripts.checkout import Checkout
+
+pytestmark = pytest.mark.processes
 
 
 def test_it_sets_up_and_trains_in_the_checkout(checkout: Checkout) -> None:

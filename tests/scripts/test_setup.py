@@ -13,6 +13,8 @@ from packaging.utils import canonicalize_name
 
 from tests.scripts.checkout import Checkout
 
+pytestmark = pytest.mark.processes
+
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 

@@ -6,8 +6,10 @@ import pytest
 
 from tests.scripts.checkout import Checkout
 
+pytestmark = pytest.mark.processes
+
 LANES = "-n 3 --dist loadfile --no-loadscope-reorder --durations 20"
-FAST = "not cluster and not vllm and not ranks and not gpu"
+FAST = "not cluster and not vllm and not ranks and not processes and not slow and not gpu"
 CHECKS = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports --no-cache"]
 
 
@@ -18,21 +20,23 @@ def ready(checkout: Checkout) -> Checkout:
     return checkout
 
 
-@pytest.mark.parametrize("script", ["scripts/test", ".ci/run"])
-def test_every_check_in_order(ready: Checkout, script: str) -> None:
-    assert ready.run(script)[0] == 0
-    assert ready.notes() == [*CHECKS, f"python -m pytest {LANES}"]
+@pytest.mark.parametrize(
+    ("arguments", "selected"), [((), "-m not slow "), (("--fast",), f"-m {FAST} "), (("--all",), "")]
+)
+def test_every_check_in_order(ready: Checkout, arguments: tuple[str, ...], selected: str) -> None:
+    assert ready.run("scripts/test", *arguments)[0] == 0
+    assert ready.notes() == [*CHECKS, f"python -m pytest {selected}{LANES}"]
     assert ready.folders() == {str(ready.folder)}
 
 
-def test_the_fast_subset_and_further_arguments(ready: Checkout) -> None:
-    ready.run("scripts/test", "--fast")
-    assert ready.notes() == [*CHECKS, f"python -m pytest -m {FAST} {LANES}"]
+def test_continuous_integration_leaves_nothing_out(ready: Checkout) -> None:
+    assert ready.run(".ci/run")[0] == 0
+    assert ready.notes() == [*CHECKS, f"python -m pytest {LANES}"]
+
+
+def test_further_arguments_go_to_pytest(ready: Checkout) -> None:
     ready.run("scripts/test", "--fast", "tests/data", "-x")
-    assert ready.notes() == [
-        *CHECKS,
-        "python -m pytest -m not cluster and not vllm and not ranks and not gpu tests/data -x",
-    ]
+    assert ready.notes() == [*CHECKS, f"python -m pytest -m {FAST} tests/data -x"]
 
 
 @pytest.mark.parametrize("fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"])

@@ -1,18 +1,24 @@
 """The run's own record: one whole line per step, through kills, resumes and full disks."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import Sample, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
+from verl_ray.tracking.record import as_ranges, mend, of_ranges
 
 SAMPLE = Sample(prompt="1+1=", response="2\u2028", answer="2", data_source="sums", score=1.0, truncated=False)
 
@@ -54,6 +60,134 @@ def test_a_resumed_run_has_one_line_per_step(tmp_path: Path) -> None:
     assert steps_in(tmp_path) == [0, 1, 2, 3, 4, 5, 6, 7]
 
 
+def line(step: int, **metrics: float) -> bytes:
+    return json.dumps({**metrics, "training/global_step": step}).encode() + b"\n"
+
+
+WHOLE = [line(step, loss=step / 10) for step in range(6)]
+
+
+def continued(run_dir: Path, content: bytes | None, committed_step: int = 5, recorded: str = "0-5") -> JsonlTracker:
+    """The tracker of a run that goes on after `committed_step` and finds a metrics.jsonl with this content."""
+    if content is not None:
+        (run_dir / "metrics.jsonl").write_bytes(content)
+    return JsonlTracker(run_dir, committed_step, {"recorded_steps": recorded})
+
+
+@pytest.mark.parametrize(
+    ("content", "left", "told"),
+    [
+        (b"".join(WHOLE), WHOLE, ""),
+        (b"".join(WHOLE)[:-1], WHOLE, ""),  # a whole line without its newline
+        (None, [], "step 0-5 has no line: its metrics are lost, and nothing else is"),
+        (b"", [], "step 0-5 has no line: its metrics are lost, and nothing else is"),
+        (b"".join(WHOLE[:2] + WHOLE[3:4]), WHOLE[:2] + WHOLE[3:4], "step 2,4-5 has no line: "),
+        (
+            b"".join(WHOLE[:4]) + bytes(300),
+            WHOLE[:4],
+            "it ended in 300 zero bytes, as a loss of power leaves them, which were cut off; step 4-5 has no line: ",
+        ),
+        (b"".join(WHOLE) + bytes(7), WHOLE, "it ended in 7 zero bytes, as a loss of power leaves them, "),
+        (b"".join(WHOLE)[:-9], WHOLE[:5], "its last line was torn and was cut off; step 5 has no line: "),
+        (b"".join([WHOLE[1], WHOLE[0], *WHOLE[2:]]), WHOLE, "its lines were not in the order of the steps"),
+    ],
+)
+def test_a_resume_mends_the_record(tmp_path: Path, capsys, content, left, told) -> None:
+    tracker = continued(tmp_path, content)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(left)
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    if told:
+        assert shown.err.startswith(f"warning: {tmp_path / 'metrics.jsonl'}: {told}") and shown.err.count("\n") == 1
+    else:
+        assert shown.err == ""
+    tracker.log(6, {"training/global_step": 6})
+    state = tracker.state()
+    tracker.close(failed=False)
+    steps = [json.loads(one)["training/global_step"] for one in left]
+    assert steps_in(tmp_path) == [*steps, 6]
+    JsonlTracker(tmp_path, 6, state).close(failed=False)
+    assert capsys.readouterr().err == ""  # what is lost is said once
+
+
+@pytest.mark.parametrize("twice", [1, 5])
+def test_of_a_step_that_ran_twice_the_last_line_stays(tmp_path: Path, capsys, twice: int) -> None:
+    content = b"".join([*WHOLE[: twice + 1], line(twice, loss=7.0), *WHOLE[twice + 1 :]])
+    continued(tmp_path, content).close(failed=False)
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(
+        [*WHOLE[:twice], line(twice, loss=7.0), *WHOLE[twice + 1 :]]
+    )
+    (aside,) = tmp_path.glob("metrics.*.jsonl")
+    assert aside.read_bytes() == content
+    told = f"step {twice} had several lines, of which the last was kept; the file as it was is {aside.name}\n"
+    assert capsys.readouterr().err.endswith(f": {told}")
+
+
+@pytest.mark.parametrize("damage", [b"{not json\n", b"[1]\n", b'{"no": "step"}\n', b"\0\xff\n", line(True), line(-1)])
+def test_a_damaged_line_keeps_no_run_from_going_on(tmp_path: Path, capsys, damage: bytes) -> None:
+    content = b"".join([*WHOLE[:3], damage, *WHOLE[4:]])
+    continued(tmp_path, content).close(failed=False)
+    assert steps_in(tmp_path) == [0, 1, 2, 4, 5]
+    (aside,) = tmp_path.glob("metrics.*.jsonl")
+    assert aside.read_bytes() == content
+    told = capsys.readouterr().err
+    assert "no JSON object with training/global_step was in line 4, which was left out; step 3 has no line" in told
+
+
+def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    continued(tmp_path, b"".join(WHOLE), committed_step=3, recorded="0-4").close(failed=False)
+    assert steps_in(tmp_path) == [0, 1, 2, 3]
+    shown = capsys.readouterr()
+    assert shown.err == "" and "the lines of step 4-5 were dropped: these steps run again" in shown.out
+    assert list(tmp_path.glob("metrics.*.jsonl")) == []
+
+
+def test_a_record_that_begins_later_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run that went on from a checkpoint in another folder has no lines of the steps before."""
+    write_steps(tmp_path, range(4, 6), committed_step=3)
+    continued(tmp_path, None, recorded="4-5").close(failed=False)
+    assert steps_in(tmp_path) == [4, 5] and capsys.readouterr().err == ""
+
+
+def test_the_state_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is flushed before its steps are counted: the state goes into the checkpoint's manifest after that."""
+    flushed: list[Path] = []
+    fsync = os.fsync
+
+    def seen(descriptor: int) -> None:
+        flushed.append(Path(f"/proc/self/fd/{descriptor}").readlink())
+        fsync(descriptor)
+
+    tracker = JsonlTracker(tmp_path)
+    for step in (0, 1, 2):
+        tracker.log(step, {"training/global_step": step})
+    monkeypatch.setattr(os, "fsync", seen)
+    assert tracker.state() == {"recorded_steps": "0-2"}
+    assert flushed == [tmp_path / "metrics.jsonl", tmp_path / "samples", tmp_path]
+    tracker.close(failed=False)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_ranges_hold_what_they_were_given(numbers: set[int]) -> None:
+    text = as_ranges(numbers)
+    assert of_ranges(text) == sorted(numbers)
+    assert text.count(",") + bool(numbers) == sum(number - 1 not in numbers for number in numbers)
+
+
+@given(st.binary(max_size=40), st.integers(0, 200), st.integers(0, 40))
+def test_any_damage_leaves_lines_of_the_run(content: bytes, place: int, cut: int) -> None:
+    """Whatever was written over the file: it is mended to whole lines of rising steps, and mending it again does
+    nothing."""
+    whole = b"".join(WHOLE)
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+        path = Path(folder) / "metrics.jsonl"
+        path.write_bytes(whole[:place] + content + whole[place + cut :])
+        steps = mend(path, 5, range(6))
+        mended = path.read_bytes()
+        assert steps == sorted(set(steps)) == [int(one["training/global_step"]) for one in read_metrics(path)]
+        assert mend(path, 5, steps) == steps and path.read_bytes() == mended
+
+
 def test_a_run_from_the_beginning_keeps_nothing_of_an_earlier_one(tmp_path: Path) -> None:
     write_steps(tmp_path, range(6))
     write_steps(tmp_path, range(2))
@@ -65,7 +199,9 @@ def test_samples_beyond_the_committed_step_are_dropped(tmp_path: Path) -> None:
     for step in (0, 10, 20):
         tracker.samples(step, [SAMPLE, SAMPLE])
     tracker.close(failed=True)
+    (tmp_path / "samples" / "step_notes.jsonl").touch()  # a person's
     JsonlTracker(tmp_path, committed_step=10).close(failed=False)
+    (tmp_path / "samples" / "step_notes.jsonl").unlink()
     files = sorted((tmp_path / "samples").iterdir())
     assert [file.name for file in files] == ["step_000000.jsonl", "step_000010.jsonl"]
     first, second = files[0].read_text().split("\n")[:-1]
@@ -79,6 +215,7 @@ def test_a_step_twice_is_refused(tmp_path: Path) -> None:
     tracker.close(failed=True)
 
 
+@pytest.mark.processes
 def test_a_logged_line_outlives_a_kill(tmp_path: Path) -> None:
     program = (
         "import os, signal, sys; from pathlib import Path; from verl_ray.tracking.jsonl import JsonlTracker\n"
@@ -93,7 +230,7 @@ def test_a_full_disk_is_a_typed_error_that_names_the_key(tmp_path: Path) -> None
     tracker = JsonlTracker(tmp_path)
     tracker._file.close()
     tracker._file = open("/dev/full", "a")  # noqa: PTH123, SIM115 - a real device without room, in place of the file
-    with pytest.raises(TrackingError, match=r"metrics.jsonl: cannot be written.*No space left.*run\.dir"):
+    with pytest.raises(TrackingError, match=r"metrics\.jsonl: cannot be written.*No space left.*run\.dir"):
         tracker.log(0, {"training/global_step": 0})
 
 

@@ -27,18 +27,20 @@ def run_config(run_dir: Path) -> RunConfig:
         resume="none",
         max_skipped_steps=3,
         threads_per_rank=1,
-        call_deadline_s=1.0,
-        start_deadline_s=1.0,
+        stall_s=1.0,
     )
 
 
+@pytest.mark.processes
 def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = TrackingConfig(console=True, tensorboard=True, wandb=WANDB)
     trackers = open_trackers(config, run_config(tmp_path), {"run": {"seed": 0}})
     for step in range(4):
         trackers.log(step, {"critic/rewards/mean": 0.5})
-    state = trackers.state()
+        if step == 1:
+            state = trackers.state()
     trackers.close(failed=True)
+    assert state.keys() == {"recorded_steps", "wandb_run_id"} and state["recorded_steps"] == "0-1"
     assert set(trackers.outputs()) == {"metrics", "samples", "W&B", "TensorBoard"}
     assert capsys.readouterr().out.count("reward 0.5") == 4
 
@@ -46,9 +48,11 @@ def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: 
     continued = open_trackers(quiet, run_config(tmp_path), {}, committed_step=1, state=state)
     continued.log(2, {"critic/rewards/mean": 0.75})
     continued.close(failed=False)
-    assert continued.state() == state
+    assert continued.state() == {**state, "recorded_steps": "0-2"}
     assert [line["critic/rewards/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.75]
-    assert capsys.readouterr().out == ""
+    shown = capsys.readouterr()
+    assert shown.out == f"{tmp_path}/metrics.jsonl: the lines of step 2-3 were dropped: these steps run again\n"
+    assert shown.err == ""
 
 
 def test_what_is_off_writes_nothing(tmp_path: Path) -> None:
@@ -63,6 +67,7 @@ def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(tmp_path: Pa
         open_trackers(TrackingConfig(console=True, tensorboard=False, wandb=WANDB), run_config(tmp_path), {})
 
 
+@pytest.mark.processes
 def test_importing_the_trackers_loads_no_heavy_library() -> None:
     program = (
         "import sys, verl_ray.tracking, verl_ray.tracking.curve, verl_ray.tracking.report\n"

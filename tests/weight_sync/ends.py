@@ -70,9 +70,9 @@ class Ends:
             engine.close()
 
 
-def joined(name: WireName, folder: Path, *, delta: bool = False, receivers: int = 2, deadline_s: float = 60) -> Ends:
+def joined(name: WireName, folder: Path, *, delta: bool = False, receivers: int = 2, patience_s: float = 60) -> Ends:
     """Ends that have met."""
-    route = Route(BUCKETS, receivers, deadline_s, folder=str(folder), delta=delta)
+    route = Route(BUCKETS, receivers, patience_s, folder=str(folder), delta=delta)
     sender = SENDERS[name](route, 0, CPU)
     address = sender.offer()
     engines = [ScriptedEngine(lambda _: []) for _ in range(receivers)]

@@ -20,7 +20,7 @@ from verl_ray.weight_sync.fingerprint import EMPTY, Fingerprint, fingerprint
 from verl_ray.weight_sync.meeting import gather, invite, join
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
-ROUTE = Route(BUCKETS, receivers=2, deadline_s=60)
+ROUTE = Route(BUCKETS, receivers=2, patience_s=60)
 SYNCS = 2
 
 
@@ -68,6 +68,7 @@ def _receive(number: int, address: Address, outbox: Any) -> None:
     reader.close()
 
 
+@pytest.mark.processes
 @pytest.mark.timeout(240)
 def test_slices_of_two_ranks_reach_two_processes_sync_after_sync_until_one_of_them_dies(tmp_path: Path) -> None:
     context = multiprocessing.get_context("forkserver")  # torch is imported once, for all of them
@@ -127,20 +128,18 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_those_who_meet_leave_when_one_will_not_come() -> None:
-    sender = BroadcastSender(Route(BUCKETS, 2, 60.0), 0, CPU)
+    sender = BroadcastSender(Route(BUCKETS, 2, 3600.0), 0, CPU)  # longer than anybody waits here
     meeting = sender.offer().meeting
-    began = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         sending = pool.submit(sender.connect, BroadcastAddress(meeting))
-        other = pool.submit(join, meeting, 1, 60.0, "cpu")
+        other = pool.submit(join, meeting, 1, 3600.0, "cpu")
         time.sleep(0.5)
         assert not sending.done() and not other.done()
         sender.leave()
         with pytest.raises(WeightSyncError, match=r"of 2 receivers \[0\] will not come"):
-            sending.result(10)
+            sending.result(120)
         with pytest.raises(WeightSyncError, match="receiver 1 waited"):
-            other.result(10)
-    assert time.monotonic() - began < 30
+            other.result(120)
     sender.close()
 
 

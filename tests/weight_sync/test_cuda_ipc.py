@@ -15,7 +15,7 @@ from verl_ray.weight_sync.transport import Address, Route, Seat
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
 
-ROUTE = Route(BUCKETS, receivers=1, deadline_s=60, over="cuda")
+ROUTE = Route(BUCKETS, receivers=1, patience_s=60, over="cuda")
 
 
 def _receive(address: Address, inbox: Any, outbox: Any) -> None:

@@ -41,7 +41,7 @@ def test_a_folder_that_is_not_shared_or_not_writable_is_named(tmp_path: Path) ->
 
 
 def test_a_bucket_that_does_not_come_is_named(tmp_path: Path) -> None:
-    ends = joined("disk", tmp_path, receivers=1, deadline_s=0.2)
+    ends = joined("disk", tmp_path, receivers=1, patience_s=0.2)
     ends.begin(1)
     with pytest.raises(WeightSyncError, match=r"waited for 0 s: bucket 0 did not come"):
         ends.engines[0].receive(BUCKETS[0], ends.address)

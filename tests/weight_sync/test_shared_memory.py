@@ -47,6 +47,7 @@ def _send_half(
     answers.put(transport.write(BUCKET, shards).by_name)
 
 
+@pytest.mark.processes
 def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: SharedMemoryAddress) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
@@ -122,6 +123,7 @@ def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:
     assert list(FOLDER.glob("*too-large*")) == []
 
 
+@pytest.mark.processes
 def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(address: SharedMemoryAddress) -> None:
     code = """
 import os, tempfile

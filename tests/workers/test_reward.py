@@ -60,6 +60,7 @@ def rows_of(worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]) ->
     return plain.replace(tokens=tokens, **columns)
 
 
+@pytest.mark.processes
 def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWorker) -> None:
     rows = rows_of(worker, [
         ("1+2=", "3", "3", "sums", "{}"),
@@ -104,6 +105,7 @@ class Longest(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
 
+@pytest.mark.processes
 def test_a_service_grades_the_texts(worker: RewardWorker, tmp_path: Path) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Longest)
     threading.Thread(target=server.serve_forever, daemon=True).start()

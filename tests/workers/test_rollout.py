@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
+import pytest
 
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
-from verl_ray.rollout.base import Request, Sampling
+from verl_ray.errors import CannotGenerate, EngineFailed
+from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
@@ -85,6 +89,25 @@ def test_of_a_group_only_what_is_wanted_is_drawn() -> None:
     (piece,) = worker.generate(prompts(), what, np.array([7, 10, 11]))
     assert sorted(piece.row_id.tolist()) == [7, 10, 11]
     assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([7, 10, 11])).tolist()
+
+
+class Lossy(ScriptedEngine):
+    """An engine that forgets the log-probs of what it drew."""
+
+    def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
+        return [replace(chunk, log_probs=chunk.log_probs[:0]) for chunk in super()._deliver(progress, version)]
+
+
+def test_unusable_answers_are_a_lost_replica() -> None:
+    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9)
+    worker = ScriptedWorker()
+    worker.server = RolloutServer(lambda: Lossy(worker.script, initial_version=9))
+    with pytest.raises(EngineFailed, match="its answers cannot be used: ValueError"):
+        list(worker.generate(prompts(), what))
+    asleep = ScriptedWorker()
+    asleep.sleep("weights")
+    with pytest.raises(CannotGenerate):  # what the engine refuses is refused by every replica
+        list(asleep.generate(prompts(), what))
 
 
 def test_token_sequences_are_continued_as_they_are_drawn() -> None:

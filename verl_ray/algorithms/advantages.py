@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from verl_ray.config.algorithm import AdvantageName
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
+from verl_ray.ops.masked import RESOLUTION
 
 Float64 = NDArray[np.float64]
 
@@ -24,28 +25,59 @@ Float64 = NDArray[np.float64]
 
 
 class _Groups:
-    """Sums over the members of each group.
+    """Trajectories as members of their groups, and what a statistic of the members says to each row.
 
-    A member is one trajectory: of its valid rows the first stands for it. Counting every row of a trajectory would
-    bias the baseline towards trajectories of many turns. Failed rows hold no reward and are no members.
+    A trajectory is one member, however many rows it has: counting rows would bias the baseline towards trajectories of
+    many turns. Its reward is the sum of what its rows earned, because the reward of an episode is paid once, on one of
+    its rows or in parts. A trajectory that lacks the reward of any of its rows has none, and is no member.
     """
 
     def __init__(self, rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None) -> None:
-        self.valid = valid
-        self.rewards: Float64 = np.where(valid, rewards, 0).astype(np.float64)
-        self._group: Int64 = np.unique(group, return_inverse=True)[1].reshape(-1)
-        self._member: Float64 = valid.astype(np.float64)
-        if trajectory is not None:
-            rows = np.flatnonzero(valid)
-            self._member[:] = 0
-            self._member[rows[np.unique(trajectory[rows], return_index=True)[1]]] = 1
-        self.size = self.sum(np.ones_like(self.rewards))
-        self.deviation: Float64 = np.where(valid, self.rewards - self.sum(self.rewards) / np.maximum(self.size, 1), 0)
+        self._row, first = _members(len(rewards), trajectory)
+        assert np.array_equal(group[first][self._row], group), "the rows of a trajectory answer one prompt"
+        members = len(first)
+
+        earned = np.where(valid, rewards, 0).astype(np.float64)
+        reward = _sums(earned, self._row, members)
+        self._complete = complete(valid, trajectory)[first]
+
+        self._group: Int64 = np.unique(group[first], return_inverse=True)[1].reshape(-1)
+        self.size = self.sum(np.ones(members))
+        count = np.maximum(self.size, 1)
+        deviation = np.where(self._complete, reward - self.sum(reward) / count, 0)
+        # Sums of float32 parts that should be equal differ in their last digits.
+        is_rounding = self.sum(deviation**2) <= RESOLUTION * self.sum(reward**2)
+        self.deviation: Float64 = np.where(is_rounding, 0, deviation)
 
     def sum(self, values: Float64) -> Float64:
-        """[rows]: the sum of `values` over the members of the row's group."""
-        sums = cast(Float64, np.bincount(self._group, weights=self._member * values))  # its stub says integers
-        return sums[self._group]
+        """[members]: the sum of `values` [members] over the members of the trajectory's group."""
+        counted = np.where(self._complete, values, 0)
+        return _sums(counted, self._group, len(values))[self._group]
+
+    def to_rows(self, values: Float64) -> Float32:
+        """float32 [rows]: to every row the value of its trajectory."""
+        return values[self._row].astype(np.float32)
+
+
+def _members(rows: int, trajectory: Int64 | None) -> tuple[Int64, Int64]:
+    """The number of each row's trajectory, [rows] in [0, members), and the first row of each trajectory, [members]."""
+    if trajectory is None:
+        return np.arange(rows), np.arange(rows)
+    _, first, row = np.unique(trajectory, return_index=True, return_inverse=True)
+    return row.reshape(-1), first
+
+
+def _sums(values: Float64, place: Int64, count: int) -> Float64:
+    """[count]: the sums of the values at each place."""
+    return cast(Float64, np.bincount(place, weights=values, minlength=count))  # its stub says integers
+
+
+def complete(valid: Bool, trajectory: Int64 | None) -> Bool:
+    """bool [rows]: every row of the row's trajectory is valid, so that the trajectory has a reward."""
+    row, first = _members(len(valid), trajectory)
+    lacking = _sums((~valid).astype(np.float64), row, len(first))
+    whole: Bool = lacking == 0
+    return whole[row]
 
 
 def grpo(
@@ -53,37 +85,41 @@ def grpo(
 ) -> Float32:
     """(reward - group mean) / (group standard deviation + epsilon), float32 [rows].
 
-    `rewards` float32 [rows], `group` int64 [rows], `valid` bool [rows] (False: no reward; it may be NaN, stays out of
-    the statistics and gets 0), `trajectory` int64 [rows], or None where every row is a trajectory of its own.
-    Exactly 0 in a group of one member or of equal rewards.
+    `rewards` float32 [rows], `group` int64 [rows], the same for all rows of a trajectory, `valid` bool [rows] (False:
+    no reward; it may be NaN), `trajectory` int64 [rows], or None where every row is a trajectory of its own.
+
+    Members of a group are trajectories. The reward of one is the sum over its rows, and each of its rows gets its
+    advantage: rewards [0, 1, 0, 0] of trajectories [0, 0, 1, 2] are three members with rewards 1, 0 and 0. A trajectory
+    with a row that is not valid stays out of the statistics, and all of its rows get 0 (`complete`). Exactly 0 in a
+    group of one member, or of rewards that are equal but for rounding. A valid reward that is NaN makes the whole group
+    NaN.
 
     DeepSeekMath (arXiv:2402.03300), section 4.1.2. The paper leaves the kind of standard deviation open; here it is the
     sample one (n - 1), as usual in this field. epsilon is an addition: it fades out differences below float32 noise.
     """
     groups = _Groups(rewards, group, valid, trajectory)
     std = np.sqrt(groups.sum(groups.deviation**2) / np.maximum(groups.size - 1, 1))
-    advantages: Float64 = groups.deviation / (std + epsilon)
-    return advantages.astype(np.float32)
+    return groups.to_rows(groups.deviation / (std + epsilon))
 
 
 def subtract_group_mean(rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None) -> Float32:
-    """reward - group mean, float32 [rows]; arguments as for `grpo`. 0 in a group of one member.
+    """reward - group mean, float32 [rows]; arguments and members as for `grpo`. 0 in a group of one member.
 
     Dr. GRPO (arXiv:2503.20783, section 3.2): GRPO without the division by the standard deviation. It is also the first
     half of REINFORCE++-baseline (arXiv:2501.03262), whose second half is algorithm.whiten_advantages.
     """
-    return _Groups(rewards, group, valid, trajectory).deviation.astype(np.float32)
+    groups = _Groups(rewards, group, valid, trajectory)
+    return groups.to_rows(groups.deviation)
 
 
 def rloo(rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None) -> Float32:
-    """reward - mean reward of the group's other members, float32 [rows]; arguments as for `grpo`.
+    """reward - mean reward of the group's other members, float32 [rows]; arguments and members as for `grpo`.
 
     RLOO (arXiv:2402.14740), eq. 8. It equals n / (n - 1) * (reward - group mean). Deviation: in a group of one member
     there are no others, and the advantage is 0 rather than the reward.
     """
     groups = _Groups(rewards, group, valid, trajectory)
-    advantages: Float64 = groups.deviation * groups.size / np.maximum(groups.size - 1, 1)
-    return advantages.astype(np.float32)
+    return groups.to_rows(groups.deviation * groups.size / np.maximum(groups.size - 1, 1))
 
 
 # ----------------------------------------------------------------------------------------------------- token level

@@ -2,7 +2,8 @@
 
 Invariant: a weight is a constant for the gradient, and depends on its row alone; a token that is left out bears no term
 of the loss. Denominators stay what they are without a correction (`aggregation.py`): all response tokens, or rows, that
-are learned from, those left out among them; so a token is weighed the same whatever becomes of the others.
+are learned from, those left out among them; so a token is weighed the same whatever becomes of the others. A ratio that
+is NaN is beyond no bound: its token is kept with a weight of NaN, so that the step is skipped and says so.
 Deliberately not here: which policies are compared and where the weights go (`objectives.py`).
 """
 
@@ -41,10 +42,13 @@ def correct(config: CorrectionConfig, log_ratio: Tensor, row: Tensor) -> Weights
     ratio = LEVELS[level](log_ratio.detach(), row).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
     weight, kept = CORRECTIONS[kind](ratio, config.lower, upper)
     low = 1 / upper if config.lower is None else config.lower
+    # Fractions count whatever has one ratio, a token or a row. A row is shared out over its tokens, which are summed.
+    share = torch.ones_like(ratio) if level == "token" else 1 / row_lengths(row)
     means = {
         "ratio": ratio,
-        "high": ratio > upper,
-        "low": ratio < low,
+        "share": share,
+        "high": share * (ratio > upper),
+        "low": share * (ratio < low),
         "weight": weight,
         "deviation_squared": (weight - 1).square(),  # from 1, where weights lie: squares of them would lose its digits
         "left_out": ~kept,
@@ -53,33 +57,47 @@ def correct(config: CorrectionConfig, log_ratio: Tensor, row: Tensor) -> Weights
         weight,
         kept,
         {APPLIED + name: values.float() for name, values in means.items()},
-        {f"{APPLIED}ratio": ratio, f"{APPLIED}inverse": 1 / ratio},
+        {
+            f"{APPLIED}weight": weight,
+            f"{APPLIED}inverse_weight": 1 / weight,  # infinite where a token is left out: the smallest weight is 0 then
+            f"{APPLIED}ratio": ratio,
+            f"{APPLIED}inverse_ratio": 1 / ratio,
+        },
     )
 
 
 def correction_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
     """Metrics under their published names, from the token means and maxima of `Weights`; nothing without them.
 
-    rollout_corr/rollout_is_mean, _max, _min and _ratio_fraction_high, _low (beyond the bounds; without a lower one,
-    below 1 / upper) are of the ratios before anything is done; _std and _eff_sample_size, a fraction of all tokens
-    ((sum w)^2 / (n * sum w^2)), are of the weights in use; rollout_rs_masked_fraction is of the tokens left out.
+    As on the field's dashboards, rollout_corr/rollout_is_mean, _max, _min, _std and _eff_sample_size, a fraction of all
+    tokens ((sum w)^2 / (n * sum w^2)), are of the weights in use: after truncation, and 0 where a token is left out.
+    rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without a lower one, below 1 / upper),
+    each token's, or each response's where the ratio is one of responses. rollout_rs_masked_fraction is of the tokens
+    left out. Ours: rollout_corr/ratio_mean, _max and _min are of the ratios before anything is done about them.
     """
     of = {name.removeprefix(APPLIED): value for name, value in means.items() if name.startswith(APPLIED)}
     if not of:
         return {}
     mean = of["weight"]
     variance = max(of["deviation_squared"] - (mean - 1) ** 2, 0.0)
-    lowest = maxima[f"{APPLIED}inverse"]
     return {
-        "rollout_corr/rollout_is_mean": of["ratio"],
+        "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_std": math.sqrt(variance),
-        "rollout_corr/rollout_is_min": 1 / lowest if lowest else math.nan,
-        "rollout_corr/rollout_is_max": maxima[f"{APPLIED}ratio"],
+        "rollout_corr/rollout_is_min": _inverse(maxima[f"{APPLIED}inverse_weight"]),
+        "rollout_corr/rollout_is_max": maxima[f"{APPLIED}weight"],
         "rollout_corr/rollout_is_eff_sample_size": mean**2 / (variance + mean**2) if mean else 0.0,
-        "rollout_corr/rollout_is_ratio_fraction_high": of["high"],
-        "rollout_corr/rollout_is_ratio_fraction_low": of["low"],
+        "rollout_corr/rollout_is_ratio_fraction_high": of["high"] / of["share"],
+        "rollout_corr/rollout_is_ratio_fraction_low": of["low"] / of["share"],
         "rollout_corr/rollout_rs_masked_fraction": of["left_out"],
+        "rollout_corr/ratio_mean": of["ratio"],
+        "rollout_corr/ratio_max": maxima[f"{APPLIED}ratio"],
+        "rollout_corr/ratio_min": _inverse(maxima[f"{APPLIED}inverse_ratio"]),
     }
+
+
+def _inverse(largest: float) -> float:
+    """The smallest value, from the largest inverse of one; NaN of nothing."""
+    return 1 / largest if largest else math.nan
 
 
 # ------------------------------------------------------------------------------------------------------- the levels
@@ -124,7 +142,7 @@ def mis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tenso
 
     J. Liu et al., "When speed kills stability" (2025), there per sequence.
     """
-    kept = ratio <= upper
+    kept = ~(ratio > upper)
     return torch.where(kept, ratio, 0.0), kept
 
 
@@ -144,12 +162,12 @@ def reject(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Te
     With the geometric mean, the sequence mask of J. Liu et al., "When speed kills stability" (2025).
     """
     kept = _within(ratio, lower, upper)
-    return kept.float(), kept
+    return torch.where(ratio.isnan(), ratio, kept.float()), kept
 
 
 def _within(ratio: Tensor, lower: float | None, upper: float) -> Tensor:
     assert lower is not None, "the configuration requires it of corrections with two bounds"
-    return (ratio >= lower) & (ratio <= upper)
+    return ~((ratio < lower) | (ratio > upper))
 
 
 CORRECTIONS: dict[CorrectionKind, Callable[[Tensor, float | None, float], tuple[Tensor, Tensor]]] = {

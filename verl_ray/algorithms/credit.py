@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.algorithms.advantages import ADVANTAGES, CriticBaseline, GroupBaseline
+from verl_ray.algorithms.advantages import ADVANTAGES, CriticBaseline, GroupBaseline, complete
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
@@ -47,18 +47,25 @@ def judge(
 ) -> RowRewards:
     """The reward of each response, its advantage over its group, and whether it is learned from. All inputs [rows].
 
-    A response without a score (`ok` False) is no member of its group and is not learned from; one that was cut at the
-    length limit is left out when algorithm.truncated is mask. `charge` is what the divergence from the reference
-    costs the response as a whole: group baselines compare rewards that it is already taken from.
+    A response without a score (`ok` False) or one that was aborted says nothing of the policy: it has no reward and is
+    not learned from. Group baselines compare trajectories, so there it takes its whole trajectory with it, which is
+    then no member of its group. One that was cut at the length limit is a member; it is not learned from when
+    algorithm.truncated is mask. `charge` is what the divergence from the reference costs the response as a whole:
+    group baselines compare rewards that it is already taken from.
     """
-    in_loss = ok & (finish != Finish.ABORTED)
-    if algorithm.truncated == "mask":
-        in_loss &= finish != Finish.LENGTH
-    reward = np.where(ok, score if charge is None else score - charge, 0).astype(np.float32)
     estimator = ADVANTAGES[algorithm.advantage]
+    rewarded = ok & (finish != Finish.ABORTED)
+    if isinstance(estimator, GroupBaseline):
+        rewarded = complete(rewarded, trajectory_id)
+
+    reward = np.where(rewarded, score if charge is None else score - charge, 0).astype(np.float32)
     advantage = np.zeros_like(reward)
     if isinstance(estimator, GroupBaseline):
-        advantage = estimator.function(reward, group_id, ok, trajectory=trajectory_id)
+        advantage = estimator.function(reward, group_id, rewarded, trajectory=trajectory_id)
+
+    in_loss = rewarded
+    if algorithm.truncated == "mask":
+        in_loss = in_loss & (finish != Finish.LENGTH)
     return RowRewards(offsets=np.zeros(len(reward) + 1, np.int64), reward=reward, advantage=advantage, in_loss=in_loss)
 
 

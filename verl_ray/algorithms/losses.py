@@ -21,13 +21,17 @@ MAX_LOG_RATIO = 20.0
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """Losses float32 [T], differentiable, and metrics float32 [T] by published name, detached. Metrics are averaged
-    over tokens: sum over all parts, divided by the sum of their token counts. Of `maxima`, float32 [T] and not
-    negative, the largest value is kept."""
+    """Losses float32 [T], differentiable, and what is reported of them, float32 [T] by name and detached.
+
+    `metrics` are averaged over tokens: the sum over all parts of a mini-batch, divided by the sum of their token
+    counts. `terms` are terms of the loss: they are aggregated as the loss itself is, with the weights of its rows. Of
+    `maxima`, which are not negative, the largest value is kept.
+    """
 
     loss: Tensor
     metrics: dict[str, Tensor]
     maxima: dict[str, Tensor] = field(default_factory=dict)
+    terms: dict[str, Tensor] = field(default_factory=dict)
 
 
 class PolicyLoss(Protocol):

@@ -1,13 +1,14 @@
 """What a model is trained on, put together from the losses: one callable per kind of training.
 
 Invariant: an objective maps per-token outputs to per-token losses; how they are weighted into one number is the rows'
-`loss_weight`, so an objective knows neither micro-batches nor ranks. Deliberately not here: the losses themselves.
+`loss_weight`, so an objective knows neither micro-batches nor ranks. It sees nothing of rows that are not learned from
+(`of_counted`). Deliberately not here: the losses themselves.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
@@ -36,6 +37,25 @@ class LossInputs:
     def columns(cls) -> tuple[str, ...]:
         """Names of the TrainingBatch columns that losses read."""
         return tuple(f.name for f in fields(cls) if f.name != "row")
+
+
+def of_counted(outputs: TokenOutputs, inputs: LossInputs, counted: Tensor) -> tuple[TokenOutputs, LossInputs]:
+    """The same with zeros for whatever is not `counted`, bool [read] or, for losses of scores, [rows].
+
+    Rows that are not learned from may hold NaN or infinities. A weight of 0 would not keep them out: 0 times NaN is
+    NaN, and where a loss is computed from NaN, a gradient of 0 becomes NaN on its way back. Here the gradient of what
+    does not count is exactly 0 before any loss is computed.
+    """
+    absent = ~counted
+
+    def cleared(given: TokenOutputs | LossInputs, names: tuple[str, ...]) -> dict[str, Any]:
+        tensors = {name: getattr(given, name) for name in names}
+        return {name: one.masked_fill(absent, 0) for name, one in tensors.items() if one is not None}
+
+    return (
+        replace(outputs, **cleared(outputs, ("log_probs", "entropy", "greedy", "values", "scores"))),
+        replace(inputs, **cleared(inputs, LossInputs.columns())),
+    )
 
 
 class Objective(Protocol):
@@ -85,16 +105,21 @@ class PolicyObjective:
         log_probs, entropy = _given(outputs.log_probs, "log_probs"), _given(outputs.entropy, "entropy")
         found, kept = self._policy_loss(log_probs, inputs)
         loss = found.loss
-        metrics = found.metrics | {"actor/pg_loss": found.loss.detach(), "actor/entropy": entropy.detach()}
+        terms = {"actor/pg_loss": found.loss.detach(), "actor/entropy": entropy.detach()}
+
         if self.algorithm.entropy_coefficient:
-            loss = loss - self.algorithm.entropy_coefficient * entropy
+            loss = loss - self.algorithm.entropy_coefficient * _only(entropy, kept)
+
         if self.algorithm.kl.place == "loss":
             estimator = self.algorithm.kl.estimator
             assert estimator is not None, "the configuration requires one where there is a place"
-            divergence = KL_ESTIMATORS[estimator](log_probs, _given(inputs.ref_log_probs, "ref_log_probs"))
+            reference = _given(inputs.ref_log_probs, "ref_log_probs")
+            # Tokens that are left out are cleared first: at log-probs of -inf, k2 has a gradient of 0 times infinity.
+            divergence = KL_ESTIMATORS[estimator](_only(log_probs, kept), _only(reference, kept))
             loss = loss + self.kl_coefficient * divergence
-            metrics["actor/kl_loss"] = divergence.detach()
-        return TokenLoss(loss if kept is None else loss.where(kept, 0.0), metrics, found.maxima)
+            terms["actor/kl_loss"] = divergence.detach()
+
+        return TokenLoss(loss, found.metrics, found.maxima, terms)
 
     def _policy_loss(self, log_probs: Tensor, inputs: LossInputs) -> tuple[TokenLoss, Tensor | None]:
         """The loss of each token against its old policy, corrected, and which tokens are kept (None: all). How far the
@@ -122,7 +147,12 @@ class PolicyObjective:
         if form == "three_policy" or algorithm.policy_loss == "reinforce":
             loss = loss * weights.weight
         metrics = found.metrics | means | weights.means
-        return TokenLoss(loss.where(weights.kept, 0.0), metrics, maxima | weights.maxima), weights.kept
+        return TokenLoss(_only(loss, weights.kept), metrics, maxima | weights.maxima), weights.kept
+
+
+def _only(values: Tensor, kept: Tensor | None) -> Tensor:
+    """The values of the tokens that are kept, 0 for the others (None: all are kept)."""
+    return values if kept is None else values.where(kept, 0.0)
 
 
 @dataclass(frozen=True)
@@ -142,8 +172,11 @@ class ValueObjective:
         found = value_loss(
             values, _given(inputs.old_values, "old_values"), _given(inputs.returns, "returns"), clip=self.config.clip
         )
-        metrics = {"critic/vf_loss": found.loss.detach(), "critic/vpred_mean": values.detach()}
-        return TokenLoss(found.loss, found.metrics | metrics)
+        return TokenLoss(
+            found.loss,
+            found.metrics | {"critic/vpred_mean": values.detach()},
+            terms={"critic/vf_loss": found.loss.detach()},
+        )
 
 
 @dataclass(frozen=True)

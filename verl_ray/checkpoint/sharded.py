@@ -1,17 +1,19 @@
 """The state of an engine on disk, each rank its shards, through torch's distributed checkpoint.
 
 Invariant: what any number of ranks of any backend wrote, any other number of ranks of any backend reads, value for
-value; only random streams belong to a rank, and a rank that the checkpoint does not know keeps the stream it was
-seeded with. Every rank calls these, with a state of its engine. Saving may go on behind the training: what is written
-then is a copy of the state as it was. Deliberately not here: whether a checkpoint is whole (`store.py`).
+value; only random streams belong to a rank and a type of device (torch's generators differ), and a rank that the
+checkpoint does not know keeps the stream it was seeded with. Every rank calls these, with a state of its engine. Saving
+may go on behind the training: what is written then is a copy of the state as it was. Deliberately not here: whether a
+checkpoint is whole (`store.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import io
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -20,15 +22,23 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
 
 from verl_ray.checkpoint.slices import Slices
 from verl_ray.errors import CheckpointError
 from verl_ray.models.weights import is_first_copy, own_box
+from verl_ray.profiling.progress import advance
 
 RANK_KEY = "rng_"
 """Keys of a state that begin so belong to one rank."""
+
+
+def random_key(rank: int, device: str, name: str = "") -> str:
+    """The key of a random stream of a rank, whose generator is of this type of device; `name`: where there are more."""
+    return f"{RANK_KEY}{rank}_{device}" + (f"_{name}" if name else "")
 
 
 def save(state: dict[str, Any], path: str) -> None:
@@ -42,7 +52,7 @@ def _save(state: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> 
         free = shutil.disk_usage(Path(path).parent).free / 2**30
     with _readable_errors(f"{path} cannot be written ({free:.1f} GiB are free there)"):
         writer, alone = FileSystemWriter(path), not dist.is_initialized()
-        state_dict_saver.save(state, storage_writer=writer, process_group=group, no_dist=alone)
+        state_dict_saver.save(state, storage_writer=writer, planner=_Written(), process_group=group, no_dist=alone)
 
 
 class Saving:
@@ -78,14 +88,54 @@ def copied(state: Any) -> Any:
     return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
 
 
-def load(state: dict[str, Any], path: str) -> None:
-    """Fill `state`, in place, from what `save` wrote. Raises CheckpointError if `path` does not hold such a state."""
+def load(state: dict[str, Any], path: str) -> list[str]:
+    """Fill `state`, in place, from what `save` wrote. Raises CheckpointError if `path` does not hold such a state.
+
+    Where a rank's random stream was written by a generator of another device, its entry becomes None. Returns what the
+    user has to know of such entries.
+    """
     with _readable_errors(f"{path} cannot be read"):
         reader = FileSystemReader(path)
         known = reader.read_metadata().state_dict_metadata
         wanted = {key: value for key, value in state.items() if not key.startswith(RANK_KEY) or key in known}
-        state_dict_loader.load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
+        state_dict_loader.load(wanted, storage_reader=reader, planner=_Read(), no_dist=not dist.is_initialized())
         state.update(wanted)
+    notes = []
+    for key in sorted(state.keys() - wanted.keys()):
+        if found := _of_another_device(key, known):
+            state[key] = None
+            notes.append(
+                f"{path} has the random stream {found}, and this rank's is {key}: it is seeded anew, from the run's "
+                f"seed, the step and the rank"
+            )
+    return notes
+
+
+def _of_another_device(key: str, known: Iterable[str]) -> str | None:
+    """The stream of the same rank and name that another type of device wrote."""
+    _, rank, _, *name = key.split("_", 3)
+    for other in known:
+        parts = other.split("_", 3)
+        if other.startswith(RANK_KEY) and parts[1] == rank and parts[3:] == name:
+            return other
+    return None
+
+
+class _Written(DefaultSavePlanner):
+    """Counts what is handed to the writer, tensor by tensor."""
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        data: Tensor | io.BytesIO = super().resolve_data(write_item)
+        advance(data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes, "bytes")
+        return data
+
+
+class _Read(DefaultLoadPlanner):
+    """Counts what has been read, tensor by tensor."""
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        advance(tensor.nbytes, "bytes")
 
 
 @contextlib.contextmanager

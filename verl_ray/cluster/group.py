@@ -8,6 +8,7 @@ processes (`processes.py`).
 
 from __future__ import annotations
 
+import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -16,10 +17,12 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 import numpy as np
 import ray
 
-from verl_ray.cluster.calls import Call, Deadline, Flight, late, receive
+from verl_ray.cluster import failures
+from verl_ray.cluster.calls import Call, Flight, receive, refuse_stalled
 from verl_ray.cluster.failures import Member
-from verl_ray.cluster.host import CONTROL, Request, Status, Value, lane_of
+from verl_ray.cluster.host import CONTROL, PATIENCE, Request, Status, Value, lane_of
 from verl_ray.cluster.processes import Processes
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.packing import balance, estimated_work
 from verl_ray.data.sharded import Receipt, Sharded, join
@@ -31,15 +34,12 @@ R = TypeVar("R", bound=Batch)
 T = TypeVar("T")
 P = ParamSpec("P")
 
-CALL_KEY = "run.call_deadline_s"
-
 
 class WorkerGroup(Generic[W]):
-    """All ranks of one role. `deadline_s` bounds every call that does not name its own."""
+    """All ranks of one role."""
 
-    def __init__(self, role: str, processes: Processes, deadline_s: float) -> None:
+    def __init__(self, role: str, processes: Processes) -> None:
         self.role = role
-        self.deadline_s = deadline_s
         self._processes = processes
         self._failure: WorkerError | None = None
         self._failed_incarnation = 0
@@ -51,6 +51,11 @@ class WorkerGroup(Generic[W]):
     def incarnation(self) -> int:
         """1 at first, one more after each restart."""
         return self._processes.incarnation
+
+    @property
+    def stall_s(self) -> float:
+        """For how many seconds its processes may make no progress while something is asked of them."""
+        return self._processes.stall_s
 
     @property
     def num_ranks(self) -> int:
@@ -81,7 +86,6 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[B],
         *more: object,
         assignment: Sequence[Int64] | None = None,
-        deadline_s: float | None = None,
     ) -> Call[Sharded[R]]: ...
 
     @overload
@@ -91,7 +95,6 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[B],
         *more: object,
         assignment: Sequence[Int64] | None = None,
-        deadline_s: float | None = None,
     ) -> Call[list[T]]: ...
 
     def scatter(
@@ -100,7 +103,6 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[Any],
         *more: object,
         assignment: Sequence[Int64] | None = None,
-        deadline_s: float | None = None,
     ) -> Call[Any]:
         """Call `method(worker, rows, *more)` on all ranks, rows split over the row coordinates (see `deal`).
 
@@ -118,9 +120,8 @@ class WorkerGroup(Generic[W]):
             )
         parts = [_slice((rows, *more), index) for index in chosen]
         topologies = self._processes.topologies[self.role]
-        deadline = self._deadline(deadline_s)
         flights = [
-            self._send(member, method, parts[topology.row_index], {}, deadline)
+            self._send(member, method, parts[topology.row_index], {})
             for member, topology in zip(self._usable(), topologies, strict=True)
         ]
         order = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
@@ -136,13 +137,12 @@ class WorkerGroup(Generic[W]):
 
     def broadcast(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[list[T]]:
         """Call the method with the same arguments, no rows, on all ranks. Returns the value of each rank."""
-        deadline = self._deadline(None)
-        flights = [self._send(member, method, args, kwargs, deadline) for member in self._usable()]
+        flights = [self._send(member, method, args, kwargs) for member in self._usable()]
         return Call(self, flights, lambda answers: [_plain(reply) for _, reply in answers])
 
     def rank_zero(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]:
         """Call the method on rank 0 alone; not for methods in which ranks meet."""
-        flight = self._send(self._usable()[0], method, args, kwargs, self._deadline(None))
+        flight = self._send(self._usable()[0], method, args, kwargs)
         return Call(self, [flight], lambda answers: _plain(answers[0][1]))
 
     @overload
@@ -152,7 +152,6 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[B],
         *more: object,
         replica: int | None = None,
-        deadline_s: float | None = None,
     ) -> Call[Sharded[R]]: ...
 
     @overload
@@ -162,7 +161,6 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[B],
         *more: object,
         replica: int | None = None,
-        deadline_s: float | None = None,
     ) -> Call[T]: ...
 
     def route(
@@ -171,14 +169,12 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[Any],
         *more: object,
         replica: int | None = None,
-        deadline_s: float | None = None,
     ) -> Call[Any]:
         """Call the method with all of `rows` on one replica (row coordinate): the one with the fewest open calls."""
         self._check_beside(rows, more)
         if replica is None:
             replica = min(range(self.row_count), key=self._open_calls)
-        deadline = self._deadline(deadline_s)
-        flights = [self._send(m, method, (rows, *more), {}, deadline) for m in self._replica(replica)]
+        flights = [self._send(m, method, (rows, *more), {}) for m in self._replica(replica)]
 
         def assemble(answers: list[tuple[Any, Any]]) -> Any:
             payload, reply = next((payload, reply) for payload, reply in answers if reply is not None)
@@ -194,22 +190,20 @@ class WorkerGroup(Generic[W]):
         rows: Sharded[B],
         *more: object,
         assignment: Sequence[Int64] | None = None,
-        deadline_s: float | None = None,
     ) -> Iterator[Sharded[R]]:
         """Call a generator method on all replicas, rows split over them, and yield each batch as soon as it is there.
 
         The calls are made at once, not at the first `next`. Pieces of different replicas come in any order; replicas
-        without rows are not called. The deadline covers the whole stream. A consumer that stops early makes the
-        replicas stop too (their `abort`, if they have one).
+        without rows are not called. A stream may last as long as its replica makes progress. A consumer that stops
+        early makes the replicas stop too (their `abort`, if they have one).
         """
         self._check_beside(rows, more)
         chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
-        deadline = self._deadline(deadline_s)
         streams = [
             stream
             for replica, index in enumerate(chosen)
             if len(index)
-            for stream in self._streams(replica, method, _slice((rows, *more), index), deadline)
+            for stream in self._streams(replica, method, _slice((rows, *more), index))
         ]
         return _pieces(streams)
 
@@ -218,24 +212,21 @@ class WorkerGroup(Generic[W]):
         method: Callable[Concatenate[W, B, ...], Iterator[R]],
         rows: Sharded[B],
         *more: object,
-        deadline_s: float | None = None,
     ) -> Stream[R]:
         """Call a generator method with all of `rows` on a group of one process; its pieces are the caller's to wait
         for, beside those of other groups (see `next_stream`)."""
         self._check_beside(rows, more)
-        (stream,) = self._streams(0, method, (rows, *more), self._deadline(deadline_s))
+        (stream,) = self._streams(0, method, (rows, *more))
         return stream
 
-    def _streams(
-        self, replica: int, method: Callable[..., Any], args: tuple[object, ...], deadline: Deadline
-    ) -> list[Stream[Any]]:
+    def _streams(self, replica: int, method: Callable[..., Any], args: tuple[object, ...]) -> list[Stream[Any]]:
         streams: list[Stream[Any]] = []
         for member in self._replica(replica):
-            request = self._request(method, args, {}, deadline)
+            request = self._request(method, args, {})
             stream_id = uuid.uuid4().hex
             lane = member.actor.stream.options(num_returns="streaming", concurrency_group=request.lane)
             source = lane.remote(request, stream_id)
-            streams.append(Stream(self, Flight(member, method.__name__, source, None, deadline), stream_id))
+            streams.append(Stream(self, Flight(member, method.__name__, source, None, self.stall_s), stream_id))
         return streams
 
     # ------------------------------------------------------------------------------------------- the control lane
@@ -244,14 +235,22 @@ class WorkerGroup(Generic[W]):
         """What each rank is doing now, also while it is busy."""
         return cast(list[Status], self._control("status"))
 
-    def answers(self, timeout_s: float) -> bool:
-        """Whether the control lane of each rank answers in time."""
-        asked = [m.actor.status.options(concurrency_group=CONTROL).remote() for m in self._processes.members]
-        ready, _ = ray.wait(asked, num_returns=len(asked), timeout=timeout_s)
+    def beat(self, interval_s: float, deadline_s: float, limit: str) -> Status | None:
+        """Of a group of one process: ask what it does, every `interval_s` seconds, and what it said last. Returns at
+        once while the process is well.
+
+        Raises:
+            WorkerDied: the process is gone.
+            DeadlineExceeded: it has not answered for `deadline_s` seconds; `limit` names the setting.
+        """
+        (member,) = self.members()
         try:
-            return len(ray.get(ready)) == len(asked)
-        except ray.exceptions.RayError:
-            return False
+            if not member.heartbeat.beat(interval_s, deadline_s):
+                since = time.monotonic() - member.heartbeat.unanswered_s
+                raise failures.stalled([member], "the control lane", limit, since=since, mute=True)
+        except ray.exceptions.RayError as error:
+            raise failures.died(member, "status", error) from error
+        return member.heartbeat.status
 
     def stacks(self) -> list[str]:
         """The Python stacks of each rank, also while it is busy or stuck."""
@@ -261,9 +260,13 @@ class WorkerGroup(Generic[W]):
         """Tell every worker to give up what it is doing: its own `abort`, if it has one."""
         self._control("abort", self.role)
 
-    def restart(self, deadline_s: float) -> None:
+    def restart(self) -> None:
         """New processes for this group, and for every group that shares them: one more incarnation of each."""
-        self._processes.restart(deadline_s)
+        self._processes.restart()
+
+    def kill(self) -> None:
+        """End its processes at once, also those of a restart that is under way in another thread, which then fails."""
+        self._processes.kill()
 
     def owns(self, error: WorkerError) -> bool:
         """Whether it is about a process of this group."""
@@ -278,7 +281,12 @@ class WorkerGroup(Generic[W]):
 
     def _control(self, method: str, *args: object) -> list[Any]:
         lanes = [getattr(m.actor, method).options(concurrency_group=CONTROL) for m in self._processes.members]
-        return cast(list[Any], ray.get([lane.remote(*args) for lane in lanes], timeout=self.deadline_s))
+        asked = [lane.remote(*args) for lane in lanes]
+        there = wait(asked, len(asked), self.stall_s)
+        silent = [member for member, reply in zip(self.members(), asked, strict=True) if reply not in there]
+        if silent:
+            raise failures.stalled(silent, method, f"run.stall_s = {self.stall_s:g}", mute=True)
+        return cast(list[Any], ray.get(asked))
 
     def _usable(self) -> list[Member]:
         if self._failure is not None and self._failed_incarnation == self.incarnation:
@@ -298,26 +306,17 @@ class WorkerGroup(Generic[W]):
         self._routed[replica] = calls
         return len(calls)
 
-    def _deadline(self, deadline_s: float | None) -> Deadline:
-        return Deadline.of(self.deadline_s if deadline_s is None else deadline_s, CALL_KEY)
-
-    def _request(
-        self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object], deadline: Deadline
-    ) -> Request:
-        return Request(self.role, self.incarnation, method.__name__, args, kwargs, deadline.allowed_s, lane_of(method))
+    def _request(self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Request:
+        patience_s = PATIENCE * self.stall_s
+        return Request(self.role, self.incarnation, method.__name__, args, kwargs, patience_s, lane_of(method))
 
     def _send(
-        self,
-        member: Member,
-        method: Callable[..., Any],
-        args: tuple[object, ...],
-        kwargs: dict[str, object],
-        deadline: Deadline,
+        self, member: Member, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
     ) -> Flight:
-        request = self._request(method, args, kwargs, deadline)
+        request = self._request(method, args, kwargs)
         lane = member.actor.call.options(num_returns=2, concurrency_group=request.lane)
         payload, reply = lane.remote(request)
-        return Flight(member, method.__name__, payload, reply, deadline)
+        return Flight(member, method.__name__, payload, reply, self.stall_s)
 
     def _check_beside(self, rows: Sharded[Any], more: Sequence[object]) -> None:
         for other in more:
@@ -347,7 +346,7 @@ class Stream(Generic[R]):
                 payload = next(source)
             except StopIteration:
                 return None
-            _wait([self])
+            _any_of([self])
             try:
                 reply = receive(replace(self.flight, reply=next(source)))
             except StopIteration:  # the process ended between the two; the reason lies in the first
@@ -368,35 +367,35 @@ class Stream(Generic[R]):
 def next_stream(streams: Sequence[Stream[R]], timeout_s: float) -> Stream[R] | None:
     """The first of these that has a piece, an end or a failure to take; None when none has for `timeout_s` seconds.
 
-    Raises DeadlineExceeded when one of them is past its deadline.
+    Raises DeadlineExceeded when the process of one of them makes no progress.
     """
-    return _wait(streams, timeout_s)
-
-
-def _wait(streams: Sequence[Stream[R]], timeout_s: float | None = None) -> Stream[R] | None:
-    left = min(stream.flight.deadline.left_s for stream in streams)
     by_source = {stream.flight.payload: stream for stream in streams}
-    allowed = left if timeout_s is None else min(left, timeout_s)
-    ready, _ = ray.wait(list(by_source), num_returns=1, timeout=allowed)
-    if ready:
-        return by_source[ready[0]]
-    if allowed < left:
-        return None
-    error = late([stream.flight for stream in streams])
-    for stream in streams:
-        if stream.group.owns(error):
-            stream.group.fail(error)
-    raise error
+    ready = wait(list(by_source), 1, timeout_s)
+    found = by_source.pop(ready[0]) if ready else None
+    try:
+        refuse_stalled([stream.flight for stream in by_source.values()])
+    except WorkerError as error:
+        for stream in streams:
+            if stream.group.owns(error):
+                stream.group.fail(error)
+        raise
+    return found
+
+
+def _any_of(streams: Sequence[Stream[R]]) -> Stream[R]:
+    while True:
+        ready = next_stream(streams, TICK_S)
+        if ready is not None:
+            return ready
 
 
 def _pieces(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:
     # Consumes every stream to its end; waits for the next piece of any; unblocked by a piece, an end, a failure or
-    # the deadline; stops when all streams have ended or one has failed.
+    # a process that makes no progress; stops when all streams have ended or one has failed.
     running = list(streams)
     try:
         while running:
-            stream = _wait(running)
-            assert stream is not None  # without a timeout it waits for the deadline
+            stream = _any_of(running)
             piece = stream.take()
             if piece is None:
                 running.remove(stream)

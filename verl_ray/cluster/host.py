@@ -19,9 +19,10 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 import psutil
@@ -34,12 +35,16 @@ from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
+from verl_ray.profiling.allocator import trainer_environment
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
+from verl_ray.profiling.progress import Progress, advance, begin, progress, touch, waiting_for_others
 
 COLLECTIVE, SERVING, STEERING, CONTROL = "collective", "serving", "steering", "control"
 LANES = {COLLECTIVE: 1, SERVING: 64, STEERING: 4, CONTROL: 1}
 """Threads of each lane. A call that is served holds one until it ends; what steers those must not wait for one."""
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
+PATIENCE = 0.8
+"""Of run.stall_s: so long a worker waits for others, so that it can say who did not come before it is named itself."""
 _TAIL_BYTES = 4096
 
 
@@ -82,7 +87,8 @@ class Request:
     method: str
     args: tuple[object, ...]
     kwargs: dict[str, object]
-    deadline_s: float
+    patience_s: float
+    """How long it waits for the rows to come."""
     lane: str
 
 
@@ -108,12 +114,13 @@ Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answ
 
 @dataclass(frozen=True)
 class Status:
-    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle; and what workers that
-    have a `health` say of themselves, by role."""
+    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle; how far the process
+    is with whatever it does on any lane; and what workers that have a `health` say of themselves, by role."""
 
     pid: int
     resident_bytes: int
     running: tuple[str, str, float] | None
+    progress: Progress
     health: dict[str, Any]
 
 
@@ -163,7 +170,7 @@ class WorkerHost:
 
     def __init__(self, seat: Seat) -> None:
         gc.disable()  # until workers are built: going through what imports leave behind took a fifth of vLLM's start
-        os.environ.update(thread_environment(seat.threads))
+        os.environ.update(process_environment(seat, os.environ))
         self._seat = seat
         self._log_path = _keep_output(seat)
         self._workers: dict[str, Any] = {}
@@ -180,7 +187,9 @@ class WorkerHost:
         """Enter torch.distributed; returns when every rank has."""
         try:
             address = ray.util.get_node_ip_address()
-            join(meeting, self._seat.rank, self._seat.device, address, self._listener, timeout_s)
+            begin()
+            with waiting_for_others():
+                join(meeting, self._seat.rank, self._seat.device, address, self._listener, timeout_s)
             self._joined = True
         except Exception as error:
             return self._failure(error)
@@ -200,6 +209,7 @@ class WorkerHost:
             seat.incarnation,
         )
         self._running = role, "build", time.monotonic()
+        begin()
         try:
             if not self._joined:
                 raise ClusterError(f"{role} rank {seat.rank} is not in its process group")
@@ -215,6 +225,7 @@ class WorkerHost:
             gc.freeze()  # what is there now stays: no collection looks at it again
             gc.enable()
             self._running = None
+            touch()
 
     def call(self, request: Request) -> tuple[Batch | None, Reply]:
         """Run one method: its batch (stored by Ray) and the batch's receipt, or None and any other value."""
@@ -236,6 +247,7 @@ class WorkerHost:
                 for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
                     if listening.gone:
                         break
+                    advance(piece.num_rows, "rows")
                     if self._answers(request):
                         yield piece
                         yield Receipt.of(piece)
@@ -276,12 +288,14 @@ class WorkerHost:
         return Facts(process.pid, process.create_time(), node_id, address, socket.gethostname(), log_path)
 
     def status(self) -> Status:
-        """What the collective lane is doing now."""
+        """What the process is doing now."""
         running = self._running
         process = psutil.Process()
         since = running and (running[0], running[1], time.monotonic() - running[2])
+        done = progress()
+        done = replace(done, waits_for_others=done.waits_for_others or _in_a_collective())
         health = {role: worker.health() for role, worker in self._workers.items() if hasattr(worker, "health")}
-        return Status(process.pid, process.memory_info().rss, since, health)
+        return Status(process.pid, process.memory_info().rss, since, done, health)
 
     def memory(self) -> CallPeaks:
         """What this process held at most in each call that ended since this was asked last."""
@@ -319,13 +333,18 @@ class WorkerHost:
 
     @contextlib.contextmanager
     def _doing(self, request: Request) -> Iterator[None]:
-        """Note what the collective lane does, and the memory that it takes on any lane."""
+        """Note what the collective lane does, and the memory that it takes on any lane. A call that begins or ends is
+        progress; one that only steers others is none."""
         if request.lane == COLLECTIVE:
             self._running = request.role, request.method, time.monotonic()
+        if request.lane != STEERING:
+            begin()
         try:
             with self._memory(request.role, request.method):
                 yield
         finally:
+            if request.lane != STEERING:
+                touch()
             if request.lane == COLLECTIVE:
                 self._running = None
 
@@ -341,7 +360,7 @@ class WorkerHost:
         return method
 
     def _arguments(self, request: Request) -> list[object]:
-        return [read(a, request.deadline_s) if isinstance(a, Sharded) else a for a in request.args]
+        return [read(a, request.patience_s) if isinstance(a, Sharded) else a for a in request.args]
 
     def _answers(self, request: Request) -> bool:
         """Of ranks that compute the same rows one answers for them; of anything else each speaks for itself."""
@@ -361,6 +380,30 @@ class WorkerHost:
         sys.stdout.flush()
         trace = "".join(traceback.format_exception(error))
         return Failure(f"{type(error).__name__}: {error}", trace, tail(self._log_path), own)
+
+
+def process_environment(seat: Seat, given: Mapping[str, str]) -> dict[str, str]:
+    """What this process sets for itself, `given` what it was started with; before torch is imported."""
+    trains = seat.process_group and seat.device != "cpu"
+    return thread_environment(seat.threads) | (trainer_environment(given) if trains else {})
+
+
+_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
+_INNERMOST = 3  # a collective's own frames: torch's operator, the function, its decorator
+
+
+def _in_a_collective() -> bool:
+    """Whether a thread is inside one of torch's collectives, as far as its Python frames tell: what runs on a device
+    they do not show."""
+    for frame in sys._current_frames().values():
+        at: FrameType | None = frame
+        for _ in range(_INNERMOST):
+            if at is None:
+                break
+            if at.f_code.co_filename.endswith(_COLLECTIVES):
+                return True
+            at = at.f_back
+    return False
 
 
 def thread_environment(threads: int) -> dict[str, str]:

@@ -1,7 +1,7 @@
 """The running form of process sets: actors in their bundles, joined, with the workers of their roles built.
 
-Invariant: start-up is a transaction; if any process of any set fails or is late, all of them end. A restart replaces
-every process of a set, and with them every role that shares them. Deliberately not here: calls on workers
+Invariant: start-up is a transaction; if any process of any set fails or makes no progress, all of them end. A restart
+replaces every process of a set, and with them every role that shares them. Deliberately not here: calls on workers
 (`group.py`).
 """
 
@@ -14,8 +14,9 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Deadline, Flight, collect
+from verl_ray.cluster.calls import Flight, collect
 from verl_ray.cluster.failures import Member
+from verl_ray.cluster.heartbeat import Heartbeat
 from verl_ray.cluster.host import COLLECTIVE, CONTROL, LANES, Seat, WorkerHost
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.errors import ClusterError
@@ -24,7 +25,9 @@ from verl_ray.parallel.topology import Topology
 W = TypeVar("W")
 
 _CLOSE_S = 5.0
-START_KEY = "run.start_deadline_s"
+COLLECTIVES_LAST = 4
+"""Times run.stall_s: so long ranks wait for each other in one collective. The driver names the one that makes no
+progress long before; and those that wait for one that does make progress are not late."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +50,9 @@ class Processes:
         place: Place,
         roles: Sequence[Role[Any]],
         log_dir: str,
-        collective_s: float,
+        stall_s: float,
     ) -> None:
-        """`ranks`: those of the set that live and die together; `collective_s`: how long they may wait for each other
-        in one collective."""
+        """`ranks`: those of the set that live and die together; `stall_s`: how long they may make no progress."""
         self.spec = spec
         self.ranks = tuple(ranks)
         self.roles = tuple(roles)
@@ -60,9 +62,9 @@ class Processes:
         self.topologies: dict[str, list[Topology]] = {}
         self._place = place
         self._log_dir = log_dir
-        self._collective_s = collective_s
+        self.stall_s = stall_s
 
-    def spawn(self, deadline: Deadline) -> list[Flight]:
+    def spawn(self) -> list[Flight]:
         """Create the actors of a new incarnation and ask where they are; rank 0 also where its set will meet."""
         self.incarnation += 1
         self.broken = False
@@ -82,26 +84,27 @@ class Processes:
                 self.incarnation,
             )
             actor = host.options(**self._place.options(rank)).remote(seat)
-            self.members.append(Member(spec.name, rank, actor, None))
-        flights = [self._ask(member, "facts", CONTROL, deadline) for member in self.members]
+            heartbeat = Heartbeat(actor.status.options(concurrency_group=CONTROL).remote)
+            self.members.append(Member(spec.name, rank, actor, None, heartbeat))
+        flights = [self._ask(member, "facts", CONTROL) for member in self.members]
         if spec.process_group:
-            flights.append(self._ask(self.members[0], "listen", CONTROL, deadline))
+            flights.append(self._ask(self.members[0], "listen", CONTROL))
         return flights
 
-    def build(self, told: Sequence[Any], deadline: Deadline) -> list[Flight]:
+    def build(self, told: Sequence[Any]) -> list[Flight]:
         """Given the replies to `spawn`: join the ranks and build every role, in the order they were given."""
         ranks = len(self.ranks)
         self.members = [replace(m, facts=facts) for m, facts in zip(self.members, told[:ranks], strict=True)]
         flights = []
         if self.spec.process_group:
             flights += [
-                self._ask(member, "join", COLLECTIVE, deadline, told[ranks], self._collective_s)
+                self._ask(member, "join", COLLECTIVE, told[ranks], COLLECTIVES_LAST * self.stall_s)
                 for member in self.members
             ]
         for role in self.roles:
             for member in self.members:
                 as_role = replace(member, role=role.name)
-                flights.append(self._ask(as_role, "build", COLLECTIVE, deadline, role.name, role.factory, role.args))
+                flights.append(self._ask(as_role, "build", COLLECTIVE, role.name, role.factory, role.args))
         return flights
 
     def settle(self, told: Sequence[Any]) -> None:
@@ -113,10 +116,10 @@ class Processes:
             check_topologies(role.name, topologies)
             self.topologies[role.name] = topologies
 
-    def ask_memory(self, deadline: Deadline) -> list[Flight]:
+    def ask_memory(self) -> list[Flight]:
         """Of every rank its `CallPeaks`, also while it is busy."""
         there = [member for member in self.members if member.facts is not None]
-        flights = [self._ask(member, "memory", CONTROL, deadline) for member in there]
+        flights = [self._ask(member, "memory", CONTROL) for member in there]
         return [replace(flight, method="memory") for flight in flights]
 
     def close(self) -> list[Any]:
@@ -128,24 +131,24 @@ class Processes:
         failures.kill(self.members)
         self.members = []
 
-    def restart(self, deadline_s: float) -> None:
+    def restart(self) -> None:
         """End all processes and start new ones in their place, as one more incarnation; all or nothing."""
         self.kill()
-        start([self], Deadline.of(deadline_s, START_KEY))
+        start([self])
 
-    def _ask(self, member: Member, method: str, lane: str, deadline: Deadline, *args: object) -> Flight:
+    def _ask(self, member: Member, method: str, lane: str, *args: object) -> Flight:
         reply = getattr(member.actor, method).options(concurrency_group=lane).remote(*args)
-        return Flight(member, f"start ({method})", None, reply, deadline)
+        return Flight(member, f"start ({method})", None, reply, self.stall_s)
 
 
-def start(sets: Sequence[Processes], deadline: Deadline) -> None:
+def start(sets: Sequence[Processes]) -> None:
     """Bring up all sets side by side, but for those to be built first. Raises, with every process ended, if any part
-    fails or is late."""
+    fails or makes no progress."""
     try:
-        spawned = list(zip(sets, _collect_by_set([one.spawn(deadline) for one in sets]), strict=True))
+        spawned = list(zip(sets, _collect_by_set([one.spawn() for one in sets]), strict=True))
         for first in (True, False):
             wave = [(one, facts) for one, facts in spawned if one.spec.built_first is first]
-            told = _collect_by_set([one.build(facts, deadline) for one, facts in wave])
+            told = _collect_by_set([one.build(facts) for one, facts in wave])
             for (one, _), replies in zip(wave, told, strict=True):
                 one.settle(replies)
     except BaseException:

@@ -44,9 +44,7 @@ def join(
     import torch
     import torch.distributed as dist
 
-    interface = interface_of(address)
-    if interface is not None:
-        os.environ["GLOO_SOCKET_IFNAME"] = os.environ["NCCL_SOCKET_IFNAME"] = interface
+    choose_interfaces(address)
     timeout = timedelta(seconds=timeout_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         meeting.address,
@@ -68,6 +66,15 @@ def join(
         timeout=timeout,
         device_id=torch.device(device) if gpu else None,
     )
+
+
+def choose_interfaces(address: str) -> None:
+    """Tell gloo and NCCL of this process to use the interface that Ray uses, each unless the user has named one."""
+    interface = interface_of(address)
+    if interface is None:
+        return
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        os.environ.setdefault(variable, interface)
 
 
 def interface_of(address: str) -> str | None:

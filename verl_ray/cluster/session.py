@@ -6,27 +6,37 @@ as it was. Deliberately not here: which processes run on it (`placement.py`, `la
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import secrets
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 import psutil
 import ray
+from ray._common.utils import get_default_ray_temp_dir
+from ray._private import services
 from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from verl_ray.errors import ClusterError
+from verl_ray.cluster.signals import heed_signals, noting
+from verl_ray.errors import ClusterError, Interrupted, WorkerDied
+from verl_ray.ownership import Owner
+from verl_ray.weight_sync.shared_files import FOLDER, room
 
-_SHARED_MEMORY = Path("/dev/shm")
 _LEAST_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
 # Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish (Wi-Fi, VPN) while the run goes on.
 # Any other loopback address it keeps.
 _LOOPBACK = "127.0.0.2"
+_OWNERS = "verl_ray_owners"  # in Ray's folder of a cluster of our own: the driver, then Ray's processes, one a line
+_PATIENCE_S = 5.0  # for processes that were told to end
 # When a driver is killed, the kernel ends the head processes of its own cluster, but Ray's agents linger for a minute:
 # they first report the death of the raylet to a server that died with it. This process holds on to all of them, waits
 # for the end of its input, which is the end of the driver or of the session, and ends what is left.
@@ -53,11 +63,19 @@ class NodeResources:
 class Session:
     """An open connection. Use as a context manager, or call `close`; at most one per process at a time."""
 
-    def __init__(self, address: str, guard: subprocess.Popen[bytes] | None, environment: dict[str, str | None]) -> None:
+    def __init__(
+        self,
+        address: str,
+        guard: subprocess.Popen[bytes] | None,
+        environment: dict[str, str | None],
+        folder: Path | None = None,
+    ) -> None:
+        """`folder`: where Ray keeps logs and spilled objects of a cluster of the session's own."""
         self.address = address
         self.own = guard is not None
         self._guard = guard
         self._environment = environment
+        self.folder = folder
 
     @classmethod
     def open(
@@ -84,7 +102,11 @@ class Session:
     @classmethod
     def _connect(cls, address: str) -> Session:
         try:
-            context = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with _signals_left_to_the_driver():
+                context = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+        except Interrupted:
+            ray.shutdown()
+            raise
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             raise ClusterError(
                 f"no connection to the Ray cluster at {address} (ray.address, else RAY_ADDRESS): {error}. If it uses "
@@ -104,25 +126,27 @@ class Session:
         environment = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         _reload_authentication()
+        remove_ended_sessions(Path(get_default_ray_temp_dir()))
         before = psutil.Process().children(recursive=True)
         try:
-            context = ray.init(
-                address="local",
-                num_cpus=cores,
-                num_gpus=gpus,
-                object_store_memory=store,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address=_LOOPBACK,
-                # Workers are started for actors as they come; spare ones would only take start-up time and memory.
-                # Ray would run them at a niceness of 15: anything else on the machine would come first.
-                _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
-            )
+            with _signals_left_to_the_driver():
+                context = ray.init(
+                    address="local",
+                    num_cpus=cores,
+                    num_gpus=gpus,
+                    object_store_memory=store,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    _node_ip_address=_LOOPBACK,
+                    # Workers are started for actors as they come; spare ones would only take start-up time and memory.
+                    # Ray would run them at a niceness of 15: anything else on the machine would come first.
+                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
+                )
         except BaseException as error:
             ray.shutdown()
             _restore(environment)
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, Interrupted):
                 raise ClusterError(f"a Ray cluster could not be started on this machine: {error}") from error
             raise
         started = [child for child in psutil.Process().children(recursive=True) if child not in before]
@@ -131,18 +155,33 @@ class Session:
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the driver, which ends the session in order
         )
-        return cls(context.address_info["gcs_address"], guard, environment)
+        folder = Path(context.address_info["session_dir"])
+        session = cls(context.address_info["gcs_address"], guard, environment, folder)
+        try:
+            name_owners(folder, [os.getpid(), *(child.pid for child in started)])
+        except OSError as error:
+            session.close()
+            raise ClusterError(f"Ray's folder {folder} cannot be written: {error}") from error
+        return session
 
     def resources(self) -> list[NodeResources]:
         """What each live node has and what of it is free now. The latter lags a release by up to about a second."""
         return node_resources()
 
-    def close(self) -> None:
-        """Disconnect; a cluster of the session's own ends, and all its processes with it."""
+    def close(self, *, keep_logs: bool = False) -> None:
+        """Disconnect; a cluster of the session's own ends, and all its processes and Ray's folder with it.
+
+        `keep_logs`: Ray's folder stays until the next session starts.
+        """
         ray.shutdown()
         if self._guard is not None:
             self._guard.communicate()
             self._guard = None
+        if self.folder is not None and keep_logs:
+            print(f"Ray's own logs stay in {self.folder}/logs until the next run starts", file=sys.stderr, flush=True)
+        elif self.folder is not None:
+            _remove_folder(self.folder)
+        self.folder = None
         _restore(self._environment)
         self._environment = {}
 
@@ -150,7 +189,39 @@ class Session:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        # Where Ray or one of its processes failed, the reason may stand in Ray's logs alone.
+        self.close(keep_logs=isinstance(error, ClusterError | WorkerDied | ray.exceptions.RayError))
+
+
+@contextlib.contextmanager
+def _signals_left_to_the_driver() -> Iterator[None]:
+    """While Ray starts: it sets no handlers of its own, and what it starts leads sessions of its own.
+
+    A signal to the driver's process group (`timeout`, Slurm, Ctrl-C in a terminal) would else end the cluster beside
+    the driver, which still needs it to stop in order. Ray's handler for SIGTERM waits 60 s for a node to drain. Ray has
+    no settings for either. A signal that comes meanwhile is heeded at the end: Ray would log an exception in the middle
+    of it, or lose it.
+    """
+    popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
+    services.ConsolePopen = functools.partial(popen, start_new_session=True)
+    ray._private.utils.set_sigterm_handler = lambda handler: None
+    try:
+        with noting():
+            yield
+        heed_signals()
+    finally:
+        services.ConsolePopen = popen
+        ray._private.utils.set_sigterm_handler = set_handler
+
+
+def _print_on_stderr(data: dict[str, Any], *more: Any, **settings: Any) -> None:
+    """What Ray has to tell, such as that its memory monitor killed a worker: it would be printed on stdout, in the
+    middle of what a command has to say there."""
+    _print(data | {"is_err": True}, *more, **settings)
+
+
+_print = ray._private.worker.print_to_stdstream
+ray._private.worker.print_to_stdstream = _print_on_stderr
 
 
 def node_resources() -> list[NodeResources]:
@@ -167,15 +238,47 @@ def node_resources() -> list[NodeResources]:
 
 def store_bytes(asked: int | None) -> int:
     """Size of an object store on this machine. Raises ClusterError when /dev/shm has no room for it."""
-    room = shutil.disk_usage(_SHARED_MEMORY).free
-    size = asked if asked is not None else min(psutil.virtual_memory().total // 8, room // 2)
+    free = room()
+    size = asked if asked is not None else min(psutil.virtual_memory().total // 8, free // 2)
     needed = max(size, _LEAST_STORE_BYTES)
-    if needed > room:
+    if needed > free:
         raise ClusterError(
-            f"{_SHARED_MEMORY} has {room >> 20} MiB free, the object store needs {needed >> 20} MiB. In a container, "
+            f"{FOLDER} has {free >> 20} MiB free, the object store needs {needed >> 20} MiB. In a container, "
             "raise it (docker run --shm-size=4g)"
         )
     return needed
+
+
+def remove_ended_sessions(folder: Path) -> None:
+    """Take away what Ray keeps in `folder` of clusters that sessions of this user have started, where the driver was
+    killed and none of Ray's processes is left. Any other folder stays."""
+    for file in folder.glob(f"session_*/{_OWNERS}"):
+        if file.parent.is_symlink():
+            continue  # session_latest
+        try:
+            ours = file.stat().st_uid == os.getuid()
+            owners = [Owner.parse(line) for line in file.read_text().splitlines()]
+        except OSError:  # another run was faster
+            continue
+        if ours and owners and all(owner is not None and owner.is_gone for owner in owners):
+            _remove_folder(file.parent)
+
+
+def name_owners(folder: Path, pids: Iterable[int]) -> None:
+    """Say in Ray's folder of a cluster which processes must have ended before it may be removed."""
+    (folder / _OWNERS).write_text("".join(f"{Owner.of(pid)}\n" for pid in pids))
+
+
+def _remove_folder(folder: Path) -> None:
+    """Remove Ray's folder of one cluster, with all logs that Ray's own processes wrote there."""
+    latest = folder.parent / "session_latest"
+    if latest.is_symlink() and latest.readlink() == folder:
+        latest.unlink(missing_ok=True)  # Ray does not replace a link to nothing
+    give_up = time.monotonic() + _PATIENCE_S
+    while folder.exists() and time.monotonic() < give_up:  # a process that is ending may write there once more
+        shutil.rmtree(folder, ignore_errors=True)
+        if folder.exists():
+            time.sleep(0.1)
 
 
 def _reload_authentication() -> None:

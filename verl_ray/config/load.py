@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from verl_ray.config.renamed import new_name
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.config.suggest import closest, did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
@@ -105,7 +106,8 @@ def _problem(key: str, alternatives: list[ErrorDetails], kind: type[BaseModel]) 
     if first["type"] in _SECTION_ERRORS:
         return Problem(key, first["input"], "this is a section of keys, not a value", _set_inside(key, first, kind))
     if first["type"] == "extra_forbidden":
-        return Problem(key, first["input"], "no such key", did_you_mean(key, _without_prefixes(kind), "key"))
+        fix = new_name(key) or did_you_mean(key, _without_prefixes(kind), "key")
+        return Problem(key, first["input"], "no such key", fix)
     if first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return Problem(f"{key}.kind", first["input"], "no such choice", f"Use {first['ctx']['expected_tags']}.")
     fixes = dict.fromkeys(_list(key, kind) if error["type"] == "tuple_type" else _fix(error) for error in alternatives)

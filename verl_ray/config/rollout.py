@@ -72,14 +72,13 @@ class SyncConfig(Section):
 
 
 class HealthConfig(Section):
-    """When a replica is taken for lost, and how often that may happen."""
+    """When a replica is taken for lost, beside one that makes no progress (run.stall_s), and how often that may
+    happen."""
 
     interval_s: PositiveFloat
     """While responses are drawn, each replica is asked this often how it is."""
     deadline_s: PositiveFloat
     """One that has not answered for so long is lost."""
-    stall_s: PositiveFloat
-    """One whose engine has been in one step for so long is lost."""
     max_restarts: NonNegative
     """Replicas that may be lost from one published policy to the next before the run stops."""
 

@@ -24,7 +24,7 @@ class RunConfig(Section):
     evaluate_every: NonNegative
     """Evaluate before the first step and every N steps; 0 = never."""
     checkpoint_every: NonNegative
-    """Write a checkpoint every N steps and after the last one; 0 = never."""
+    """Write a checkpoint every N steps, after the last one, and where a run is stopped; 0 = never, not even then."""
     checkpoint_behind: bool
     """Go on training while a checkpoint is written, from a copy of the state in host memory; it counts a step later."""
     keep_checkpoints: Positive
@@ -35,10 +35,10 @@ class RunConfig(Section):
     """CPU threads of each worker process; auto keeps the total within the cores."""
     max_skipped_steps: Positive
     """Optimizer steps of a role without finite gradients, one after another, before the run stops. Each is skipped."""
-    call_deadline_s: PositiveFloat
-    """How long one call on a worker may take before the run stops and shows where it is stuck."""
-    start_deadline_s: PositiveFloat
-    """How long the worker processes may take to start."""
+    stall_s: PositiveFloat
+    """How long a worker process may make no progress with what it was asked for, its start included, before the run
+    stops and shows where it is stuck; a rollout replica is replaced. Progress are rows, micro-batches, tokens or bytes:
+    work that goes on is never late, however long it takes."""
 
 
 class RayConfig(Section):

@@ -79,6 +79,11 @@ class RLConfig(Section):
     prepare: PrepareConfig | None
 
     @property
+    def drawn_per_step(self) -> int:
+        """By how much a step moves the data cursor: prompts."""
+        return self.data.prompts_per_step
+
+    @property
     def has_critic(self) -> bool:
         """Whether a critic role is created."""
         return self.algorithm.value_loss is not None
@@ -163,6 +168,11 @@ class SFTConfig(Section):
         return "actor", self.actor
 
     @property
+    def drawn_per_step(self) -> int:
+        """By how much a step moves the data cursor: rows."""
+        return self.sft.batch_size
+
+    @property
     def rows_per_step(self) -> int:
         return self.sft.batch_size
 
@@ -210,6 +220,11 @@ class RewardModelConfig(Section):
     def learner(self) -> tuple[str, SupervisedRole]:
         """The one role, and its name."""
         return "reward", self.reward
+
+    @property
+    def drawn_per_step(self) -> int:
+        """By how much a step moves the data cursor: pairs."""
+        return self.preference.batch_size
 
     @property
     def rows_per_step(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from verl_ray.data.batch import Batch, Int64, Ragged
-from verl_ray.errors import DataError
+from verl_ray.errors import CheckpointError, DataError
 
 CursorState = dict[str, int | str]
 
@@ -27,6 +27,25 @@ def fingerprint(batch: Batch) -> str:
                 digest.update(name.encode())
                 digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
+
+
+def drawn_rows(state: Mapping[str, int | str]) -> int:
+    """How many rows had been drawn where this state of a cursor was taken.
+
+    Raises:
+        CheckpointError: `drawn`, `epoch` and `position` do not lead to the same row of a data set of `rows` rows.
+    """
+    place = {name: state.get(name) for name in ("rows", "drawn", "epoch", "position")}
+    rows, drawn = place["rows"], place["drawn"]
+    if isinstance(rows, int) and isinstance(drawn, int) and rows > 0 and drawn >= 0:
+        epoch, position = divmod(drawn, rows)
+        if (place["epoch"], place["position"]) == (epoch, position):
+            return drawn
+    told = ", ".join(f"{name} = {value!r}" for name, value in place.items())
+    raise CheckpointError(
+        f"the data cursor of the checkpoint contradicts itself ({told}); expected drawn = epoch * rows + position. "
+        "Rows would be used twice or left out, so continue from another checkpoint: run.resume=PATH"
+    )
 
 
 class Cursor:
@@ -74,6 +93,7 @@ class Cursor:
 
         Raises:
             DataError: the rows or their order are not those the state was taken with.
+            CheckpointError: the state contradicts itself.
         """
         changed = [
             f"{name} was {state.get(name)!r}, is {value!r}"
@@ -85,7 +105,7 @@ class Cursor:
                 f"the data differ from those that the checkpoint was written with ({'; '.join(changed)}); restore "
                 "the files of data.train_path, the tokenizer and data.*, or start anew in another run.dir"
             )
-        self.drawn = int(state["drawn"])
+        self.drawn = drawn_rows(state)
 
     def _order_of(self, epoch: int) -> Int64:
         if epoch != self._epoch:

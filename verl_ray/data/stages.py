@@ -52,7 +52,7 @@ class Rollouts(Rows):
     """Prompt and response as one row of tokens, with what the sampler knew."""
 
     row_id: Int64 = row(np.int64)  # unique in the run
-    trajectory_id: Int64 = row(np.int64)  # rows of one trajectory share it
+    trajectory_id: Int64 = row(np.int64)  # rows of one trajectory share it, and their rewards add up to its own
     group_id: Int64 = row(np.int64)  # rows of one prompt share it: the unit of group baselines
     prompt_length: npt.NDArray[np.int32] = row(np.int32)  # tokens before the first response token
     response_length: npt.NDArray[np.int32] = row(np.int32)  # tokens where response_mask is True
@@ -97,13 +97,20 @@ class Scores(Batch):
     score: Float32 = row(np.float32)  # NaN where health is not OK
     health: npt.NDArray[np.int8] = row(np.int8)  # a rewards.Health
     detail: Ragged = ragged(np.uint8)  # UTF-8: why it failed; empty where it did not
+    rescored: Bool = row(np.bool_)  # True where the first process that scored the row died
 
     @classmethod
     def ok(cls, score: Float32) -> Scores:
         """Scores that no function can fail to give."""
         rows = len(score)
         nothing = Ragged(np.empty(0, np.uint8), np.zeros(rows + 1, np.int64))
-        return cls(offsets=nothing.offsets, score=score, health=np.zeros(rows, np.int8), detail=nothing)
+        return cls(
+            offsets=nothing.offsets,
+            score=score,
+            health=np.zeros(rows, np.int8),
+            detail=nothing,
+            rescored=np.zeros(rows, np.bool_),
+        )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -134,7 +141,7 @@ class RowRewards(Batch):
     """What the driver decided about each response from the scores. No token columns: every row has length 0."""
 
     reward: Float32 = row(np.float32)  # of the whole response, after shaping; 0 where there is none
-    advantage: Float32 = row(np.float32)  # against the response's group; 0 where the baseline is per token
+    advantage: Float32 = row(np.float32)  # of its trajectory against the group; 0 where the baseline is per token
     in_loss: Bool = row(np.bool_)  # False: no score, or kept out by the algorithm; its tokens are not learned from
 
 

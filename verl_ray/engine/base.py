@@ -8,8 +8,9 @@ Deliberately not here: what a role computes (workers) and where rows come from (
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -70,17 +71,23 @@ class LossReport:
     tokens: int = 0
     loss: float = 0.0
     sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)  # none is negative
+    maxima: dict[str, float] = field(default_factory=dict)  # none is negative; NaN is above every number
     expert_load: Float64 | None = None  # [layers, experts]: tokens that each expert was given
+    terms: dict[str, float] = field(default_factory=dict)  # of the loss, and summed as it is
 
     def __add__(self, other: LossReport) -> LossReport:
-        names = self.sums.keys() | other.sums.keys()
-        sums = {name: self.sums.get(name, 0.0) + other.sums.get(name, 0.0) for name in sorted(names)}
-        peaks = self.maxima.keys() | other.maxima.keys()
-        maxima = {name: max(self.maxima.get(name, 0.0), other.maxima.get(name, 0.0)) for name in sorted(peaks)}
+        def together(
+            one: dict[str, float], two: dict[str, float], join: Callable[[float, float], float]
+        ) -> dict[str, float]:
+            names = sorted(one.keys() | two.keys())
+            return {name: float(join(one.get(name, 0.0), two.get(name, 0.0))) for name in names}
+
+        sums = together(self.sums, other.sums, operator.add)
+        terms = together(self.terms, other.terms, operator.add)
+        maxima = together(self.maxima, other.maxima, np.maximum)  # Python's max would lose a NaN
         loads = [one.expert_load for one in (self, other) if one.expert_load is not None]
         load = sum(loads[1:], loads[0]) if loads else None
-        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima, load)
+        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima, load, terms)
 
     def means(self) -> dict[str, float]:
         """Token means of the metrics; NaN where there was no token."""
@@ -143,7 +150,11 @@ class Engine(ABC):
 
     @abstractmethod
     def place(self, *, params: str, optimizer: str) -> None:
-        """Move parameters and optimizer state to "device" or "host"; idempotent. On a CPU both are the same memory."""
+        """Move parameters and optimizer state to "device" or "host"; idempotent. On a CPU both are the same memory.
+
+        With either on the host no optimizer step may follow, so memory kept for gradients may be given back until both
+        are on the device again.
+        """
 
     @abstractmethod
     def export(self, path: str, *, adapter: bool = False) -> None:

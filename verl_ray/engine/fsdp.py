@@ -8,23 +8,29 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from verl_ray.config.backends import FsdpBackend
 from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
+from verl_ray.engine.offload import Held
 from verl_ray.errors import EngineError
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import RankZeroReader, TensorSource
 from verl_ray.ops.outputs import Outputs
 from verl_ray.parallel.sharding_manager import ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 
 class FsdpEngine(ModuleEngine):
@@ -50,13 +56,18 @@ class FsdpEngine(ModuleEngine):
                     f"one parameter then; set it to false"
                 )
         units = []
+        reshards = backend.sharding in ("full", "hybrid")
+        head = model.hf.get_output_embeddings()
         for unit in [*model.layers, *apart, model]:
+            # What computes last is what the backward pass begins with: resharded, it would be gathered again at once.
+            # After a pass without gradients `forward` reshards it.
+            computes_last = unit is model or unit is head
             sharded = fully_shard(
                 unit,
                 mesh=mesh,
                 mp_policy=precision,
                 offload_policy=home,
-                reshard_after_forward=backend.sharding in ("full", "hybrid"),
+                reshard_after_forward=reshards and not computes_last,
             )
             units.append(sharded)
             # summed, not averaged: the weights of a loss hold the global denominators; gloo has no other reduction
@@ -93,10 +104,28 @@ class FsdpEngine(ModuleEngine):
         found = super().forward(rows, outputs)
         # Without a backward pass that does it, parameters may stay gathered, in the type of the computation; the
         # optimizer, the state and the weight sync read the sharded ones.
-        for module in self.module.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        self._reshard()
         return found
+
+    def before_offload(self) -> None:
+        self.refuse_pending_gradients()
+
+    def held_weights(self) -> list[Held]:
+        self._reshard()
+        names = {id(value): name for name, value in self.model.named_parameters()}
+        groups = (unit._get_fsdp_state()._fsdp_param_group for unit in self._units())
+        shards = [shard for group in groups if group is not None for shard in group.fsdp_params]
+        with torch.no_grad():
+            for shard in shards:
+                shard.reset_sharded_param()  # else FSDP2 notices only in the first pass that a shard was given memory
+        return [_shard_held(names[id(shard.sharded_param)], shard) for shard in shards]
+
+    def _units(self) -> Iterator[FSDPModule]:
+        return (module for module in self.model.modules() if isinstance(module, FSDPModule))
+
+    def _reshard(self) -> None:
+        for unit in self._units():
+            unit.reshard()
 
     @property
     def home(self) -> torch.device:
@@ -129,3 +158,22 @@ class FsdpEngine(ModuleEngine):
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(last or self.backend.accumulate == "sharded")
         yield
+
+
+def _shard_held(name: str, shard: FSDPParam) -> Held:
+    """This rank's shard of a parameter, with the rows that pad it to the size of the largest one.
+
+    FSDP2 looks into this memory in two places: `_sharded_param_data`, flat and padded, is what it gathers;
+    `sharded_param`, a DTensor without the padding, is what the optimizer, the state and the weight sync read.
+    """
+
+    def take(memory: Tensor) -> None:
+        parameter: Any = shard.sharded_param  # a DTensor, which its type does not say
+        rows = parameter._local_tensor.size(0) if parameter._local_tensor.numel() else 0
+        local = memory.view(shard.padded_sharded_param_size).narrow(0, 0, rows)
+        shard._sharded_param_data = memory
+        moved = nn.Parameter(DTensor(local, parameter._spec, requires_grad=False), parameter.requires_grad)
+        # as `module.to` does it: the parameter stays the object that the module and the optimizer know
+        torch.utils.swap_tensors(parameter, moved)
+
+    return Held(name, lambda: shard._sharded_param_data, take)

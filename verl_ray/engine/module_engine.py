@@ -21,7 +21,9 @@ from torch.distributed.tensor import DTensor
 from verl_ray.config.backends import MegatronBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.offload import Held, Offload, tensor_held
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
+from verl_ray.errors import EngineError
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Box, Piece, is_adapter, pieces
 from verl_ray.models.role_model import RoleModel, build_role_model, fill_role_model
@@ -65,6 +67,7 @@ class ModuleEngine(PackedEngine):
         self.module = self.wrap(self.model)
         self.steps = 0
         self.optimizer = None if spec.optimizer is None else self.learner(spec.optimizer)
+        self.offload = Offload(device)
         self._rng = self._seeded(spec.seed)
 
     # ------------------------------------------------------------------------------- what a backend decides
@@ -191,7 +194,7 @@ class ModuleEngine(PackedEngine):
 
     def state(self) -> dict[str, Any]:
         # RNG under a key per rank: every rank's stream is in the checkpoint
-        state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
+        state: dict[str, Any] = {"steps": self.steps, self._rng_key: self._rng}
         if self.optimizer is None:
             return state
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self._kept)
@@ -202,7 +205,7 @@ class ModuleEngine(PackedEngine):
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.steps = int(state["steps"])
-        self._rng = state.get(f"rng_{self.rank}", self._rng)
+        self._load_rng(state)
         if self.optimizer is not None:
             settings = [{name: group[name] for name in OWN_SETTINGS} for group in self.optimizer.param_groups]
             set_state_dict(
@@ -218,12 +221,54 @@ class ModuleEngine(PackedEngine):
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
         if self.home.type == "cpu":
             return  # where they always are
-        self.module.to(params, non_blocking=True)
-        if self.optimizer is not None:
-            for moments in self.optimizer.state.values():
-                for name, value in moments.items():
-                    if isinstance(value, Tensor) and name != "step":
-                        moments[name] = value.to(optimizer, non_blocking=True)
+        weights_leave, moments_leave = params.type == "cpu", optimizer.type == "cpu"
+        steps = not (weights_leave or moments_leave)
+        if weights_leave:
+            self.before_offload()
+        if not steps:
+            self.release_gradients()
+        weights, moments = self.held_weights(), self.held_moments()
+        self.offload.to_host([*(weights if weights_leave else ()), *(moments if moments_leave else ())])
+        self.offload.to_device([*(() if weights_leave else weights), *(() if moments_leave else moments)])
+        if not weights_leave:
+            self.after_reload()
+        if steps:
+            self.renew_gradients()
+
+    def before_offload(self) -> None:
+        """Free, before the weights leave the device, what was made of them and can be made again."""
+
+    def refuse_pending_gradients(self) -> None:
+        """Raise EngineError where a gradient would be left behind."""
+        if pending := next((name for name, value in self.model.named_parameters() if value.grad is not None), None):
+            raise EngineError(
+                f"place: {pending} has a gradient that no step has used; call optimizer_step before the weights move"
+            )
+
+    def release_gradients(self) -> None:
+        """Free what is kept for gradients between steps: with weights or moments on the host no step follows."""
+
+    def renew_gradients(self) -> None:
+        """Have again what `release_gradients` freed; idempotent."""
+
+    def held_weights(self) -> list[Held]:
+        """The memory of this rank's weights. Buffers, a few KiB of rotary frequencies, stay on the device."""
+        return [tensor_held(name, value) for name, value in self.model.named_parameters()]
+
+    def held_moments(self) -> list[Held]:
+        """The memory of this rank's part of the optimizer's moments."""
+        if self.optimizer is None:
+            return []
+        names = {id(value): name for name, value in self.model.named_parameters()}
+        return [
+            _moment_held(f"{kind} of {names[id(parameter)]}", state, kind)
+            for parameter, state in self.optimizer.state.items()
+            for kind in state
+            if kind != "step"
+        ]
+
+    def after_reload(self) -> None:
+        """Make again, now that the weights are on the device, what `before_offload` freed; idempotent."""
 
     @torch.no_grad()
     def export(self, path: str, *, adapter: bool = False) -> None:
@@ -280,6 +325,24 @@ def _parameter(
 ) -> Parameter:
     dtype = str(value.dtype).removeprefix("torch.")
     return Parameter(name, tuple(value.shape if shape is None else shape), dtype, tied_to, adapter)
+
+
+def _moment_held(name: str, state: dict[str, Tensor], kind: str) -> Held:
+    """An entry of an optimizer's state, which other tensors may replace at any time."""
+
+    def memory() -> Tensor:
+        value = state[kind]
+        return value._local_tensor if isinstance(value, DTensor) else value
+
+    def take(memory: Tensor) -> None:
+        value = state[kind]
+        if isinstance(value, DTensor):
+            local = memory.view(value._local_tensor.shape)
+            state[kind] = DTensor(local, value._spec, requires_grad=False)
+        else:
+            state[kind] = memory.view(value.shape)
+
+    return Held(name, memory, take)
 
 
 def _whole(value: Tensor) -> Tensor:

@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from verl_ray.algorithms.aggregation import aggregate
+from verl_ray.algorithms.aggregation import aggregate, surfaced
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.objectives import LossInputs, Objective
+from verl_ray.algorithms.objectives import LossInputs, Objective, of_counted
+from verl_ray.checkpoint.sharded import random_key
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import Int64, Kind, offsets_of
 from verl_ray.data.packing import micro_batches
@@ -38,7 +39,10 @@ from verl_ray.models.role_model import PackedRows, RoleModel
 from verl_ray.ops.outputs import Outputs, Routing, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.profiling.flops import ModelShape
+from verl_ray.profiling.progress import reach, touch
 from verl_ray.weight_sync.manifest import Manifest, Parameter
+
+MICRO_BATCHES = "micro-batches"
 
 COPIED_FILES = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*",
@@ -75,6 +79,7 @@ class MicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, i: int) -> MicroBatch:  # type: ignore[override]
         if not 0 <= i < len(self):
             raise IndexError(i)
+        reach(i, len(self), MICRO_BATCHES)  # those before it are done, or under way in a pipeline
         batch = self._make(self._plan[i])
         self.read[i] = batch.read
         return batch
@@ -148,8 +153,7 @@ class PackedEngine(Engine):
 
     @abstractmethod
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
-        """Bring parameters and optimizer state there. Called with GPUs alone, which are waited for afterwards: what is
-        moved without waiting goes through pinned memory of the host, at the speed of the link."""
+        """Bring parameters and optimizer state there. Called with GPUs alone, which are waited for afterwards."""
 
     # ------------------------------------------------------------------------------------------- the contract
 
@@ -159,6 +163,7 @@ class PackedEngine(Engine):
         batches = MicroBatches(plan, lambda index: self._to_device(rows, index))
         with self._rng_stream(), self.sharding:
             found = self._outputs_of(batches, outputs)
+        reach(len(batches), len(batches), MICRO_BATCHES)
         if not found:
             return _nothing(rows, outputs)
         reads = [batches.read[i] for i in range(len(plan))]
@@ -178,15 +183,17 @@ class PackedEngine(Engine):
         tally = Tally()
 
         def loss_of(batch: MicroBatch, told: TokenOutputs) -> Tensor:
-            row, weight = batch.row_of_losses(objective.outputs), batch.weight
-            assert weight is not None, "these rows are learned from"
-            found = objective(told, LossInputs(row=row, **self._columns(rows, batch)))
+            row = batch.row_of_losses(objective.outputs)
+            assert batch.weight is not None, "these rows are learned from"
+            weight = batch.weight.index_select(0, row)
+            inputs = LossInputs(row=row, **self._columns(rows, batch))
+            found = objective(*of_counted(told, inputs, weight != 0))
             if told.routing is not None:
-                found = self._balanced(found, told.routing, row)
-            loss = aggregate(found.loss, row, weight)
-            counted = (weight != 0).float().index_select(0, row)
-            tally.add(loss, found, counted, None if told.routing is None else told.routing.load)
-            return loss
+                found = self._balanced(found, told.routing, row, batch.weight)
+            loss = aggregate(found.loss, row, batch.weight)
+            tally.add(loss, found, weight, None if told.routing is None else told.routing.load)
+            main = next(one for one in (told.log_probs, told.values, told.scores) if one is not None)
+            return surfaced(loss, main)
 
         def made(index: Int64) -> MicroBatch:
             weight = torch.from_numpy(rows.loss_weight[index]).to(self.device, non_blocking=True)
@@ -196,11 +203,13 @@ class PackedEngine(Engine):
         batches = MicroBatches(plan, made)
         with self._rng_stream(), self.sharding:
             self._accumulate(batches, replace(objective.outputs, routing=self._routed), loss_of)
+        reach(len(batches), len(batches), MICRO_BATCHES)
         return self._reported(tally.report())
 
     def optimizer_step(self) -> StepReport:
         config = self._learning()
         norm = self._norm()
+        touch()
         rate = learning_rate(config, self.steps, self.spec.schedule_steps)
         skipped = None
         if math.isfinite(norm):
@@ -222,7 +231,7 @@ class PackedEngine(Engine):
             return  # both are the same memory
         where = {"device": self.device, "host": torch.device("cpu")}
         self._move(where[params], where[optimizer])
-        torch.cuda.synchronize()  # once for all that was moved without waiting
+        torch.cuda.synchronize()  # what is moved lies where it was read from until the copy has ended
         if "host" in (params, optimizer):
             torch.cuda.empty_cache()  # of activations, too; else it would be free for this process alone
 
@@ -284,9 +293,10 @@ class PackedEngine(Engine):
             )
         return float(model.hf.config.router_aux_loss_coef if asked is None else asked)
 
-    def _balanced(self, found: TokenLoss, routing: Routing, row: Tensor) -> TokenLoss:
-        """The loss of each token with the balance of its row: weighted as it, the rows' mean is added."""
-        balance = routing.balance.index_select(0, row)
+    def _balanced(self, found: TokenLoss, routing: Routing, row: Tensor, weight: Tensor) -> TokenLoss:
+        """The loss of each token with the balance of its row: weighted as it, the rows' mean is added. That of a row of
+        `weight` 0 is not looked at, as nothing else of it is (`of_counted`)."""
+        balance = routing.balance.masked_fill(weight == 0, 0).index_select(0, row)
         metrics = found.metrics | {f"{self.spec.role}/expert_balance_loss": balance.detach()}
         return replace(found, loss=found.loss + self._balance * balance, metrics=metrics)
 
@@ -366,6 +376,7 @@ class PackedEngine(Engine):
         names = self._names
         first = len(names)
         for name, gradient in self._gradients():
+            touch()
             if gradient is not None and not bool(torch.isfinite(gradient).all()):
                 first = min(first, names.index(name))
         found = torch.tensor(first * self.world_size + self.rank)  # on the host: the gloo half of the process group
@@ -376,10 +387,20 @@ class PackedEngine(Engine):
             return "the gradient norm is not finite, though every gradient is"
         return f"the gradient of {names[first]} is not finite on rank {rank}"
 
-    def _seeded(self, seed: int) -> Tensor:
+    def _seeded(self, seed: int, step: int = 0) -> Tensor:
+        """The state of a generator of this device that nothing was drawn from."""
         with torch.random.fork_rng(devices=self._rng_devices()):
-            torch.manual_seed(seed * 1_000_003 + self.rank)
+            torch.manual_seed((seed * 1_000_003 + self.rank + step * 1_000_000_007) % 2**63)
             return self._rng_now()
+
+    @property
+    def _rng_key(self) -> str:
+        return random_key(self.rank, self.device.type)
+
+    def _load_rng(self, state: dict[str, Any]) -> None:
+        """Go on with this rank's random stream; a checkpoint that another type of device wrote has None of it."""
+        found = state.get(self._rng_key, self._rng)
+        self._rng = self._seeded(self.spec.seed, self.steps) if found is None else found
 
     def _rng_devices(self) -> Sequence[torch.device]:
         return [self.device] if self.device.type == "cuda" else []

@@ -11,6 +11,7 @@ for them around the kernel. Deliberately not here: how (`parallel/exchange.py`).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from verl_ray.data.batch import Int64
+from verl_ray.ops.installed_torch import varlen_attn_groups_heads
 from verl_ray.parallel.exchange import HeadExchange
 
 NAME = "verl_ray"
@@ -119,12 +121,20 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, grouped: bool
 ) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn
+    from torch.nn.attention import varlen
+
+    settings: dict[str, Any] = {}
+    if grouped and varlen_attn_groups_heads():
+        settings["enable_gqa"] = True
+    elif grouped:
+        queries_per_key = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(queries_per_key, dim=1)
+        value = value.repeat_interleave(queries_per_key, dim=1)
 
     # rotary embeddings leave queries and keys in float32 under autocast
-    out = varlen_attn(
+    out = varlen.varlen_attn(
         query.bfloat16(), key.bfloat16(), value.bfloat16(), bounds, bounds, longest, longest,
-        window_size=(-1, 0), scale=scaling, enable_gqa=grouped,
+        window_size=(-1, 0), scale=scaling, **settings,
     )  # fmt: skip
     assert isinstance(out, Tensor)  # a pair only where the normalizers are asked for too
     return out

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from verl_ray.models.weights import TYPES
+from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Parameter
 
 MAX_FILE_BYTES = 5 << 30
@@ -70,6 +71,7 @@ def _write(stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[
         tensor = next(tensors).detach().to(getattr(torch, parameter.dtype)).cpu().contiguous()
         assert tuple(tensor.shape) == parameter.shape, f"{parameter.name}: {tuple(tensor.shape)}"
         stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
+        advance(tensor.nbytes, "bytes")
 
 
 def _plan(parameters: Sequence[Parameter], max_file_bytes: int, stem: str) -> list[_File]:

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.errors import ModelError
 from verl_ray.models.names import Box, pieces
+from verl_ray.profiling.progress import advance
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -110,6 +111,7 @@ class CheckpointReader(TensorSource):
         if any(side.start == side.stop for side in box):
             return torch.empty([side.stop - side.start for side in box], dtype=dtype)
         part: Tensor = self._slices[name][box or ...]
+        advance(part.nbytes, "bytes")
         return part
 
 
@@ -155,6 +157,7 @@ class RankZeroReader(TensorSource):
         whole = torch.empty(shape, dtype=dtype) if self._reader is None else self._reader[name]
         whole = whole.to(self._device)
         dist.broadcast(whole, src=0)
+        advance(whole.nbytes, "bytes")
         return whole[box or ...]
 
 

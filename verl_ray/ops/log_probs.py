@@ -19,9 +19,11 @@ from torch.nn.functional import linear
 
 from verl_ray.errors import EngineError
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
+from verl_ray.ops.installed_torch import with_tensors_found
 from verl_ray.ops.vocab_parallel import Summary, VocabularySlice
 
 
+@with_tensors_found
 @dataclass(frozen=True)
 class HeadOutputs:
     """What a language-model head says about the chosen tokens."""

@@ -54,7 +54,7 @@ class Moments:
             return nan
         mean_square = self.total_of_squares / self.count
         variance = mean_square - self.mean**2
-        return variance if variance > RESOLUTION * mean_square else 0.0
+        return 0.0 if variance <= RESOLUTION * mean_square else variance  # NaN stays NaN
 
     @property
     def std(self) -> float:

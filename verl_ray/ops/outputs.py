@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from verl_ray.ops.installed_torch import with_tensors_found
+
 
 @dataclass(frozen=True)
 class Outputs:
@@ -25,6 +27,7 @@ class Outputs:
     routing: bool = False  # of a model with experts
 
 
+@with_tensors_found
 @dataclass(frozen=True)
 class Routing:
     """What the routers of one forward pass did."""
@@ -33,6 +36,7 @@ class Routing:
     load: Tensor  # float32 [layers, experts]: tokens that each expert was given
 
 
+@with_tensors_found
 @dataclass(frozen=True)
 class TokenOutputs:
     """Per token that is read, float32 [read], or per row; what was not asked for is absent."""

@@ -20,7 +20,7 @@ class Health(enum.IntEnum):
     TIMEOUT = 1
     """The deadline passed; the process was killed."""
     EXCEPTION = 2
-    """The function raised, returned something that is no number, or took its process down."""
+    """The function raised, returned something that is no number, or its process died twice."""
     NONFINITE = 3
     """The function returned NaN or an infinity."""
     NONE = 4
@@ -47,6 +47,8 @@ class Score:
     health: Health
     detail: str = ""
     """Why it failed, a few lines at most; empty when health is OK."""
+    rescored: bool = False
+    """The process that first had the response in hand died, so another one scored it."""
 
 
 def health_metrics(healths: Iterable[int]) -> dict[str, float]:

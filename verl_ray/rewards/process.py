@@ -1,8 +1,9 @@
 """A pool of processes that score responses and can be killed.
 
 Invariant: `score` answers every item, in order and in bounded time: whatever a function does costs that item's score
-and nothing else. Deliberately not a sandbox (functions run with the rights of the run), not a Ray actor, and not for
-several callers at once.
+and nothing else. An item whose process was ended by something else (the kernel, where memory is short) is scored again,
+once, so that what happens beside a run does not change what it learns. Deliberately not a sandbox (functions run with
+the rights of the run), not a Ray actor, and not for several callers at once.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from types import TracebackType
 
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
+from verl_ray.profiling.progress import advance, touch
 from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.wire import BROKEN, FRAME, READY, STARTED, Item, Start, message
@@ -81,6 +83,7 @@ class ScoringPool:
         self._waiting: deque[int] = deque()
         self._scores: dict[int, Score] = {}
         self._returned: set[int] = set()  # items given back by a process that ended before it looked at them
+        self._died: dict[int, str] = {}  # items in whose hand a process died -> how; they are scored again
         self._children: list[_Child] = []
         with self._closing_on_error():
             self._children += (self._new_child() for _ in range(processes))
@@ -108,6 +111,7 @@ class ScoringPool:
         scores = [self._scores[index] for index in range(len(items))]
         self._scores.clear()
         self._returned.clear()
+        self._died.clear()
         return scores
 
     def close(self) -> None:
@@ -185,20 +189,30 @@ class ScoringPool:
         for kind, time_s, value, text in child.frames():
             if kind == BROKEN:
                 raise ConfigError([Problem(**json.loads(text))])
+            touch()  # also a process that is ready, or that begins with an item, has got on
             if kind == READY:
                 child.ready = True
             elif kind == STARTED:
                 child.working = True
             else:
-                self._scores[child.unanswered.popleft()] = Score(value, _HEALTHS[kind], text)
+                self._answer(child, value, _HEALTHS[kind], text)
                 self._remember(time_s - child.since)
             child.since = time_s
+
+    def _answer(self, child: _Child, value: float, health: Health, detail: str) -> None:
+        """Take this as the score of the item that `child` has in hand."""
+        item = child.unanswered.popleft()
+        self._scores[item] = Score(value, health, detail, rescored=item in self._died)
+        advance(1, "scores")
 
     def _remember(self, item_s: float) -> None:
         self._item_s += _MEMORY * (item_s - self._item_s)
 
     def _replace(self, child: _Child, *, overdue: bool) -> None:
-        """Fail the item in hand of a process that ended or is overdue, put its others back, start a new process."""
+        """End a process that is overdue or has died, put back the items that it leaves, start a new process.
+
+        The item in hand has failed if the process was overdue, or if it is the second that died with this item.
+        """
         self._children.remove(child)
         since = child.since
         cause = child.end()
@@ -206,17 +220,28 @@ class ScoringPool:
         if not child.ready:
             raise self._start_failure(cause, overdue=overdue)
         if child.unanswered and overdue and child.since == since:
-            self._scores[child.unanswered.popleft()] = Score(
-                math.nan, Health.TIMEOUT, f"no score within {self._deadline_s:g} s; the process was killed"
-            )
+            late = f"no score within {self._deadline_s:g} s; the process was killed"
+            self._answer(child, math.nan, Health.TIMEOUT, late)
             self._remember(self._deadline_s)
-        elif child.unanswered and not overdue and not child.working and child.unanswered[0] not in self._returned:
-            # It ended before it looked at what it was handed (killed while idle): no fault of the item, once.
-            self._returned.add(child.unanswered[0])
         elif child.unanswered and not overdue:
-            self._scores[child.unanswered.popleft()] = Score(math.nan, Health.EXCEPTION, f"the scoring process {cause}")
+            self._note_death(child, cause)
         self._waiting.extendleft(reversed(child.unanswered))
         self._children.append(self._new_child())
+
+    def _note_death(self, child: _Child, cause: str) -> None:
+        """Decide whether the item that a dead process had in hand is scored again or has failed."""
+        touch()  # what is done about it is progress; how often that may happen is bounded
+        item = child.unanswered[0]
+        if not child.working and item not in self._returned:
+            # The process was killed while it was idle, which is not held against the item, once.
+            self._returned.add(item)
+        elif item not in self._died:
+            self._died[item] = cause
+            print(f"warning: a scoring process {cause}; its item is scored again", file=sys.stderr, flush=True)
+        else:
+            first = self._died[item]
+            detail = f"the scoring process died twice: it {first}, and when the item was scored again, it {cause}"
+            self._answer(child, math.nan, Health.EXCEPTION, detail)
 
     def _start_failure(self, cause: str, *, overdue: bool) -> ConfigError:
         what = f"took longer than {self._start_deadline_s:g} s" if overdue else cause

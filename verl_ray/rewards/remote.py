@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from verl_ray.config.reward import HttpReward
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
+from verl_ray.profiling.progress import advance
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.process import ScoreRequest
 
@@ -131,6 +132,7 @@ class RemoteScorer:
         async def lane() -> None:
             for index, batch in waiting:
                 scores[index] = await self._grade(batch)
+                advance(batch.size, "scores")
 
         await asyncio.gather(*(lane() for _ in range(min(self._config.concurrency, len(batches)))))
         return [score for graded in scores for score in graded]

@@ -29,6 +29,8 @@ class Graded:
 
     score: Float32  # [rows], NaN where health is not OK
     health: Healths  # [rows], a Health
+    rescored: int = 0
+    """Rows that were scored again, since the process that scored them first died."""
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
@@ -46,9 +48,11 @@ class Shaping:
         self._weights = {role: weights.get(component(role), 1.0) for role in self._graders}
         self._seen = dict.fromkeys(self._graders, Moments(0, 0, 0))
 
-    def shape(self, raw: Mapping[str, Graded]) -> Graded:
-        """The scores to learn from, float32 [rows], of what each grader said; counts towards running moments."""
-        return _sum({role: self._weights[role] * self._shaped(role, one) for role, one in raw.items()}, raw)
+    def shape(self, raw: Mapping[str, Graded], aborted: npt.NDArray[np.bool_] | None = None) -> Graded:
+        """The scores to learn from, float32 [rows], of what each grader said. Scores of responses that were `aborted`,
+        bool [rows] (None: none was), do not count towards the moments that scores are normalised with."""
+        shaped = {role: self._weights[role] * self._shaped(role, one, aborted) for role, one in raw.items()}
+        return _sum(shaped, raw)
 
     def weigh(self, raw: Mapping[str, Graded]) -> Graded:
         """The same without normalising and clipping, which leaves no trace: for held-out problems, and for people."""
@@ -65,11 +69,12 @@ class Shaping:
             if saved.pop("kind", None) == grader.kind:
                 self._seen[role] = Moments(**saved)
 
-    def _shaped(self, role: str, graded: Graded) -> Float32:
+    def _shaped(self, role: str, graded: Graded, aborted: npt.NDArray[np.bool_] | None) -> Float32:
         grader: SingleReward = self._graders[role]
         score = graded.score
         if grader.normalise != "none":
-            moments = Moments.of(score, graded.ok)
+            counted = graded.ok if aborted is None else graded.ok & ~aborted
+            moments = Moments.of(score, counted)
             if grader.normalise == "running":
                 moments = self._seen[role] = self._seen[role] + moments
             score = whiten(score, moments)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from verl_ray.data.stages import Finish
 from verl_ray.errors import CannotGenerate, EngineFailed, RolloutError, VerlRayError, WeightSyncError
+from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Prints
 from verl_ray.weight_sync.manifest import Manifest
@@ -170,11 +171,16 @@ class RolloutEngine(ABC):
             chunks += self._deliver(self._advance(), self._version)
             self._steps += 1
         except Exception as error:
-            self._failure = f"a step failed: {error!r}"
-            self._open.clear()
-            self._aborts.clear()
+            self.fail(f"a step failed: {error!r}")
             raise EngineFailed(f"rollout engine: {self._failure}") from error
         return chunks
+
+    def fail(self, reason: str) -> None:
+        """The engine is of no more use but `close`, for this reason or an earlier one; nothing is in flight."""
+        self._failure = self._failure or reason
+        self._open.clear()
+        self._aborts.clear()
+        self._due.clear()
 
     @property
     def unfinished(self) -> int:
@@ -542,7 +548,15 @@ class RolloutEngine(ABC):
 
     def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
         """Note what requests have drawn under `version` (None: nothing); the chunks that are due."""
-        return [chunk for one in progress if (chunk := self._note(one, version)) is not None]
+        due, drawn = [], 0
+        for one in progress:
+            drawn += len(one.tokens)
+            chunk = self._note(one, version)
+            if chunk is not None:
+                due.append(chunk)
+        if drawn:
+            advance(drawn, "tokens")  # steps that draw nothing are none: an engine may make them for ever
+        return due
 
     def _note(self, progress: Progress, version: int | None) -> Chunk | None:
         request = self._open[progress.request_id]

@@ -14,13 +14,13 @@ import functools
 import itertools
 import queue
 import threading
-import time
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from verl_ray.errors import EngineFailed, RolloutError
+from verl_ray.profiling.progress import waiting_for_others
 from verl_ray.rollout.base import Chunk, Request, RolloutEngine
 
 T = TypeVar("T")
@@ -35,7 +35,7 @@ class Health:
     policy_version: int | None
     in_flight: int
     steps: int
-    stalled_s: float  # since what the engine does now began; 0 while it does nothing, or waits for others
+    failure: str | None = None  # why the engine is of no more use; None = it is
 
 
 @dataclass(frozen=True)
@@ -90,8 +90,7 @@ class RolloutServer:
         self._tasks: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()
         self._gate, self._closed = threading.Lock(), False  # nothing is asked behind the end
         self._numbers = itertools.count()
-        self._health = Health(None, 0, 0, 0.0)
-        self._began: float | None = None
+        self._health = Health(None, 0, 0)
         # The engine's thread's own: who waits for which request; what was asked while paused, and the pause itself.
         self._callers: dict[int, _Caller] = {}
         self._held: list[_Task] | None = None
@@ -136,8 +135,8 @@ class RolloutServer:
             self._leave(caller)
 
     def run(self, act: Callable[[RolloutEngine], T], *, waits_for_others: bool = False) -> T:
-        """Do something with the engine between two steps: a weight update, sleep, wake. `waits_for_others`: how long it
-        takes says nothing of this engine."""
+        """Do something with the engine between two steps: a weight update, sleep, wake. `waits_for_others`: that it
+        makes no progress says nothing of this engine."""
         done: T = self._ask(act, waits_for_others=waits_for_others).result()
         return done
 
@@ -182,15 +181,18 @@ class RolloutServer:
             self._settle_pause()
             engine.resume()
             held, self._held = self._held or [], None
-            for task in held:
-                self._do(engine, task)
+            while held:
+                try:
+                    self._do(engine, held.pop(0))
+                except BaseException:
+                    self._held = held  # the engine is lost, and they learn it with all others
+                    raise
 
         self.run(begin)
 
     def health(self) -> Health:
         """How the server is doing now. Never waits."""
-        began = self._began
-        return replace(self._health, stalled_s=0.0 if began is None else time.monotonic() - began)
+        return self._health
 
     def close(self, *, process_ends: bool = False) -> None:
         """End the engine and its thread; callers that wait get `EngineFailed`. Again is no error."""
@@ -244,18 +246,33 @@ class RolloutServer:
             return
         self._tell(engine)
         started.set_result(None)
-        while True:
+        goes_on = True
+        while goes_on:
             try:
-                task = self._tasks.get(block=not engine.has_work)
-            except queue.Empty:
-                self._step(engine)
-            else:
-                if task is None:
-                    break
-                self._do(engine, task)
-            self._see_pause(engine)
-            self._tell(engine)
+                goes_on = self._turn(engine)
+            except BaseException as error:  # also SystemExit and its kin: a thread would end by them without a word
+                self._fail(engine, error)
         self._refuse(EngineFailed(_CLOSED))
+
+    def _turn(self, engine: RolloutEngine) -> bool:
+        """One task or one step; False at the end. Raises where the engine did what no caller asked of it."""
+        try:
+            task = self._tasks.get(block=not engine.has_work)
+        except queue.Empty:
+            self._step(engine)
+        else:
+            if task is None:
+                return False
+            self._do(engine, task)
+        self._see_pause(engine)
+        self._tell(engine)
+        return True
+
+    def _fail(self, engine: RolloutEngine, error: BaseException) -> None:
+        """Nobody knows what the engine holds now: it is of no more use, and whoever waits for it learns so."""
+        engine.fail(f"its thread was ended by {error!r}")
+        self._health = replace(self._health, in_flight=0, failure=engine.failure)
+        self._refuse(EngineFailed(f"rollout engine: {engine.failure}"))
 
     def _do(self, engine: RolloutEngine, task: _Task) -> None:
         if task.waits_for_resume and self._held is not None:
@@ -263,27 +280,25 @@ class RolloutServer:
             return
         if not task.future.set_running_or_notify_cancel():  # who asked has gone
             return
-        self._began = None if task.waits_for_others else time.monotonic()
         try:
-            done = task.act(engine)
+            with waiting_for_others() if task.waits_for_others else contextlib.nullcontext():
+                done = task.act(engine)
         except Exception as error:
             if engine.failure is not None and not isinstance(error, EngineFailed):
                 error = EngineFailed(f"rollout engine: {engine.failure}: {error!r}")
             task.future.set_exception(error)
+        except BaseException as error:
+            task.future.set_exception(EngineFailed(f"rollout engine: it was ended by {error!r}"))
+            raise
         else:
             task.future.set_result(done)
-        finally:
-            self._began = None
 
     def _step(self, engine: RolloutEngine) -> None:
-        self._began = time.monotonic()
         try:
             chunks = engine.step()
-        except Exception as error:
+        except RolloutError as error:  # it says what it cannot do; anything else is a defect
             self._refuse(error)
             return
-        finally:
-            self._began = None
         due: dict[_Caller, list[Chunk]] = {}
         for chunk in chunks:
             due.setdefault(self._callers[chunk.request_id], []).append(chunk)
@@ -307,11 +322,14 @@ class RolloutServer:
             try:
                 engine.pause()
                 paused.set_result(None)
-            except Exception as error:
+            except RolloutError as error:
                 paused.set_exception(error)
+            except BaseException as error:
+                paused.set_exception(EngineFailed(f"rollout engine: it was ended by {error!r}"))
+                raise
 
     def _tell(self, engine: RolloutEngine) -> None:
-        self._health = Health(engine.policy_version, engine.unfinished, engine.steps, 0.0)
+        self._health = Health(engine.policy_version, engine.unfinished, engine.steps, engine.failure)
 
     def _refuse(self, error: Exception) -> None:
         """Tell everybody who waits that nothing comes any more."""

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
-import re
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from verl_ray.config.versions import RELEASES, minor
 from verl_ray.errors import RolloutError
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.lora.request import LoRARequest
     from vllm.v1.engine import EngineCoreOutput
 
-SUPPORTED = ((0, 22), (0, 32))
+SUPPORTED = minor(RELEASES[0].first_vllm), minor(RELEASES[-1].last_vllm)
 """First and last minor version of vLLM that this file knows."""
 
 TRANSFER = "verl_ray"
@@ -40,8 +40,7 @@ def require_supported() -> None:
     first, last = (".".join(map(str, version)) for version in SUPPORTED)
     if found is None:
         raise RolloutError("vLLM is not installed: install the extra 'cpu' or 'gpu' of this package")
-    minor = tuple(map(int, re.findall(r"\d+", found)[:2]))
-    if not SUPPORTED[0] <= minor <= SUPPORTED[1]:
+    if not SUPPORTED[0] <= minor(found) <= SUPPORTED[1]:
         raise RolloutError(f"vLLM {found} is installed, and verl_ray knows {first} to {last}: install one of these")
 
 

@@ -28,6 +28,7 @@ from verl_ray.config.rollout import (
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
+from verl_ray.profiling import allocator
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
 from verl_ray.rollout.vllm_core import TRANSFER, VllmCore, require_supported
 from verl_ray.weight_sync.buckets import Bucket
@@ -41,11 +42,6 @@ if TYPE_CHECKING:
     from vllm.v1.engine import EngineCoreOutput
 
 _SAMPLINGS_KEPT = 1024
-
-ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
-"""Where torch reads the settings of its allocator."""
-
-_EXPANDABLE = ("expandable_segments:true", "expandable_segments:1")
 
 
 def environment(
@@ -77,11 +73,11 @@ def environment(
 def _without_expandable_segments(given: Mapping[str, str]) -> dict[str, str]:
     """The allocator's settings for a process that sleeps. What vLLM puts to sleep lies in a memory pool of its own, and
     torch's expandable segments are not for such pools (pytorch#147851): vLLM 0.32 turns them off while it fills one,
-    earlier ones refuse to start. Trainers, whose environment this is not, may have them."""
+    earlier ones refuse to start. Trainers, whose environment this is not, have them (`profiling/allocator.py`)."""
     changed: dict[str, str] = {}
-    for name in ALLOCATOR_VARIABLES:
+    for name in allocator.VARIABLES:
         settings = [one.strip() for one in given.get(name, "").split(",") if one.strip()]
-        kept = [one for one in settings if one.lower().replace(" ", "") not in _EXPANDABLE]
+        kept = [one for one in settings if not allocator.is_expandable(one)]
         if kept != settings:
             changed[name] = ",".join(kept)
             print(f"warning: the rollout engine runs without expandable_segments of {name}: it cannot sleep with them")

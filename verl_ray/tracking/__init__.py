@@ -44,7 +44,7 @@ def open_trackers(
     opened: list[Tracker] = []
     try:
         # First, because a failure here ends the run: no other tracker should hold more than the record.
-        opened.append(JsonlTracker(run_dir, committed_step))
+        opened.append(JsonlTracker(run_dir, committed_step, state))
         if config.wandb.mode != "disabled":
             opened.append(WandbTracker(config.wandb, run_dir, run.name, tree, state or {}))
         if config.tensorboard:

@@ -7,6 +7,7 @@ evaluate.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,8 @@ class Tracker(ABC):
         """Where a person finds what was recorded: title -> path, URL or command."""
 
     def state(self) -> dict[str, str]:
-        """What a resumed run hands to `open_trackers` so that it continues this record; goes into the checkpoint."""
+        """What a resumed run hands to `open_trackers` so that it continues this record; goes into the checkpoint. What
+        it counts has to be as durable as a checkpoint when this returns."""
         return {}
 
 
@@ -104,8 +106,11 @@ class Trackers(Tracker):
                     fatal = fatal or error
                 else:
                     name = type(tracker).__name__
-                    print(
-                        f"{name} failed and is off from here; the run goes on: {error!r}", file=sys.stderr, flush=True
-                    )
+                    with contextlib.suppress(OSError):  # whoever read it has gone, as `tee` does at Ctrl-C
+                        print(
+                            f"{name} failed and is off from here; the run goes on: {error!r}",
+                            file=sys.stderr,
+                            flush=True,
+                        )
         if fatal is not None:
             raise fatal

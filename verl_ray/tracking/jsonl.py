@@ -1,9 +1,9 @@
 """The run's own record: `metrics.jsonl`, one JSON object per training step, and `samples/`.
 
 Invariant: exactly one whole line per step, steps rising, and never a step beyond the one that the run continued
-from. So lines of steps that a killed run did not commit, and a last line torn by the kill, are dropped when the run
-is continued. This is the tracker a run cannot go on without. Deliberately not a log of events: free text goes
-elsewhere.
+from. So lines of steps that a killed run did not commit, and whatever else happened to the file, are put right when the
+run is continued (`record.py`). The lines that a checkpoint counts are on the disk before it exists. This is the tracker
+a run cannot go on without. Deliberately not a log of events: free text goes elsewhere.
 """
 
 from __future__ import annotations
@@ -11,12 +11,21 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from verl_ray.disk import replace_file, sync
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
+from verl_ray.tracking.record import as_ranges, mend, of_ranges
+
+METRICS = "metrics.jsonl"
+RECORDED_STEPS = "recorded_steps"
+"""Key of a checkpoint's tracker state: the steps that metrics.jsonl had a line of, as `as_ranges` writes them."""
+
+_SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
 
 class JsonlTracker(Tracker):
@@ -26,17 +35,22 @@ class JsonlTracker(Tracker):
         run_dir: created when missing.
         committed_step: the step that the run continues from; None = from its beginning. What an earlier process
             recorded beyond it is dropped, since those steps run again.
+        state: `state()` out of that checkpoint, which the record is compared with; empty = nothing to compare with.
     """
 
     required = True
 
-    def __init__(self, run_dir: Path, committed_step: int | None = None) -> None:
-        self._path = run_dir / "metrics.jsonl"
+    def __init__(
+        self, run_dir: Path, committed_step: int | None = None, state: Mapping[str, str] | None = None
+    ) -> None:
+        self._path = run_dir / METRICS
         self._samples = run_dir / "samples"
         self._last_step = -1 if committed_step is None else committed_step
+        recorded = of_ranges((state or {}).get(RECORDED_STEPS, ""))
         try:
             self._samples.mkdir(parents=True, exist_ok=True)
-            self._drop_uncommitted()
+            self._steps = mend(self._path, self._last_step, recorded)
+            self._drop_samples()
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise _cannot_write(self._path, error) from error
@@ -45,7 +59,7 @@ class JsonlTracker(Tracker):
         """Write the file of `step` anew."""
         path = self._samples / f"step_{step:06d}.jsonl"
         try:
-            _write_atomically(path, (asdict(row) for row in rows))
+            replace_file(path, "".join(_line(asdict(row)) for row in rows).encode())
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -63,9 +77,23 @@ class JsonlTracker(Tracker):
         except OSError as error:
             raise _cannot_write(self._path, error) from error
         self._last_step = step
+        self._steps.append(step)
+
+    def state(self) -> dict[str, str]:
+        """The steps that have a line; these lines, and the samples, are on the disk when this returns.
+
+        Raises:
+            TrackingError: the disk does not take them.
+        """
+        try:
+            self._sync()
+        except OSError as error:
+            raise _cannot_write(self._path, error) from error
+        return {RECORDED_STEPS: as_ranges(self._steps)}
 
     def close(self, failed: bool) -> None:
         try:
+            self._sync()
             self._file.close()
         except OSError as error:
             raise _cannot_write(self._path, error) from error
@@ -73,12 +101,17 @@ class JsonlTracker(Tracker):
     def outputs(self) -> dict[str, str]:
         return {"metrics": str(self._path), "samples": str(self._samples)}
 
-    def _drop_uncommitted(self) -> None:
-        if self._path.exists():
-            lines = read_metrics(self._path)
-            _write_atomically(self._path, (line for line in lines if line[GLOBAL_STEP] <= self._last_step))
-        for path in self._samples.glob("step_*.jsonl"):
-            if int(path.stem.removeprefix("step_")) > self._last_step:
+    def _sync(self) -> None:
+        if not self._file.closed:  # closing it did the same
+            os.fsync(self._file.fileno())
+            sync(self._samples)
+            sync(self._path.parent)
+
+    def _drop_samples(self) -> None:
+        """Of the steps that run again."""
+        for path in self._samples.iterdir():
+            name = _SAMPLES.fullmatch(path.name)
+            if name and int(name[1]) > self._last_step:
                 path.unlink()
 
 
@@ -111,15 +144,6 @@ def _line(fields: Mapping[str, object]) -> str:
     """One JSON object and a newline. JSON knows neither nan nor infinity: both are null, so that the key is there."""
     finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in fields.items()}
     return json.dumps(finite, allow_nan=False, ensure_ascii=False) + "\n"
-
-
-def _write_atomically(path: Path, records: Iterable[Mapping[str, object]]) -> None:
-    beside = path.with_name(path.name + ".new")
-    with beside.open("w", encoding="utf-8") as file:
-        file.writelines(_line(record) for record in records)
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def _cannot_write(path: Path, error: OSError) -> TrackingError:

@@ -82,7 +82,9 @@ class WandbTracker(Tracker):
                 config=dict(tree),
                 settings=settings,
             )
-        except (wandb.Error, OSError) as error:
+        except ConfigError:
+            raise
+        except Exception as error:  # its service raises classes that have nothing in common
             raise TrackingError(f"W&B did not start: {error}. tracking.wandb.mode=offline needs no server.") from error
         self._run.define_metric(GLOBAL_STEP)
         self._run.define_metric("*", step_metric=GLOBAL_STEP)

@@ -61,7 +61,7 @@ class BroadcastSender:
         if self._rank == 0:
             assert self._meeting is not None and self._listener is not None, "offer comes first"
             route = self._route
-            self._group = gather(self._meeting, self._listener, route.deadline_s, route.over, self._leaves)
+            self._group = gather(self._meeting, self._listener, route.patience_s, route.over, self._leaves)
 
     def leave(self) -> None:
         self._leaves.set()
@@ -117,7 +117,7 @@ class BroadcastReader:
         empty = [torch.empty(route.slot_bytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
         self._slots = Slots(empty)
         self._coming: dict[int, Any] = {}
-        self._group = join(meeting, seat.receiver, route.deadline_s, route.over)
+        self._group = join(meeting, seat.receiver, route.patience_s, route.over)
 
     def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         if self._held is not None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
 
 from verl_ray.errors import WeightSyncError
+from verl_ray.profiling.allocator import exportable
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.slots import GatheredSlots, Slots
@@ -67,7 +68,8 @@ class CudaIpcSender:
         if device.type != "cuda":
             raise WeightSyncError("rollout.sync.transport = cuda_ipc: the actor is not on a GPU. Use shared_memory")
         self._device, self._rank = device, rank
-        self._buffers = [torch.empty(route.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+        with exportable():
+            self._buffers = [torch.empty(route.slot_bytes, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
         self._slots = GatheredSlots(self._buffers, everywhere=True)
 
     def offer(self) -> CudaIpcAddress:
@@ -103,8 +105,7 @@ def _exported(buffer: torch.Tensor) -> tuple[Any, ...]:
         _, args = reduce_tensor(buffer)
     except RuntimeError as error:
         raise WeightSyncError(
-            f"rollout.sync.transport = cuda_ipc: device memory cannot be shared ({error}). Expandable segments of "
-            f"torch's allocator forbid it on some drivers; use shared_memory"
+            f"rollout.sync.transport = cuda_ipc: device memory cannot be shared ({error}); use shared_memory"
         ) from error
     return tuple(args)
 

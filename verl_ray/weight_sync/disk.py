@@ -6,7 +6,6 @@ sync is over. Deliberately not a checkpoint.
 
 from __future__ import annotations
 
-import os
 import secrets
 import shutil
 import time
@@ -19,6 +18,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from verl_ray.disk import sync
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.buckets import Bucket
@@ -93,7 +93,7 @@ class DiskSender:
 
 class DiskReader:
     def __init__(self, folder: Path, seat: Seat) -> None:
-        self._folder, self._deadline_s = folder, seat.route.deadline_s
+        self._folder, self._patience_s = folder, seat.route.patience_s
         self._held = Held() if seat.route.delta else None
         self._wait_for(folder, f"it is not a folder that this node sees. Set {_KEY} to one that all nodes share")
 
@@ -121,10 +121,10 @@ class DiskReader:
         """Nothing is open between reads."""
 
     def _wait_for(self, path: Path, otherwise: str) -> None:
-        until = time.monotonic() + self._deadline_s
+        until = time.monotonic() + self._patience_s
         while not path.exists():
             if time.monotonic() > until:
-                raise WeightSyncError(f"{path} was waited for {self._deadline_s:.0f} s: {otherwise}")
+                raise WeightSyncError(f"{path} was waited for {self._patience_s:.0f} s: {otherwise}")
             time.sleep(_POLL_S)
 
 
@@ -137,16 +137,8 @@ def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     partial = path.with_suffix(".partial")
     try:
         save_file(dict(tensors), partial)
-        _flush(partial)
+        sync(partial)
         partial.rename(path)
-        _flush(path.parent)
+        sync(path.parent)
     except (OSError, SafetensorError) as error:
         raise WeightSyncError(f"{_KEY}: {path} cannot be written: {error}") from error
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from verl_ray.cluster.rendezvous import interface_of, listen
 from verl_ray.errors import WeightSyncError
+from verl_ray.profiling.progress import waiting_for_others
 
-_KEY = "run.call_deadline_s"
+_KEY = "run.stall_s"
 _COMPLETE, _LEFT = "complete", "left"
 _LOOK_S = 0.02
 _ON_ERROR, _CLEAN_UP_ONLY = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"
@@ -56,7 +57,7 @@ class Group:
 
     def wait(self, work: Any) -> None:
         """Until a broadcast is done here. Raises WeightSyncError at the deadline, or when another end is gone."""
-        with self._named():
+        with self._named(), waiting_for_others():
             work.wait(self._deadline)
 
     def close(self) -> None:
@@ -82,8 +83,9 @@ def invite(host: str, receivers: int) -> tuple[Meeting, socket.socket]:
     return Meeting(place.address, place.port, receivers, secrets.token_hex(4)), listener
 
 
+@waiting_for_others()
 def gather(
-    meeting: Meeting, listener: socket.socket, deadline_s: float, over: str, leaves: threading.Event | None = None
+    meeting: Meeting, listener: socket.socket, patience_s: float, over: str, leaves: threading.Event | None = None
 ) -> Group:
     """On the sender: the group, once every receiver is there.
 
@@ -93,7 +95,7 @@ def gather(
     Raises:
         WeightSyncError: names the receivers that did not come in time.
     """
-    deadline = timedelta(seconds=deadline_s)
+    deadline = timedelta(seconds=patience_s)
     store = dist.TCPStore(  # type: ignore[attr-defined]
         meeting.host, meeting.port, meeting.receivers + 1, is_master=True, timeout=deadline, wait_for_workers=False,
         master_listen_fd=listener.detach(),
@@ -103,12 +105,12 @@ def gather(
     while missing := [receiver for receiver, key in enumerate(keys) if not store.check([key])]:
         waited_s = time.monotonic() - began
         left = leaves is not None and leaves.is_set()
-        if left or waited_s > deadline_s:
+        if left or waited_s > patience_s:
             store.set(_LEFT, "")
             raise WeightSyncError(
                 f"weight sync: of {meeting.receivers} receivers {missing} "
                 + ("will not come" if left else "did not come")
-                + f" to {meeting}, which was open for {waited_s:.0f} s (at most {deadline_s:.0f}: {_KEY}). Can the "
+                + f" to {meeting}, which was open for {waited_s:.0f} s (at most {patience_s:.0f}, of {_KEY}). Can the "
                 "nodes of the rollout engines reach that address?"
             )
         time.sleep(_LOOK_S)
@@ -116,26 +118,27 @@ def gather(
     return _group(meeting, store, 0, deadline, over)
 
 
-def join(meeting: Meeting, receiver: int, deadline_s: float, over: str) -> Group:
+@waiting_for_others()
+def join(meeting: Meeting, receiver: int, patience_s: float, over: str) -> Group:
     """On a receiver: the same.
 
     Raises:
         WeightSyncError: the sender cannot be reached, or another receiver did not come.
     """
-    deadline = timedelta(seconds=deadline_s)
+    deadline = timedelta(seconds=patience_s)
     try:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             meeting.host, meeting.port, meeting.receivers + 1, timeout=deadline, wait_for_workers=False
         )
         store.set(_arrival(receiver), "")
-        until = time.monotonic() + deadline_s
+        until = time.monotonic() + patience_s
         while not store.check([_COMPLETE]):
             if time.monotonic() > until or store.check([_LEFT]):
                 raise dist.DistError("the sender waits no longer")
             time.sleep(_LOOK_S)
     except dist.DistError as error:
         raise WeightSyncError(
-            f"weight sync: receiver {receiver} waited {deadline_s:.0f} s ({_KEY}) at {meeting}, where the sender or "
+            f"weight sync: receiver {receiver} waited {patience_s:.0f} s ({_KEY}) at {meeting}, where the sender or "
             f"another receiver did not come: {error}"
         ) from error
     return _group(meeting, store, receiver + 1, deadline, over)

@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
+from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints, Prints
 from verl_ray.weight_sync.transport import Address, Reader, Seat
@@ -38,6 +39,7 @@ class Receiver:
         if address not in self._readers:
             self._readers[address] = address.open()
         tensors = dict(self._readers[address].read(bucket))
+        advance(bucket.nbytes, "bytes")
         self._printing = self._thread.submit(_fingerprints, tensors)
         return tensors
 

@@ -6,37 +6,36 @@ Invariant: what a live process owns is never removed here. Deliberately not here
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import shutil
 from pathlib import Path
 
+from verl_ray.ownership import Owner
+
 FOLDER = Path("/dev/shm")
-_NAME = re.compile(r"verl_ray-\w+-(?P<pid>\d+)-(?P<started>\d+)-.+")
+_NAME = re.compile(r"verl_ray-\w+-(?P<owner>\d+-\d+-\d+-\d+)-.+")
 
 
 def prefix(kind: str) -> str:
     """What the names of this process's files begin with; `kind` is a word that says what they are."""
-    return f"verl_ray-{kind}-{os.getpid()}-{_start_time(os.getpid())}-"
+    return f"verl_ray-{kind}-{Owner.here()}-"
+
+
+def room() -> int:
+    """Bytes that are free in /dev/shm, once what owners have left that no longer live is taken away."""
+    remove_stale()
+    return shutil.disk_usage(FOLDER).free
 
 
 def remove_stale() -> None:
-    """Take away what owners that no longer live have left. An owner is the same process only if it also started at the
-    same time: process ids are used again."""
+    """Take away what owners that no longer live have left."""
     for path in FOLDER.glob("verl_ray-*"):
         match = _NAME.fullmatch(path.name)
-        if match and _start_time(int(match["pid"])) != int(match["started"]):
-            if path.is_dir():
-                shutil.rmtree(path, ignore_errors=True)
-            else:
-                with contextlib.suppress(OSError):  # of another user, or gone by now
-                    path.unlink()
-
-
-def _start_time(pid: int) -> int:
-    """Clock ticks from boot to the start of a process; -1 when there is none of that id."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return -1
-    return int(stat.rpartition(")")[2].split()[19])
+        owner = Owner.parse(match["owner"]) if match else None
+        if owner is None or not owner.is_gone:
+            continue
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            with contextlib.suppress(OSError):  # of another user, or gone by now
+                path.unlink()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from verl_ray.errors import WeightSyncError
+from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.buckets import Bucket, Entry
 from verl_ray.weight_sync.fingerprint import Fingerprints, Prints
 from verl_ray.weight_sync.manifest import Slice
@@ -72,6 +73,7 @@ class Slots:
             source = tensor.detach().to(target.dtype)
             target.copy_(source)
             self._prints.add(part.name, source, part)
+            advance(source.nbytes, "bytes")
         return self._prints.take()
 
     def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:

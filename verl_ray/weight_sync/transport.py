@@ -31,7 +31,7 @@ class Route:
     buckets: tuple[Bucket, ...]
     receivers: int
     """Processes that receive: all ranks of all rollout engines."""
-    deadline_s: float
+    patience_s: float
     """How long one end waits for the others."""
     host: str = "127.0.0.1"
     """Where the node of the actor's rank 0 is reached."""

@@ -91,9 +91,9 @@ CASES = [
     ),
     Case(
         "graders_keep_the_deadline_of_calls",
-        "run.call_deadline_s=60 reward.deadline_s=100",
+        "run.stall_s=60 reward.deadline_s=100",
         "reward.deadline_s",
-        "run.call_deadline_s=60.0 ends the run before",
+        "run.stall_s=60.0 ends the run before",
         "at most 60.0",
     ),
 ]

@@ -42,11 +42,9 @@ def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Itera
     if config.evaluation.functions is not None:
         limits["evaluation"] = config.evaluation.deadline_s
     for key, deadline_s in limits.items():
-        if deadline_s > config.run.call_deadline_s:
-            rule = (
-                f"run.call_deadline_s={config.run.call_deadline_s} ends the run before this ends a response's grading"
-            )
-            fix = f"Use at most {config.run.call_deadline_s}, or raise run.call_deadline_s."
+        if deadline_s > config.run.stall_s:
+            rule = f"run.stall_s={config.run.stall_s} ends the run before this ends a response's grading"
+            fix = f"Use at most {config.run.stall_s}, or raise run.stall_s."
             yield Problem(f"{key}.deadline_s", deadline_s, rule, fix)
 
 

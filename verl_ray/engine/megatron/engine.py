@@ -23,6 +23,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from verl_ray.algorithms.objectives import Objective
+from verl_ray.checkpoint.sharded import random_key
 from verl_ray.checkpoint.slices import Slices
 from verl_ray.config.backends import MegatronBackend
 from verl_ray.data.stages import Rows, TrainingBatch
@@ -34,6 +35,7 @@ from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary
 from verl_ray.engine.megatron.optimizer import MOMENTS, clip_and_step, make_optimizer, restore, shards_of
 from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
 from verl_ray.engine.module_engine import adam, manifest_of
+from verl_ray.engine.offload import Offload, tensor_held
 from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
@@ -103,6 +105,7 @@ class MegatronEngine(PackedEngine):
                 self._fill_main(source)
         self._refuse_incomplete()
         self._owned = self._by_piece(self._regions_owned())
+        self.offload = Offload(device)
         self.steps = 0
         self._rng = self._seeded(spec.seed)
         self._random_states = tensor_parallel.get_cuda_rng_tracker().get_states()
@@ -361,8 +364,8 @@ class MegatronEngine(PackedEngine):
         return collected(self._exported, functools.partial(_parts, owned), self.device)
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
-        state |= {f"rng_{self.rank}_{name}": value for name, value in self._random_states.items()}
+        state: dict[str, Any] = {"steps": self.steps, self._rng_key: self._rng}
+        state |= {self._tracked_key(name): value for name, value in self._random_states.items()}
         if self._optimizer is None:
             return state
         model: dict[str, list[Any]] = defaultdict(list)
@@ -394,8 +397,11 @@ class MegatronEngine(PackedEngine):
     def load_state(self, state: dict[str, Any]) -> None:
         """The tensors of `state` are this engine's own, so they are here already."""
         self.steps = int(state["steps"])
-        self._rng = state.get(f"rng_{self.rank}", self._rng)
-        self._random_states = {name: state[f"rng_{self.rank}_{name}"] for name in self._random_states}
+        self._load_rng(state)
+        for name in self._random_states:
+            found = state.get(self._tracked_key(name))
+            if found is not None:  # else it stays as megatron-core seeded it
+                self._random_states[name] = found
         if self._optimizer is None:
             return
         steps = state["optimizer"]["state"]
@@ -409,6 +415,10 @@ class MegatronEngine(PackedEngine):
             for module in self._modules:
                 module.start_param_sync(force_sync=True)
 
+    def _tracked_key(self, name: str) -> str:
+        """Of a random stream of megatron-core's tracker."""
+        return random_key(self.rank, self.device.type, name)
+
     def _groups(self) -> list[dict[str, Any]]:
         """The settings of the optimizer as torch keeps them, for backends that read this state."""
         assert self.spec.optimizer is not None
@@ -420,30 +430,67 @@ class MegatronEngine(PackedEngine):
     def _move(self, params: torch.device, optimizer: torch.device) -> None:
         to_host = {"params": params.type == "cpu", "optimizer": optimizer.type == "cpu"}
         if self._optimizer is None:
-            for stage in self._stages:
-                stage.to(params)
+            weights = [tensor_held(name, value) for name, value in self._weights()]
+            self.offload.to_host(weights) if to_host["params"] else self.offload.to_device(weights)
             return
         if to_host["optimizer"]:
             self._optimizer.offload_to_cpu()
         self._weights_to_host() if to_host["params"] else self._weights_to_device()
+        if to_host["params"] or to_host["optimizer"]:  # no step follows
+            self._release_gradients()
+        else:
+            self._renew_gradients()
         if not to_host["optimizer"]:
             restore(self._optimizer)
 
+    def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """All parameters of this rank, by names that differ between its stages."""
+        for number, stage in enumerate(self._stages):
+            for name, parameter in stage.named_parameters():
+                yield f"stage {number}: {name}", parameter
+
     def _weights_to_host(self) -> None:
-        """And the memory of gradients, which are none between steps, is given back."""
-        for buffer in self._buffers():
+        """Of a role that learns: megatron-core moves its buffers. It begins the copies and does not wait."""
+        there = {name: buffer for name, buffer in self._named_buffers() if not _is_freed(buffer.param_data)}
+        for name, buffer in there.items():
             if buffer.param_data_cpu is None:  # megatron-core would make it of two copies, and only where CUDA is
-                pinned = buffer.param_data.device.type == "cuda"
-                buffer.param_data_cpu = torch.empty_like(buffer.param_data, device="cpu", pin_memory=pinned)
-            buffer.offload_to_cpu()
+                buffer.param_data_cpu = self.offload.place(name, buffer.param_data)
+        sources = {name: buffer.param_data for name, buffer in there.items()}
+        targets = {name: buffer.param_data_cpu for name, buffer in there.items()}
+        with self.offload.proving(sources, targets, "host"):
+            for buffer in there.values():
+                buffer.offload_to_cpu(move_grads=False)
 
     def _weights_to_device(self) -> None:
+        away = {name: buffer for name, buffer in self._named_buffers() if _is_freed(buffer.param_data)}
+        sources = {name: buffer.param_data_cpu for name, buffer in away.items()}
+        targets = {name: buffer.param_data for name, buffer in away.items()}
+        with self.offload.proving(sources, targets, "device"):
+            for buffer in away.values():
+                buffer.reload_from_cpu(move_grads=False)
+
+    def _named_buffers(self) -> Iterator[tuple[str, Any]]:
+        for number, buffer in enumerate(self._buffers()):
+            yield f"weights {number}", buffer
+
+    def _release_gradients(self) -> None:
+        """Give their memory back. Between steps they are none."""
         for buffer in self._buffers():
-            buffer.reload_from_cpu()
+            buffer.offload_to_cpu(move_params=False)
+
+    def _renew_gradients(self) -> None:
+        """Have their memory again, all zeros; idempotent."""
+        for buffer in self._buffers():
+            buffer.reload_from_cpu(move_params=False)
 
     def _buffers(self) -> Iterator[Any]:
         for module in self._modules:
             yield from (*module.buffers, *module.expert_parallel_buffers)
+
+
+def _is_freed(memory: Tensor) -> bool:
+    """Whether megatron-core has given it back; the tensor stays."""
+    return memory.untyped_storage().size() == 0
 
 
 def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:

@@ -24,6 +24,7 @@ from verl_ray.engine.megatron_fsdp import residence
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
 from verl_ray.engine.module_engine import ModuleEngine
+from verl_ray.engine.offload import Held
 from verl_ray.engine.packed_engine import Loss, MicroBatches
 from verl_ray.models import lora
 from verl_ray.models.role_model import RoleModel
@@ -171,7 +172,7 @@ class MegatronFsdpEngine(ModuleEngine):
         return made
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps, f"rng_{self.rank}": self._rng}
+        state: dict[str, Any] = {"steps": self.steps, self._rng_key: self._rng}
         if self.optimizer is None:
             return state
         learned = {name: value for name, value in self._parameters.items() if value.requires_grad}
@@ -194,31 +195,42 @@ class MegatronFsdpEngine(ModuleEngine):
     def load_state(self, state: dict[str, Any]) -> None:
         """The tensors of `state` are this engine's own, so they are here already."""
         self.steps = int(state["steps"])
-        self._rng = state.get(f"rng_{self.rank}", self._rng)
+        self._load_rng(state)
         if self.optimizer is not None:
             self._install()
 
-    def _move(self, params: torch.device, optimizer: torch.device) -> None:
-        sharded, buffer = self._sharded, self._sharded.param_and_grad_buffer
-        gradients = [whole for whole in buffer.buffer.values() if whole.numel()]
-        if params.type == "cpu":
-            if self.backend.sharding != "none":
-                sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)  # what is gathered
-            residence.release(gradients)
-        buffers = [
-            getattr(group, name)
-            for group in buffer.parameter_groups
-            for name in ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf")
-        ]
-        held = [one.data for one in buffers if one is not None]
-        held += [value._local_tensor for value in self._parameters.values()]
-        known = {one.untyped_storage().data_ptr() for one in held}
+    def before_offload(self) -> None:
+        if self.backend.sharding != "none":
+            self._sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)  # what is gathered
+        residence.release(self._gradient_buffers())
+
+    def held_weights(self) -> list[Held]:
+        buffer = self._sharded.param_and_grad_buffer
+        held = [(name, value._local_tensor) for name, value in self._parameters.items()]
+        for number, group in enumerate(buffer.parameter_groups):
+            for kind in ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf"):
+                one = getattr(group, kind)
+                if one is not None:
+                    held.append((f"{kind} {number}", one.data))
+        known = {tensor.untyped_storage().data_ptr() for _, tensor in held}
         # the parameters that compute look into a buffer unless that is gathered first
-        held += [raw for raw in buffer.params if raw.untyped_storage().data_ptr() in known]
-        residence.move(held, params)
-        if params.type != "cpu":
-            residence.renew(gradients)
-            self._install()
-        if self.optimizer is not None:
-            states = self.optimizer.state.values()
-            residence.move([state[kind]._local_tensor for state in states for kind in MOMENTS], optimizer)
+        raw = (value for value in buffer.params if value.untyped_storage().data_ptr() in known)
+        return residence.held_together([*held, *(("", value) for value in raw)])
+
+    def held_moments(self) -> list[Held]:
+        if self.optimizer is None:
+            return []
+        names = {id(value): name for name, value in self._parameters.items()}
+        moments = [
+            (f"{kind} of {names[id(parameter)]}", state[kind]._local_tensor)
+            for parameter, state in self.optimizer.state.items()
+            for kind in MOMENTS
+        ]
+        return residence.held_together(moments)
+
+    def after_reload(self) -> None:
+        residence.renew(self._gradient_buffers())
+        self._install()
+
+    def _gradient_buffers(self) -> list[Tensor]:
+        return [whole for whole in self._sharded.param_and_grad_buffer.buffer.values() if whole.numel()]

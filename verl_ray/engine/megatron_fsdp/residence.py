@@ -1,7 +1,7 @@
-"""Bringing what megatron-fsdp holds to another device and back.
+"""What megatron-fsdp holds, as state that can be moved to the host and back.
 
-Invariant: tensors that share memory share it afterwards, at the same places, so the package's buffers and the shards
-that look into them stay one; and what was left behind is free. Deliberately not here: when (`engine.py`).
+Invariant: tensors that share memory share it after a move, at the same places, so the package's buffers and the shards
+that look into them stay one. Deliberately not here: the move itself (`offload.py`), and when (`engine.py`).
 """
 
 from __future__ import annotations
@@ -12,22 +12,31 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from verl_ray.engine.offload import Held
 
-@torch.no_grad()
-def move(tensors: Iterable[Tensor], device: torch.device) -> None:
-    """Everything that these look into goes to `device`, in place; these must be all that look into it. The device is
-    not waited for."""
-    sharing: dict[int, list[Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.device != device and tensor.untyped_storage().nbytes():
-            sharing[tensor.untyped_storage().data_ptr()].append(tensor)
-    for together in sharing.values():
-        there = together[0].untyped_storage()
-        whole = torch.empty(0, dtype=torch.uint8, device=together[0].device).set_(there)
-        here = whole.to(device, copy=True, non_blocking=True).untyped_storage()
+
+def held_together(tensors: Iterable[tuple[str, Tensor]]) -> list[Held]:
+    """What these tensors look into, by storage; they must be all that look into it. A storage has the name of the first
+    of them."""
+    sharing: dict[int, list[tuple[str, Tensor]]] = defaultdict(list)
+    for name, tensor in tensors:
+        if tensor.untyped_storage().nbytes():
+            sharing[tensor.untyped_storage().data_ptr()].append((name, tensor))
+    return [_held(together[0][0], [tensor for _, tensor in together]) for together in sharing.values()]
+
+
+def _held(name: str, together: list[Tensor]) -> Held:
+    def memory() -> Tensor:
+        first = together[0]
+        return torch.empty(0, dtype=torch.uint8, device=first.device).set_(first.untyped_storage())
+
+    def take(memory: Tensor) -> None:
         for tensor in together:
             at = tensor.storage_offset(), tensor.size(), tensor.stride()
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=device).set_(here, *at)
+            empty = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+            tensor.data = empty.set_(memory.untyped_storage(), *at)
+
+    return Held(name, memory, take)
 
 
 @torch.no_grad()

@@ -1,0 +1,198 @@
+"""What a process does with signals: answers, obeys where nothing is lost by it, and ends at a second one."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+ROOT = Path(__file__).parents[2]
+
+BEGIN = """
+import os, signal, sys, time
+from verl_ray.cluster.signals import (
+    Outlook, all_or_nothing, finishing, heed_signals, no_way_back, noting, stop_on_signals, telling,
+)
+from verl_ray.errors import Interrupted
+stop_on_signals()
+
+def wait():
+    while True:
+        heed_signals()
+        time.sleep(0.01)
+
+def until(asked):
+    while not asked():
+        time.sleep(0.01)
+"""
+
+
+def run(code: str, *sent: signal.Signals) -> subprocess.CompletedProcess[str]:
+    """A process that is sent signals, each once it has said one more line."""
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        said = ""
+        for number in sent:
+            said += process.stdout.readline()
+            process.send_signal(number)
+        out, err = process.communicate(timeout=100)
+    return subprocess.CompletedProcess(code, process.returncode, said + out, err)
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_ends_what_knows_nothing_of_it(sent: signal.Signals) -> None:
+    code = """
+try:
+    print("up", flush=True)
+    time.sleep(100)
+except Interrupted as stop:
+    print(stop)
+"""
+    ended = run(code, sent)
+    assert ended.stdout == f"up\nstopped by {sent.name}\n"
+    assert ended.stderr == f"{sent.name}: stopping. Another one ends it at once\n"
+
+
+def test_it_is_answered_while_compiled_code_runs() -> None:
+    """The main thread is in a call that does not come back, as in a long fsync: Python's handlers wait for it."""
+    code = (
+        "import hashlib\nprint('up', flush=True)\n"
+        "hashlib.pbkdf2_hmac('sha256', b'a', b'b', (1 << 31) - 1)\n"  # minutes, without the interpreter lock
+    )
+    with subprocess.Popen([sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "up\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.readline().startswith("SIGINT: stopping.")
+        os.kill(process.pid, 0)  # still there
+        process.kill()
+
+
+def test_waits_are_given_up_until_there_is_no_way_back() -> None:
+    code = """
+with telling(lambda: Outlook("step 1 is given up", "")), noting():
+    try:
+        with all_or_nothing() as work:
+            print("up", flush=True)
+            wait()
+    except Interrupted:
+        print("given up", work.since, flush=True)
+"""
+    assert run(code, signal.SIGINT).stdout == "up\ngiven up None\n"
+    code = """
+from verl_ray.cluster.signals import _state
+left = iter(range(100))
+with telling(lambda: Outlook("step 1 is finished first", "step 1")), noting():
+    try:
+        with all_or_nothing():
+            no_way_back()
+            no_way_back()
+            print("up", flush=True)
+            until(lambda: _state.received)
+            heed_signals()
+            with finishing():
+                heed_signals()
+            heed_signals()
+            print("finished", flush=True)
+        print("not saved", flush=True)
+        heed_signals()
+    except Interrupted:
+        with finishing():
+            heed_signals()
+            print("saved", flush=True)
+"""
+    ended = run(code, signal.SIGTERM)
+    assert ended.stdout == "up\nfinished\nnot saved\nsaved\n"
+    assert ended.stderr == "SIGTERM: step 1 is finished first. Another one ends it at once and loses step 1\n"
+
+
+def test_a_signal_that_came_before_gives_the_work_up() -> None:
+    code = """
+with noting(), all_or_nothing() as work:
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        no_way_back()
+    except Interrupted:
+        print(work.since)
+"""
+    assert run(code).stdout == "None\n"
+
+
+def test_a_second_signal_ends_and_says_what_is_lost() -> None:
+    code = """
+from verl_ray.cluster.signals import _state
+with telling(lambda: Outlook("steps are finished", "steps 4 to 6")), noting(), finishing():
+    print("up", flush=True)
+    until(lambda: _state.answered_at)
+    os.kill(os.getpid(), signal.SIGINT)  # `timeout` sends the one signal twice
+    time.sleep(1.2)
+    print("again", flush=True)
+    time.sleep(100)
+"""
+    ended = run(code, signal.SIGINT, signal.SIGTERM)
+    assert ended.returncode == 130
+    assert ended.stdout == "up\nagain\n"
+    assert ended.stderr.splitlines() == [
+        "SIGINT: steps are finished. Another one ends it at once and loses steps 4 to 6",
+        "", "SIGTERM again: ended at once, lost: steps 4 to 6",
+    ]  # fmt: skip
+
+
+def test_a_closed_terminal_lets_a_step_finish() -> None:
+    code = """
+from verl_ray.cluster.signals import _state
+with noting(), finishing():
+    print("up", flush=True)
+    until(lambda: _state.answered_at)
+    print("to nobody", flush=True)  # an error, were it the terminal still
+    os.write(int(sys.argv[1]), b"finished")
+"""
+    reading, writing = os.pipe()
+    child, terminal = pty.fork()  # its controlling terminal
+    if child == 0:
+        os.chdir(ROOT)
+        os.set_inheritable(writing, True)
+        os.execv(sys.executable, [sys.executable, "-c", BEGIN + code, str(writing)])
+    os.close(writing)
+    assert os.read(terminal, 100).startswith(b"up")
+    os.close(terminal)
+    with os.fdopen(reading, "rb") as said:
+        assert said.read() == b"finished"
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_run_under_nohup_outlives_its_terminal() -> None:
+    code = "print('up', flush=True)\nos.kill(os.getpid(), signal.SIGHUP)\nheed_signals()\nprint('goes on')"
+    ended = subprocess.run(
+        ["nohup", sys.executable, "-c", BEGIN + code], cwd=ROOT, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout == "up\ngoes on\n"
+
+
+def test_signals_of_a_forked_child_are_its_own() -> None:
+    code = """
+reading, writing = os.pipe()
+child = os.fork()
+if child == 0:
+    try:
+        os.write(writing, b"up")
+        time.sleep(100)
+    except Interrupted:
+        os._exit(7)
+os.read(reading, 2)
+os.kill(child, signal.SIGTERM)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+time.sleep(0.1)
+heed_signals()
+"""
+    ended = run(code)
+    assert (ended.stdout, ended.stderr, ended.returncode) == ("7\n", "", 0)

@@ -1,0 +1,96 @@
+"""Which units of FSDP2 hold their parameters gathered, and when; and the groups that ranks of a mesh share."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from tests.engine import inputs
+from verl_ray.algorithms.objectives import SupervisedObjective
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny
+from verl_ray.ops.outputs import Outputs
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("units")
+    character_tokenizer(folder / "tokenizer", "0123456789+=")
+    sizes = TinyModelConfig(
+        hidden_size=16, num_layers=2, num_heads=1, num_kv_heads=1, head_size=16, intermediate_size=16,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen3", folder / "qwen3", folder / "tokenizer", sizes, seed=1)
+    return folder
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def gathered(engine: Any) -> set[str]:
+    """Names of the units whose parameters are whole now."""
+    groups = {
+        name: module._get_fsdp_state()._fsdp_param_group
+        for name, module in engine.model.named_modules()
+        if hasattr(module, "_get_fsdp_state")
+    }
+    return {name for name, group in groups.items() if group is not None and group.is_unsharded}
+
+
+@dataclass(frozen=True)
+class Watching(SupervisedObjective):
+    """Notes what is gathered between a forward pass and its backward pass."""
+
+    engine: Any = None
+    seen: list[set[str]] = field(default_factory=list)
+
+    def __call__(self, *given: Any) -> Any:
+        self.seen.append(gathered(self.engine))
+        return super().__call__(*given)
+
+
+@pytest.mark.parametrize(("apart", "kept"), [(False, {""}), (True, {"", "hf.lm_head"})])
+def test_what_computes_last_stays_for_the_backward(apart: bool, kept: set[str], alone: None, folder: Path) -> None:
+    engine: Any = inputs.Ranks(0, 1, folder).engine("fsdp", embedding_units=apart)
+    rows = inputs.rows_of()
+    engine.forward(rows, Outputs(log_probs=True))
+    assert gathered(engine) == set()
+    watching = Watching(engine=engine)
+    engine.forward_backward(rows, watching)
+    assert watching.seen and all(seen == kept for seen in watching.seen)
+    assert gathered(engine) == set()
+    engine.optimizer_step()
+
+
+SPLIT = """
+from datetime import timedelta
+import torch, torch.distributed as dist
+from torch._C._distributed_c10d import Backend
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+limit = timedelta(seconds=30)
+part = dist.group.WORLD.split_group([0], limit, Backend.Options("nccl", limit), "part", "part")
+number = torch.tensor([3.0])
+part.allreduce([number]).wait()
+print(part._get_backend(torch.device("cpu")).name(), number.item(), flush=True)
+"""
+
+
+@pytest.mark.ranks
+def test_a_group_split_from_another_keeps_its_gloo() -> None:
+    """A mesh of two dims splits the group of all ranks, with the options of its NCCL half. What lies on the host
+    (host_parameters) is summed over such a group, too, so that it must have gloo as its parent has. In a process of its
+    own: torch splits the first gloo group of a process alone, which that of all ranks is."""
+    ended = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, timeout=300)
+    assert ended.stdout.split() == ["gloo", "3.0"], ended.stderr
