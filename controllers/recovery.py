@@ -105,6 +105,8 @@ class Recovery:
         """The last finished step, and the last one that a checkpoint holds; None = none is."""
         self.writing: int | None = None
         """The step whose checkpoint is being written."""
+        self.unrecorded: dict[str, float] | None = self._checkpoint.state["unrecorded"] if self._checkpoint else None
+        """The metrics of the last finished step while its evaluation is not made; None = its line is written."""
         if self._checkpoint is not None:
             self._compare(self._checkpoint)
             self._check_cursor(self._checkpoint.step, self._checkpoint.state["trainer"])
@@ -113,6 +115,13 @@ class Recovery:
     def step(self) -> int | None:
         """Finished steps of the checkpoint; None = the run begins."""
         return None if self._checkpoint is None else self._checkpoint.step
+
+    @property
+    def recorded_step(self) -> int | None:
+        """The last step whose line stays as it is: that of a step whose evaluation is missing is written anew."""
+        if self.step is None or self.unrecorded is None:
+            return self.step
+        return self.step - 1
 
     @property
     def tracker_state(self) -> dict[str, str] | None:
@@ -152,10 +161,16 @@ class Recovery:
         print(f"continuing after step {found.step} from {found.path}", flush=True)
         return found.step
 
-    def commit(self, number: int, trainer: Resumable) -> None:
-        """Step `number` is finished and recorded. What a checkpoint says of the trainer is what it is now: later the
-        next step may have drawn prompts, and be given up."""
+    def commit(self, number: int, trainer: Resumable, unrecorded: Mapping[str, float] | None = None) -> None:
+        """Step `number` is finished. What a checkpoint says of the trainer is what it is now: later the next step may
+        have drawn prompts, and be given up.
+
+        Args:
+            unrecorded: its metrics, if it is evaluated before its line is written. If a stop comes first, the resumed
+                run evaluates. None = the line is written.
+        """
         self.finished = number
+        self.unrecorded = None if unrecorded is None else {name: float(value) for name, value in unrecorded.items()}
         self._trainer_state = copy.deepcopy(trainer.state())
 
     def save(self, trainer: Resumable, trackers: Tracker) -> None:
@@ -163,7 +178,7 @@ class Recovery:
         `finish` returned. A signal waits until it is written, or under way."""
         assert self.finished is not None, "there is something to save once a step is committed"
         self.finish()
-        state = {"trainer": self._trainer_state, "trackers": trackers.state()}
+        state = {"trainer": self._trainer_state, "trackers": trackers.state(), "unrecorded": self.unrecorded}
         self._check_cursor(self.finished, self._trainer_state)
         verb = ModelWorker.begin_save if self._behind else ModelWorker.save
         groups = trainer.groups
@@ -203,6 +218,7 @@ class Recovery:
             with finishing():
                 self._keep_unfinished()
                 if isinstance(error, Interrupted) or stop_requested():
+                    self._record_finished(trackers)
                     self._keep_finished(trainer, trackers)
             raise
 
@@ -217,6 +233,15 @@ class Recovery:
         else:
             _say(f"the checkpoint of step {number}, which was being written, is whole and counts")
 
+    def _record_finished(self, trackers: Tracker) -> None:
+        """The line of a step whose evaluation the stop has left undone; the resumed run writes it anew."""
+        if self.finished is None or self.unrecorded is None:
+            return
+        try:
+            trackers.log(self.finished, self.unrecorded)
+        except Exception as failure:
+            _say(f"warning: step {self.finished} has no line in {METRICS}: {failure}")
+
     def _keep_finished(self, trainer: Resumable, trackers: Tracker) -> None:
         number = self.finished
         if number is None:
@@ -230,7 +255,8 @@ class Recovery:
             except Exception as failure:
                 _say(f"warning: step {number} could not be saved: {failure}")
             else:
-                _say(f"step {number} is saved in {self._store.root}")
+                later = "" if self.unrecorded is None else "; its evaluation is made when the run goes on"
+                _say(f"step {number} is saved in {self._store.root}{later}")
 
     def _find(self, resume: str) -> Checkpoint | None:
         found = self._store.latest()

@@ -24,8 +24,7 @@ class Stopping:
         self._recovery = recovery
         self._step: int | None = None  # the one under way
         self._work = Work()
-        self._evaluates = False
-        self._closing_s: dict[bool, float] = {}  # from the update to the end of the last step, by whether it evaluated
+        self._closing_s: float | None = None  # from the update to the end of the last step
 
     @contextlib.contextmanager
     def told(self) -> Iterator[None]:
@@ -34,17 +33,17 @@ class Stopping:
             yield
 
     @contextlib.contextmanager
-    def step(self, number: int, *, evaluates: bool) -> Iterator[None]:
-        """One step, with what belongs to it: its evaluation and its line in the record."""
+    def step(self, number: int) -> Iterator[None]:
+        """One step, up to its commit. Its evaluation comes after it, and a stop leaves that to the resumed run."""
         heed_signals()
         with all_or_nothing() as work:
-            self._work, self._evaluates, self._step = work, evaluates, number
+            self._work, self._step = work, number
             try:
                 yield
             finally:
                 self._step = None
         if work.since is not None:
-            self._closing_s[evaluates] = time.monotonic() - work.since
+            self._closing_s = time.monotonic() - work.since
 
     def outlook(self) -> Outlook:
         """What the first signal brings now, and which steps a second one would lose. Any thread may ask."""
@@ -53,7 +52,12 @@ class Stopping:
         if step is not None and since is not None:
             then = ", then saved" if self._saves else ""
             return Outlook(f"step {step} is finished first ({self._left(since)}){then}", self._lost(step))
-        given_up = f"step {step} is given up, its update has not begun" if step is not None else "stopping"
+        if step is not None:
+            given_up = f"step {step} is given up, its update has not begun"
+        elif self._recovery.unrecorded is not None:
+            given_up = f"the evaluation of step {finished} is given up and made when the run goes on"
+        else:
+            given_up = "stopping"
         return Outlook(f"{given_up}; {self._kept(finished)}", self._lost(finished))
 
     def _kept(self, finished: int | None) -> str:
@@ -73,9 +77,9 @@ class Stopping:
         return f"step {last}" if first == last else f"steps {first} to {last}"
 
     def _left(self, since: float) -> str:
-        """How long the rest of the step takes, by the last one of its kind; else how long it has taken."""
+        """How long the rest of the step takes, by the last one; else how long it has taken."""
         taken_s = time.monotonic() - since
-        expected_s = self._closing_s.get(self._evaluates)
+        expected_s = self._closing_s
         if expected_s is None or taken_s > expected_s:
             return f"it has taken {taken_s:.0f} s since its update began"
         return f"about {max(1.0, expected_s - taken_s):.0f} s left"

@@ -19,6 +19,7 @@ from controllers.build import Shape, System, start
 from controllers.evaluator import Evaluator
 from controllers.ledger import ledger
 from controllers.ledger_table import ledger_table, print_tables
+from controllers.measures import Metrics
 from controllers.memory_record import MemoryRecord
 from controllers.ppo import Trainer
 from controllers.preparation import prepare
@@ -29,8 +30,9 @@ from controllers.stopping import Stopping
 from controllers.supervised import SupervisedTrainer
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import noting, stop_on_signals
+from verl_ray.cluster.signals import heed_signals, noting, raising, stop_on_signals
 from verl_ray.config.load import to_tree
+from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig, SupervisedRun
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
@@ -46,6 +48,7 @@ from verl_ray.tracking.report import report
 SHOWN_SAMPLES = 5
 
 MakeTrainer = Callable[[System], SupervisedTrainer[Any]]
+Evaluate = Callable[[], tuple[Metrics, list[Sample]]]
 
 
 def train(config: Config) -> int:
@@ -82,33 +85,26 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
     tell_skipped(prompts.skipped, "prompts of the training data are too long")
     evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every else None
-    samples: list[Sample] = []
     stopping = Stopping(config, recovery)
     with stopping.told(), noting(), start(config, session) as system, recording(config, recovery) as trackers:
         trainer = Trainer(config, system, prompts, evaluator)
+        lines = Lines(config.run, trackers, trainer.evaluate)
         done = recovery.restore(trainer)
         with recovery.kept(trainer, trackers):
             trainer.publish(done)
-            if done == 0 and evaluator is not None:
-                metrics, samples = trainer.evaluate()
-                trackers.samples(0, samples)
-                trackers.log(0, metrics)
+            lines.begin(done, recovery.unrecorded)
             for number in range(done + 1, config.run.total_steps + 1):
-                evaluates = evaluator is not None and due(number, config.run.evaluate_every, config.run.total_steps)
-                with stopping.step(number, evaluates=evaluates):
+                with stopping.step(number):
                     metrics = trainer.step(number)
                     recovery.finish()
-                    if evaluates:
-                        held_out, samples = trainer.evaluate()
-                        metrics |= held_out
-                        trackers.samples(number, samples)
-                    trackers.log(number, metrics)
-                    recovery.commit(number, trainer)
+                    recovery.commit(number, trainer, unrecorded=metrics)
+                lines.close(number, metrics)
+                recovery.commit(number, trainer)
                 if due(number, config.run.checkpoint_every, config.run.total_steps):
                     with trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
                         recovery.save(trainer, trackers)
             recovery.finish()
-    return conclude(config, trackers, samples)
+    return conclude(config, trackers, lines.samples)
 
 
 def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery) -> int:
@@ -118,22 +114,20 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
     with stopping.told(), noting(), start(config, session) as system, recording(config, recovery) as trackers:
         trainer = make_trainer(system)
         memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
+        lines = Lines(config.run, trackers, lambda: (trainer.evaluate(), []))
         done = recovery.restore(trainer)
         with recovery.kept(trainer, trackers):
-            if done == 0 and config.run.evaluate_every:
-                trackers.log(0, trainer.evaluate())
+            lines.begin(done, recovery.unrecorded)
             for number in range(done + 1, config.run.total_steps + 1):
                 if trainer.finished:
                     break
-                evaluates = due(number, config.run.evaluate_every, config.run.total_steps)
-                with stopping.step(number, evaluates=evaluates):
+                with stopping.step(number):
                     memory.ask()  # of the step before: answered while this one is computed
                     metrics = trainer.step() | memory.metrics()
                     recovery.finish()
-                    if evaluates:
-                        metrics |= trainer.evaluate()
-                    trackers.log(number, metrics)
-                    recovery.commit(number, trainer)
+                    recovery.commit(number, trainer, unrecorded=metrics)
+                lines.close(number, metrics)
+                recovery.commit(number, trainer)
                 last = trainer.finished or number == config.run.total_steps
                 if config.run.checkpoint_every and (last or number % config.run.checkpoint_every == 0):
                     with trainer.timers("save_checkpoint"):
@@ -187,12 +181,51 @@ def tell_skipped(count: int, what: str) -> None:
         print(f"warning: {count} {what} and left out", file=sys.stderr, flush=True)
 
 
+class Lines:
+    """The line of each step, with what its evaluation found where one is due.
+
+    Args:
+        run: says when a step is evaluated.
+        trackers: where the lines go.
+        evaluate: the policy, or the model, on held-out rows; and samples to read, if it makes any.
+    """
+
+    def __init__(
+        self, run: RunConfig, trackers: Trackers, evaluate: Callable[[], tuple[Metrics, list[Sample]]]
+    ) -> None:
+        self._run, self._trackers, self._evaluate = run, trackers, evaluate
+        self.samples: list[Sample] = []
+        """Of the newest evaluation."""
+
+    def begin(self, done: int, unrecorded: Metrics | None) -> None:
+        """The evaluation before the first step, or the one after step `done` that a stop has left undone."""
+        if done == 0 and self._run.evaluate_every:
+            self.close(0, {})
+        elif unrecorded is not None:
+            self.close(done, unrecorded)
+
+    def close(self, number: int, metrics: Metrics) -> None:
+        """Write the line of step `number`. An evaluation is given up by a stop, and then there is no line yet."""
+        if due(number, self._run.evaluate_every, self._run.total_steps):
+            heed_signals()
+            found, self.samples = self._evaluate()
+            metrics = metrics | found
+            if self.samples:
+                self._trackers.samples(number, self.samples)
+        self._trackers.log(number, metrics)
+
+
 @contextlib.contextmanager
 def recording(config: Config, recovery: Recovery) -> Iterator[Trackers]:
     """The trackers of the run, closed as failed if anything raises."""
-    trackers = open_trackers(
-        config.tracking, config.run, to_tree(config), committed_step=recovery.step, state=recovery.tracker_state
-    )
+    with raising():  # W&B may wait for its server
+        trackers = open_trackers(
+            config.tracking,
+            config.run,
+            to_tree(config),
+            committed_step=recovery.recorded_step,
+            state=recovery.tracker_state,
+        )
     try:
         yield trackers
     except BaseException:

@@ -18,6 +18,7 @@ from verl_ray.cluster.calls import look_after, wait_all
 from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
+from verl_ray.cluster.processes import COLLECTIVES_LAST
 from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
@@ -70,6 +71,7 @@ def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(crew: 
     group = crew(Reducer, 2, process_group=True)
     assert group.broadcast(Reducer.total, 2.0).result() == [6.0, 6.0]
     assert group.broadcast(Reducer.interface).result() == ["lo", "lo"]
+    assert group.broadcast(Reducer.timeouts_s).result() == [[COLLECTIVES_LAST * 60.0] * 3] * 2  # whoever made them
     with pytest.raises(WorkerDied) as caught:
         group.broadcast(Reducer.total_but_one_dies).result()
     assert caught.value.rank == 1

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 BEGIN = """
 import os, signal, sys, time
 from verl_ray.cluster.signals import (
-    Outlook, all_or_nothing, finishing, heed_signals, no_way_back, noting, stop_on_signals, telling,
+    Outlook, all_or_nothing, finishing, heed_signals, no_way_back, noting, raising, stop_on_signals, telling,
 )
 from verl_ray.errors import Interrupted
 stop_on_signals()
@@ -37,8 +37,9 @@ def until(asked):
 def run(code: str, *sent: signal.Signals) -> subprocess.CompletedProcess[str]:
     """A process that is sent signals, each once it has said one more line."""
     with subprocess.Popen(
-        [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+        [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+    ) as process:  # fmt: skip
         assert process.stdout is not None
         said = ""
         for number in sent:
@@ -60,6 +61,26 @@ except Interrupted as stop:
     ended = run(code, sent)
     assert ended.stdout == f"up\nstopped by {sent.name}\n"
     assert ended.stderr == f"{sent.name}: stopping. Another one ends it at once\n"
+
+
+@pytest.mark.parametrize("library", ["time.sleep(100)", "waits_and_wraps()"])
+def test_a_library_that_waits_is_given_up_within_noting(library: str) -> None:
+    code = f"""
+def waits_and_wraps():
+    try:
+        time.sleep(100)
+    except Exception as error:
+        raise RuntimeError("the server did not answer") from error
+
+try:
+    with noting(), raising():
+        print("up", flush=True)
+        {library}
+except Interrupted as stop:
+    print(stop)
+"""
+    ended = run(code, signal.SIGTERM)
+    assert ended.returncode == 0 and ended.stdout == "up\nstopped by SIGTERM\n"
 
 
 def test_it_is_answered_while_compiled_code_runs() -> None:

@@ -243,6 +243,7 @@ def written(config: RLConfig, *steps: int, drawn_per_step: int = 8) -> Checkpoin
         state = {
             "trainer": {"cursor": cursor(step * drawn_per_step)},
             "trackers": {"wandb_run_id": "abc", "recorded_steps": f"1-{step}"},
+            "unrecorded": None,
         }
         with store.writing(step, state, to_tree(config), ["actor"]) as folder:
             (folder / "actor").mkdir()

@@ -45,7 +45,7 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
         "rollout.health.deadline_s=3", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
-        "rollout.endpoint.port=0",
+        "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
     with groups:
@@ -200,7 +200,7 @@ def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
         offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
         tokens=np.array([3, 4, 5, 6], np.int32),
     )  # fmt: skip
-    sampling = Sampling(1.0, 1.0, -1, 20, ())
+    sampling = Sampling(1.0, 1.0, -1, 400, ())  # so many that the engine is not done before it is paused
     alone = _whole([read(part, 60) for part in _respond(replica, asked, sampling)])
     parts: list[Responses] = []
     for part in _respond(replica, asked, sampling):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,21 @@ import pytest
 
 from controllers.recovery import Recovery
 from controllers.stopping import Stopping
+from controllers.training import Lines
+from tests.cluster.crew import SlowWriter
+from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs
 from verl_ray.cluster import signals
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, all_or_nothing, heed_signals, no_way_back, noting, stop_on_signals
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.timers import Timers
+from verl_ray.tracking import Sample, Trackers
+from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
 
 @pytest.fixture
@@ -49,13 +58,10 @@ class Cursor:
     """A trainer without a model: all that it has is how many rows it has drawn."""
 
     drawn: int = 0
-
-    @property
-    def groups(self) -> dict[str, WorkerGroup[Any]]:
-        return {}
+    groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": {"drawn": self.drawn}}
+        return {"cursor": {"rows": 100, "drawn": self.drawn, "epoch": 0, "position": self.drawn}}
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.drawn = state["cursor"]["drawn"]
@@ -66,7 +72,7 @@ def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: 
     run = Stopping(inputs.config("ppo", tmp_path, "run.checkpoint_every=10"), recovery)
     assert run.outlook() == Outlook("stopping; no step is finished yet, so there is nothing to save", "")
     for number in (1, 2):
-        with run.step(number, evaluates=False):
+        with run.step(number):
             given_up = run.outlook()
             no_way_back()
             time.sleep(0.01)
@@ -77,19 +83,70 @@ def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: 
             said = r"step 1 is finished first \(it has taken \d+ s since its update began\), then saved"
             assert re.fullmatch(said, finished.next) and finished.lost == "step 1"
     assert given_up == Outlook("step 2 is given up, its update has not begun; step 1 is saved first", "step 1")
-    run._closing_s[False] = 100.0  # what a step took from its update to its end
-    with run.step(3, evaluates=False):
+    run._closing_s = 100.0  # what a step took from its update to its end
+    with run.step(3):
         no_way_back()
         outlook = run.outlook()
         assert re.fullmatch(r"step 3 is finished first \(about (100|\d\d) s left\), then saved", outlook.next)
         assert outlook.lost == "steps 1 to 3"
-    with run.step(4, evaluates=True):  # of another kind, and none of these was seen yet
-        no_way_back()
-        assert "it has taken" in run.outlook().next
+    recovery.commit(2, trainer, unrecorded={"actor/loss": 0.5})
+    said = "the evaluation of step 2 is given up and made when the run goes on; step 2 is saved first"
+    assert run.outlook() == Outlook(said, "steps 1 to 2")
+    recovery.commit(2, trainer)
     recovery.saved = 2
     assert run.outlook() == Outlook("stopping; step 2 is saved already", "")
     recovery.writing, recovery.saved = 2, None
     assert run.outlook() == Outlook("stopping; the checkpoint of step 2 is written first", "steps 1 to 2")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("stoppable")
+def test_an_evaluation_is_left_to_the_resumed_run(
+    cluster: Session, inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    every = ["run.checkpoint_every=10", "run.checkpoint_behind=true", "run.evaluate_every=2", "run.total_steps=6"]
+    config = inputs.config("ppo", tmp_path, *every)
+    gates = tmp_path / "gates"
+    gates.mkdir()
+    (gates / "step_00000002").touch()
+    role = Role("actor", "actor", SlowWriter, (str(gates),))
+    evaluated: list[int] = []
+
+    def evaluate() -> tuple[dict[str, float], list[Sample]]:
+        evaluated.append(trainer.drawn)
+        return {"val-core/sums/acc/mean@1": trainer.drawn / 64}, [Sample("1+1=", "2", "2", "sums", 1.0, False)]
+
+    with start_groups([worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path) as groups:
+        recovery, trainer = Recovery(config), Cursor(groups={"actor": groups[role]})
+        trackers = Trackers([JsonlTracker(tmp_path)])
+        with pytest.raises(Interrupted), noting(), recovery.kept(trainer, trackers):
+            lines = Lines(config.run, trackers, evaluate)
+            lines.begin(0, recovery.unrecorded)
+            for number in (1, 2):
+                trainer.drawn += 8
+                metrics = {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
+                if number == 2:
+                    os.kill(os.getpid(), signal.SIGINT)
+                recovery.commit(number, trainer, unrecorded=metrics)
+                lines.close(number, metrics)
+                recovery.commit(number, trainer)
+        trackers.close(failed=True)
+        said = f"step 2 is saved in {tmp_path}/checkpoints; its evaluation is made when the run goes on\n"
+        assert said in capfd.readouterr().err
+        before, first, second = read_metrics(tmp_path / "metrics.jsonl")
+        assert before == {"val-core/sums/acc/mean@1": 0.0, "training/global_step": 0}
+        assert evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
+
+        forget()
+        recovery, trainer.drawn = Recovery(config), 0
+        assert recovery.step == 2 and recovery.recorded_step == 1
+        trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)])
+        Lines(config.run, trackers, evaluate).begin(recovery.restore(trainer), recovery.unrecorded)
+        trackers.close(failed=False)
+    *others, resumed = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(others) == 2 and evaluated == [0, 16]
+    assert resumed == pytest.approx(second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
 
 
 def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from verl_ray.config.run import WandbConfig
@@ -110,6 +111,28 @@ def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
         assert process.communicate() == ("", "")  # nothing was printed
     (session,) = sessions(tmp_path)
     assert history(session) == [{"training/global_step": 0, "x": 1.5}]
+
+
+@pytest.mark.processes
+def test_wandbs_own_process_may_be_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """`ray job stop` signals whatever the driver has started, and the step that has begun is still recorded."""
+    tracker = WandbTracker(OFFLINE, tmp_path, "stopped", {}, {})
+    (started,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    trackers = Trackers([tracker])
+    trackers.log(1, {"x": 1.5})
+    time.sleep(1.5)  # it is flushed, and the next session gets another name
+    started.terminate()
+    started.wait(PATIENCE_S)
+    trackers.samples(2, [SAMPLE])
+    trackers.log(2, {"x": 2.5})
+    trackers.close(failed=True)
+    assert capfd.readouterr() == ("", "")
+
+    first, second = sessions(tmp_path)
+    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2] == tracker.state()["wandb_run_id"]
+    assert history(first) == [{"training/global_step": 1, "x": 1.5}]
+    (line,) = history(second)
+    assert line["x"] == 2.5 and line["training/global_step"] == 2 and "val/generations.path" in line
 
 
 def held(session: Path) -> bool:

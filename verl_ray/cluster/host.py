@@ -29,7 +29,7 @@ import psutil
 import ray
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.rendezvous import Meeting, join, listen
+from verl_ray.cluster.rendezvous import Meeting, join, listen, share_timeout
 from verl_ray.cluster.store import read
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
@@ -215,6 +215,8 @@ class WorkerHost:
                 raise ClusterError(f"{role} rank {seat.rank} is not in its process group")
             self._set_threads()
             worker = self._workers[role] = factory(context, *args)
+            if seat.process_group:
+                share_timeout()
             self._set_threads()  # the factory may have imported torch
             told = getattr(worker, "topology", None)
             index = seat.rank % seat.num_ranks  # a replica is alone, whatever its number

@@ -68,6 +68,20 @@ def join(
     )
 
 
+def share_timeout() -> None:
+    """Give every group that was made since `join` the timeout of the group of all ranks; torch gives a new one 10 or 30
+    minutes, whatever that one has. Without effect where there is no group."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d
+
+    if dist.group.WORLD is None:
+        return
+    backend: Any = dist.group.WORLD._get_backend(torch.device("cpu"))  # every run has the half on the host
+    for group in list(distributed_c10d._world.pg_map):
+        distributed_c10d._set_pg_timeout(backend.options._timeout, group)
+
+
 def choose_interfaces(address: str) -> None:
     """Tell gloo and NCCL of this process to use the interface that Ray uses, each unless the user has named one."""
     interface = interface_of(address)

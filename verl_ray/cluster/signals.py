@@ -117,6 +117,23 @@ def noting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def raising() -> Iterator[None]:
+    """Inside, although within `noting`, a signal raises wherever the main thread is. For a library that waits and knows
+    nothing of signals, while no call is in flight. An error of that library which the signal caused is `Interrupted`.
+    """
+    heed_signals()
+    outer, _state.noting = _state.noting, 0
+    try:
+        yield
+    except Exception:
+        heed_signals()
+        raise
+    finally:
+        _state.noting = outer
+    heed_signals()
+
+
+@contextlib.contextmanager
 def finishing() -> Iterator[None]:
     """Inside, no wait is given up: half of this would be worse than all of it."""
     _state.finishing += 1

@@ -7,12 +7,13 @@ again. Not a copy of the console, the code or the machine's statistics.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
@@ -52,42 +53,33 @@ class WandbTracker(Tracker):
         # Imported here because it takes half a second, which a run without W&B should not pay.
         import wandb
 
-        online = config.mode == "online"
+        self._online = config.mode == "online"
         run_dir.mkdir(parents=True, exist_ok=True)  # W&B writes to /tmp instead when the folder is missing.
         # Tables wait here for their upload. W&B's own choice is a folder in the home directory, which grows for ever.
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))
-        settings = wandb.Settings(
-            console="off",
-            silent=True,
-            init_timeout=INIT_TIMEOUT_S,
-            finish_timeout=FINISH_TIMEOUT_S,
-            x_disable_stats=True,
-            x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
-        )
-        mode: Literal["online", "offline"] = "online" if online else "offline"
-        try:
-            if online and not wandb.login(prompt=False):
-                raise ConfigError([_no_credentials(config.mode)])
-            self._run: wandb.Run = wandb.init(
-                project=config.project,
-                entity=config.entity,
-                group=config.group,
-                tags=config.tags,
-                name=name,
-                id=state.get(RUN_ID) or secrets.token_hex(4),
-                resume="allow",
-                mode=mode,
-                force=online,
-                dir=str(run_dir),
-                config=dict(tree),
-                settings=settings,
-            )
-        except ConfigError:
-            raise
-        except Exception as error:  # its service raises classes that have nothing in common
-            raise TrackingError(f"W&B did not start: {error}. tracking.wandb.mode=offline needs no server.") from error
-        self._run.define_metric(GLOBAL_STEP)
-        self._run.define_metric("*", step_metric=GLOBAL_STEP)
+        self._wanted: dict[str, Any] = {
+            "project": config.project,
+            "entity": config.entity,
+            "group": config.group,
+            "tags": config.tags,
+            "name": name,
+            "id": state.get(RUN_ID) or secrets.token_hex(4),
+            "resume": "allow",
+            "mode": config.mode,
+            "force": self._online,
+            "dir": str(run_dir),
+            "config": dict(tree),
+            "settings": wandb.Settings(
+                console="off",
+                silent=True,
+                init_timeout=INIT_TIMEOUT_S,
+                finish_timeout=FINISH_TIMEOUT_S,
+                x_disable_stats=True,
+                x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
+            ),
+        }
+        self._run = self._start()
+        self._table: dict[str, wandb.Table] = {}
         self._closed = False
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
@@ -98,16 +90,27 @@ class WandbTracker(Tracker):
             columns=[GLOBAL_STEP, *(field.name for field in fields(Sample))],
             data=[[step, *astuple(row)] for row in rows],
         )
-        self._run.log({SAMPLES: table}, commit=False)
+        self._table = {SAMPLES: table}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), commit=True)
+        record = {**self._table, **metrics}
+        self._table = {}
+        try:
+            self._run.log(record)
+        except Exception:  # its process has gone: `ray job stop` signals all that the driver has started
+            self._end_process()
+            self._run = self._start()
+            self._run.log(record)
 
     def close(self, failed: bool) -> None:
         if self._closed:
             return
         self._closed = True
-        self._run.finish(exit_code=int(failed))
+        try:
+            self._run.finish(exit_code=int(failed))
+        except Exception:
+            self._end_process()
+            raise
 
     def outputs(self) -> dict[str, str]:
         place = str(Path(self._run.dir).parent)
@@ -115,6 +118,31 @@ class WandbTracker(Tracker):
 
     def state(self) -> dict[str, str]:
         return {RUN_ID: self._run.id}
+
+    def _start(self) -> wandb.Run:
+        """The run in a process of W&B's; with the same id as before, where it continues."""
+        import wandb
+
+        try:
+            if self._online and not wandb.login(prompt=False):
+                raise ConfigError([_no_credentials("online")])
+            run: wandb.Run = wandb.init(**self._wanted)
+        except ConfigError:
+            raise
+        except Exception as error:  # its service raises classes that have nothing in common
+            raise TrackingError(f"W&B did not start: {error}. tracking.wandb.mode=offline needs no server.") from error
+        run.define_metric(GLOBAL_STEP)
+        run.define_metric("*", step_metric=GLOBAL_STEP)
+        return run
+
+    def _end_process(self) -> None:
+        """Let go of a process that does not answer. Otherwise W&B asks it once more when this process ends, and prints
+        how that fails."""
+        import wandb
+
+        with contextlib.suppress(Exception):
+            wandb.teardown(exit_code=1)
+        os.environ.pop("WANDB_SERVICE", None)
 
 
 def _no_credentials(mode: str) -> Problem:
