@@ -216,10 +216,14 @@ def _signals_left_to_the_driver() -> Iterator[None]:
 
 def _print_on_stderr(data: dict[str, Any], *more: Any, **settings: Any) -> None:
     """What Ray has to tell, such as that its memory monitor killed a worker: it would be printed on stdout, in the
-    middle of what a command has to say there."""
+    middle of what a command has to say there. That a worker ended is left out: where nobody meant it to, the error says
+    which one, in which call and with what output; and all of them end so at the end of a run."""
+    if any(line.startswith(_A_WORKER_ENDED) for line in data["lines"]):
+        return
     _print(data | {"is_err": True}, *more, **settings)
 
 
+_A_WORKER_ENDED = "A worker died or was killed"
 _print = ray._private.worker.print_to_stdstream
 ray._private.worker.print_to_stdstream = _print_on_stderr
 

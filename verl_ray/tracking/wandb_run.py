@@ -114,7 +114,7 @@ class WandbTracker(Tracker):
 
     def outputs(self) -> dict[str, str]:
         place = str(Path(self._run.dir).parent)
-        return {"W&B": self._run.url or f"wandb sync {place}"}
+        return {"W&B": self._run.url if self._online and self._run.url else f"wandb sync {place}"}
 
     def state(self) -> dict[str, str]:
         return {RUN_ID: self._run.id}
