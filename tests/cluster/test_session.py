@@ -113,6 +113,10 @@ def test_the_session_tells_what_the_cluster_has(cluster: Session) -> None:
 @pytest.mark.cluster
 def test_an_own_cluster_ends_with_its_session_and_leaves_no_token(tmp_path: Path) -> None:
     code = DRIVER + TO_THE_GROUP + "import psutil; children = psutil.Process().children(recursive=True)\n"
+    # A worker that has only just been started, and has not met Ray yet.
+    code += "young = ['-c', 'import time; time.sleep(100)']\n"
+    code += "young.append(f'--raylet-name={session.folder}/sockets/raylet')\n"
+    code += "children.append(psutil.Popen([sys.executable, *young]))\n"
     code += "groups.close(); session.close()\n"
     code += "print(len(children), len(psutil.wait_procs(children, timeout=10)[1]))\n"
     code += "print([name for name in os.environ if name.startswith('RAY_AUTH')])\n"
@@ -135,7 +139,7 @@ def test_an_own_cluster_ends_with_its_session_and_leaves_no_token(tmp_path: Path
     assert output[1].startswith("stopped by SIGTERM; still answers: ")
     del output[1]
     started, left = map(int, output[1].split())
-    assert started >= 4  # the head's processes and the worker
+    assert started >= 5  # the head's processes and the workers
     assert left == 0
     assert output[2] == "[]"
     own, kept = output[3].split()

@@ -38,15 +38,26 @@ _LOOPBACK = "127.0.0.2"
 _OWNERS = "verl_ray_owners"  # in Ray's folder of a cluster of our own: the driver, then Ray's processes, one a line
 _PATIENCE_S = 5.0  # for processes that were told to end
 # When a driver is killed, the kernel ends the head processes of its own cluster, but Ray's agents linger for a minute:
-# they first report the death of the raylet to a server that died with it. This process holds on to all of them, waits
-# for the end of its input, which is the end of the driver or of the session, and ends what is left.
+# they first report the death of the raylet to a server that died with it. And a worker that has only just been started
+# looks for its raylet for as long. This process holds on to the first, waits for the end of its input, which is the end
+# of the driver or of the session, and ends what is left; it knows the others by what they were started with.
 _GUARD = """
 import contextlib, os, signal, sys
-processes = [os.pidfd_open(int(pid)) for pid in sys.argv[1:]]
+mark = os.fsencode(sys.argv[1])
+def end(process):
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+processes = [os.pidfd_open(int(pid)) for pid in sys.argv[2:]]
 sys.stdin.read()
 for process in processes:
-    with contextlib.suppress(ProcessLookupError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
+    end(process)
+for pid in filter(str.isdecimal, os.listdir('/proc')):
+    with contextlib.suppress(OSError):
+        process = os.pidfd_open(int(pid))
+        with open(f'/proc/{pid}/cmdline', 'rb') as file:
+            if int(pid) != os.getpid() and mark in file.read():
+                end(process)
+        os.close(process)
 """
 
 
@@ -150,12 +161,12 @@ class Session:
                 raise ClusterError(f"a Ray cluster could not be started on this machine: {error}") from error
             raise
         started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+        folder = Path(context.address_info["session_dir"])
         guard = subprocess.Popen(
-            [sys.executable, "-ISc", _GUARD, *(str(child.pid) for child in started)],
+            [sys.executable, "-ISc", _GUARD, f"--raylet-name={folder}/", *(str(child.pid) for child in started)],
             stdin=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the driver, which ends the session in order
         )
-        folder = Path(context.address_info["session_dir"])
         session = cls(context.address_info["gcs_address"], guard, environment, folder)
         try:
             name_owners(folder, [os.getpid(), *(child.pid for child in started)])
