@@ -92,6 +92,7 @@ def test_weight_sync(tmp_path: Path) -> None:
     assert found["bytes"] > 3_000_000
     seconds = found["median_s"]
     assert {"stream", "prove", "wake", "hand_over", "reload", "copy", "fingerprints"} == seconds.keys()
+    # Not of times: as many bytes were sent as the engine holds, and the time is that of both phases.
     assert seconds["stream"] + seconds["prove"] == pytest.approx(seconds["hand_over"], rel=0.2)
     assert found["stream_to_reload"] == pytest.approx(seconds["stream"] / seconds["reload"], rel=0.02)
     assert 0 < found["fingerprints_share"] < 1
