@@ -64,7 +64,7 @@ except Interrupted as stop:
 
 
 @pytest.mark.parametrize("library", ["time.sleep(100)", "waits_and_wraps()"])
-def test_a_library_that_waits_is_given_up_within_noting(library: str) -> None:
+def test_a_library_that_waits_is_given_up(library: str) -> None:
     code = f"""
 def waits_and_wraps():
     try:
