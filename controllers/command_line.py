@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib
 import os
 import shlex
@@ -177,30 +178,36 @@ def _run(arguments: list[str]) -> int:
     if command == "check":
         return check(given.config_name, given.overrides, given.config_dir)
     stop_on_signals()
-    config, findings = checked(given.config_name, given.overrides, given.config_dir, evaluates=command == "evaluate")
-    print_warnings(findings.warnings, sys.stderr)
-    module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
-    implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
+    config = None
     try:
-        return _stoppable(lambda: implementation(config))
+        config, findings = checked(
+            given.config_name, given.overrides, given.config_dir, evaluates=command == "evaluate"
+        )
+        print_warnings(findings.warnings, sys.stderr)
+        module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
+        implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
+        return _stoppable(functools.partial(implementation, config))
     except Interrupted as stop:
         if command == "train":
             with contextlib.suppress(OSError):
-                print(f"{stop}. To go on:\n{_to_go_on(config, arguments)}", file=sys.stderr, flush=True)
+                print(f"{stop}. {_what_now(config, arguments)}", file=sys.stderr, flush=True)
             return stop.exit_code
         raise
 
 
-def _to_go_on(config: Config, arguments: Sequence[str]) -> str:
-    """The command that resumes this run, as its user gave it."""
+def _what_now(config: Config | None, arguments: Sequence[str]) -> str:
+    """The command that resumes this run, as its user gave it; or starts it again, where nothing is saved yet."""
     if script := os.environ.get(SCRIPT):
         typed = [script, *arguments[len(SCRIPT_MEANS) :]]
     elif Path(sys.argv[0]).name == "verl-ray":
         typed = ["verl-ray", *arguments]
     else:
         typed = [sys.orig_argv[0], "-m", "controllers", *arguments]
-    has_checkpoints = any((Path(config.run.dir) / "checkpoints").glob("step_*"))
-    return command_to_resume(typed, config.run.resume, has_checkpoints=has_checkpoints, here=Path.cwd())
+    resume = "auto" if config is None else config.run.resume
+    has_checkpoints = config is not None and any((Path(config.run.dir) / "checkpoints").glob("step_*"))
+    command = command_to_resume(typed, resume, has_checkpoints=has_checkpoints, here=Path.cwd())
+    goes_on = has_checkpoints or resume not in ("auto", "none")
+    return f"{'To go on' if goes_on else 'To begin again'}:\n{command}"
 
 
 def command_to_resume(typed: Sequence[str], resume: str, *, has_checkpoints: bool, here: Path) -> str:

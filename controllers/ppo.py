@@ -7,8 +7,9 @@ tokens stay where they are. Deliberately not here: start-up and recovery (`train
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -26,7 +27,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import judge
 from verl_ray.algorithms.kl_control import make
 from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
-from verl_ray.cluster.calls import Call, wait_all
+from verl_ray.cluster.calls import Call, look_after, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
@@ -122,10 +123,11 @@ class Trainer:
             reference = system.actor.scatter(ActorWorker.compute_base_log_probs, rollouts, temperature)
         if system.critic is not None:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
+        asked = [call for call in (old, reference, values) if call is not None]
         return Measured(
-            None if old is None else self.await_("old_log_prob", old),
-            None if reference is None else self.await_("ref", reference),
-            None if values is None else self.await_("values", values),
+            None if old is None else self.await_("old_log_prob", old, asked),
+            None if reference is None else self.await_("ref", reference, asked),
+            None if values is None else self.await_("values", values, asked),
         )
 
     def assign_credit(self, rollouts: Sharded[Rollouts], scores: Graded, measured: Measured) -> Sharded[Credit]:
@@ -171,10 +173,11 @@ class Trainer:
                     about, whitening, policy,
                 ))  # fmt: skip
         metrics: Metrics = {}
+        asked = [call for updates in calls.values() for call in updates]
         for role, updates in calls.items():
             if updates:
                 with self.timers(f"update_{role}"), self.timers.waiting():
-                    reports = wait_all(updates)
+                    reports = wait_all(updates, partial(look_after, asked))
                 self.gradients.see(role, reports)
                 metrics |= measures.of_updates(role, reports)
                 if role == "actor":  # without old log-probs, later updates say what earlier ones learned, too
@@ -300,10 +303,10 @@ class Trainer:
         algorithm = self.config.algorithm
         return algorithm.kl.place == "reward" and ADVANTAGES[algorithm.advantage].needs_group
 
-    def await_(self, name: str, call: Call[T]) -> T:
-        """The answer, with the time spent on it under `name`."""
+    def await_(self, name: str, call: Call[T], beside: Sequence[Call[Any]] = ()) -> T:
+        """The answer, with the time spent on it under `name`; calls `beside` it may not stand still meanwhile."""
         with self.timers(name), self.timers.waiting():
-            return call.result()
+            return wait_all([call], partial(look_after, beside))[0]
 
     def _charge(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Metrics:
         """What the divergence cost in this step; the controller then learns of it."""

@@ -107,6 +107,8 @@ class Recovery:
         """The step whose checkpoint is being written."""
         self.unrecorded: dict[str, float] | None = self._checkpoint.state["unrecorded"] if self._checkpoint else None
         """The metrics of the last finished step while its evaluation is not made; None = its line is written."""
+        self.spoiled: int | None = None
+        """The step that failed after its update had begun: what the roles hold now is of no step. None = none did."""
         if self._checkpoint is not None:
             self._compare(self._checkpoint)
             self._check_cursor(self._checkpoint.step, self._checkpoint.state["trainer"])
@@ -173,12 +175,21 @@ class Recovery:
         self.unrecorded = None if unrecorded is None else {name: float(value) for name, value in unrecorded.items()}
         self._trainer_state = copy.deepcopy(trainer.state())
 
+    def commit_evaluation(self, trainer: Resumable, trackers: Tracker) -> None:
+        """The evaluation that the checkpoint lacked is made, and its line written: neither has to be done again."""
+        if self.unrecorded is None:
+            return
+        assert self.finished is not None and self._checkpoint is not None, "a checkpoint said that it was missing"
+        self.commit(self.finished, trainer)
+        if self._saves and self._is_here(self._checkpoint.path):
+            self._store.restate(self._checkpoint, self._state(trackers))
+
     def save(self, trainer: Resumable, trackers: Tracker) -> None:
         """Write the checkpoint after the step that was committed last; with run.checkpoint_behind it is there once
         `finish` returned. A signal waits until it is written, or under way."""
         assert self.finished is not None, "there is something to save once a step is committed"
         self.finish()
-        state = {"trainer": self._trainer_state, "trackers": trackers.state(), "unrecorded": self.unrecorded}
+        state = self._state(trackers)
         self._check_cursor(self.finished, self._trainer_state)
         verb = ModelWorker.begin_save if self._behind else ModelWorker.save
         groups = trainer.groups
@@ -190,6 +201,9 @@ class Recovery:
                 asked = [group.broadcast(ModelWorker.finish_save) for group in groups.values()]
                 writing.push(lambda *_: _wait_for(asked))
                 self._unfinished = writing.pop_all()
+
+    def _state(self, trackers: Tracker) -> dict[str, Any]:
+        return {"trainer": self._trainer_state, "trackers": trackers.state(), "unrecorded": self.unrecorded}
 
     @contextlib.contextmanager
     def _written(self, number: int, state: Mapping[str, Any], roles: Collection[str]) -> Iterator[Path]:
@@ -218,8 +232,8 @@ class Recovery:
             with finishing():
                 self._keep_unfinished()
                 if isinstance(error, Interrupted) or stop_requested():
-                    self._record_finished(trackers)
                     self._keep_finished(trainer, trackers)
+                    self._record_finished(trackers)
             raise
 
     def _keep_unfinished(self) -> None:
@@ -244,27 +258,31 @@ class Recovery:
 
     def _keep_finished(self, trainer: Resumable, trackers: Tracker) -> None:
         number = self.finished
-        if number is None:
-            _say("no step is finished, so there is nothing to save")
-        elif not self._saves:
+        if number is None:  # the answer to the signal has said that there is nothing to save
+            return
+        if not self._saves:
             _say(f"nothing is saved (run.checkpoint_every=0): the {number} finished steps are lost")
-        elif number != self.saved:
+            return
+        if self.spoiled is not None:
+            _say(f"step {self.spoiled} failed in its update, so nothing newer than step {self.saved or 0} is saved")
+            return
+        if number != self.saved:
             try:
                 self.save(trainer, trackers)
                 self.finish()
             except Exception as failure:
                 _say(f"warning: step {number} could not be saved: {failure}")
-            else:
-                later = "" if self.unrecorded is None else "; its evaluation is made when the run goes on"
-                _say(f"step {number} is saved in {self._store.root}{later}")
+                return
+        later = "" if self.unrecorded is None else "; its evaluation is made when the run goes on"
+        _say(f"step {number} is saved in {self._store.root}{later}")
 
     def _find(self, resume: str) -> Checkpoint | None:
-        found = self._store.latest()
         here = self._store.root
         if resume not in ("auto", "none"):
-            if not self._is_here(Path(resume)) and (found.checkpoint is not None or self._has_record()):
+            if not self._is_here(Path(resume)) and (any(here.glob("step_*")) or self._has_record()):
                 self._refuse(resume, "run.dir holds another run", "use another run.dir for what continues from here")
             return self._store.open(resume)
+        found = self._store.latest()
         if resume == "none" and (found.checkpoint is not None or self._has_record()):
             what = found.checkpoint.path.name if found.checkpoint is not None else "the record of a run"
             fix = "use run.resume=auto to continue, or another run.dir to start anew"

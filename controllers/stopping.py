@@ -40,6 +40,10 @@ class Stopping:
             self._work, self._step = work, number
             try:
                 yield
+            except BaseException:
+                if work.since is not None and self._recovery.finished != number:
+                    self._recovery.spoiled = number
+                raise
             finally:
                 self._step = None
         if work.since is not None:
@@ -54,8 +58,8 @@ class Stopping:
             return Outlook(f"step {step} is finished first ({self._left(since)}){then}", self._lost(step))
         if step is not None:
             given_up = f"step {step} is given up, its update has not begun"
-        elif self._recovery.unrecorded is not None:
-            given_up = f"the evaluation of step {finished} is given up and made when the run goes on"
+        elif self._recovery.unrecorded is not None and self._saves:
+            given_up = f"the evaluation of step {finished}, if it is not done by then, is made when the run goes on"
         else:
             given_up = "stopping"
         return Outlook(f"{given_up}; {self._kept(finished)}", self._lost(finished))

@@ -30,7 +30,7 @@ from controllers.stopping import Stopping
 from controllers.supervised import SupervisedTrainer
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import heed_signals, noting, raising, stop_on_signals
+from verl_ray.cluster.signals import Outlook, heed_signals, noting, raising, stop_on_signals, telling
 from verl_ray.config.load import to_tree
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig, SupervisedRun
@@ -53,9 +53,9 @@ Evaluate = Callable[[], tuple[Metrics, list[Sample]]]
 
 def train(config: Config) -> int:
     """Run the job. Returns 0, or 1 if a run that promised a gain (prepare.min_gain) did not reach it."""
-    print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
     with claim(config.run.dir):
         recovery = Recovery(config)
+        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         recovery.set_aside()
         with open_session(config) as session:
             return run(config, session, recovery)
@@ -74,7 +74,8 @@ def run(config: Config, session: Session, recovery: Recovery) -> int:
 def open_session(config: Config) -> Session:
     """The cluster to run on; the run's folder, where its processes keep their logs."""
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    session = Session.open(config.ray.address)
+    with telling(lambda: Outlook("stopping as soon as Ray has started", "")):
+        session = Session.open(config.ray.address)
     stop_on_signals()
     return session
 
@@ -93,11 +94,12 @@ def train_rl(config: RLConfig, session: Session, recovery: Recovery) -> int:
         with recovery.kept(trainer, trackers):
             trainer.publish(done)
             lines.begin(done, recovery.unrecorded)
+            recovery.commit_evaluation(trainer, trackers)
             for number in range(done + 1, config.run.total_steps + 1):
                 with stopping.step(number):
                     metrics = trainer.step(number)
-                    recovery.finish()
                     recovery.commit(number, trainer, unrecorded=metrics)
+                    recovery.finish()
                 lines.close(number, metrics)
                 recovery.commit(number, trainer)
                 if due(number, config.run.checkpoint_every, config.run.total_steps):
@@ -118,14 +120,15 @@ def train_supervised(config: SupervisedRun, session: Session, recovery: Recovery
         done = recovery.restore(trainer)
         with recovery.kept(trainer, trackers):
             lines.begin(done, recovery.unrecorded)
+            recovery.commit_evaluation(trainer, trackers)
             for number in range(done + 1, config.run.total_steps + 1):
                 if trainer.finished:
                     break
                 with stopping.step(number):
                     memory.ask()  # of the step before: answered while this one is computed
                     metrics = trainer.step() | memory.metrics()
-                    recovery.finish()
                     recovery.commit(number, trainer, unrecorded=metrics)
+                    recovery.finish()
                 lines.close(number, metrics)
                 recovery.commit(number, trainer)
                 last = trainer.finished or number == config.run.total_steps
@@ -218,15 +221,16 @@ class Lines:
 @contextlib.contextmanager
 def recording(config: Config, recovery: Recovery) -> Iterator[Trackers]:
     """The trackers of the run, closed as failed if anything raises."""
-    with raising():  # W&B may wait for its server
-        trackers = open_trackers(
-            config.tracking,
-            config.run,
-            to_tree(config),
-            committed_step=recovery.recorded_step,
-            state=recovery.tracker_state,
-        )
+    trackers = Trackers([])
     try:
+        with raising():  # W&B may wait for its server
+            trackers = open_trackers(
+                config.tracking,
+                config.run,
+                to_tree(config),
+                committed_step=recovery.recorded_step,
+                state=recovery.tracker_state,
+            )
         yield trackers
     except BaseException:
         trackers.close(failed=True)

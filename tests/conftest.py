@@ -51,6 +51,7 @@ def _signals_are_forgotten() -> Iterator[None]:
     if signals._state.answering is not None:
         signals._begin_anew()
         signals._state.disturbed = False
+        signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
         for number, handler in handlers.items():
             signal.signal(number, handler)
 

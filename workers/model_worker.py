@@ -18,6 +18,7 @@ from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.host import concurrent
+from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, LossReport, StepReport
@@ -103,6 +104,7 @@ class ModelWorker:
 
         if self._saving_group is None and self.context.num_ranks > 1:
             self._saving_group = dist.new_group(backend="gloo")
+            share_timeout()
         self._saving = Saving(self.engine.state(), path, self._saving_group)
 
     @concurrent

@@ -339,19 +339,20 @@ module.train = train
 sys.modules['controllers.training'] = module
 from controllers.command_line import main
 from verl_ray.cluster.signals import heed_signals
-sys.exit(main(['train']))
+sys.exit(main(['train', 'run.dir={folder}']))
 """
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("then", ["heed_signals()", "raise AttributeError('half of what a call was doing is lost')"])
-def test_a_signal_that_a_compiled_call_swallowed_is_still_a_stop(then: str) -> None:
-    result = subprocess.run([sys.executable, "-c", SWALLOWED.format(then=then)], capture_output=True, text=True)
+def test_a_signal_that_a_compiled_call_swallowed_is_still_a_stop(tmp_path: Path, then: str) -> None:
+    code = SWALLOWED.format(then=then, folder=tmp_path)
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.stdout == "working on\n" and result.returncode == 130
     said = result.stderr.splitlines()
     assert said[0] == "SIGTERM: stopping. Another one ends it at once"
-    command = shlex.join([sys.executable, "-m", "controllers", "train"])
-    assert said[-2:] == ["stopped by SIGTERM. To go on:", command]
+    command = shlex.join([sys.executable, "-m", "controllers", "train", f"run.dir={tmp_path}"])
+    assert said[-2:] == ["stopped by SIGTERM. To begin again:", command]  # there is no checkpoint
 
 
 def test_the_command_that_goes_on_is_what_was_typed() -> None:
@@ -373,7 +374,7 @@ def test_the_command_that_goes_on_is_what_was_typed() -> None:
 @pytest.mark.processes
 def test_a_script_is_named_as_it_was_typed() -> None:
     arguments = ["train", "--config-name", "quickstart", "run.seed=1"]
-    code = SWALLOWED.format(then="heed_signals()").replace("['train']", str(arguments))
+    code = SWALLOWED.format(then="heed_signals()", folder="").replace("['train', 'run.dir=']", str(arguments))
     changed = {**os.environ, "VERL_RAY_SCRIPT": "../scripts/quickstart"}
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=changed)
     assert result.stderr.splitlines()[-1] == "../scripts/quickstart run.seed=1"

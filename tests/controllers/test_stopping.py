@@ -50,6 +50,7 @@ def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     signals._state.received = signals._state.answered_at = None
     signals._state.disturbed = False
+    signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
     signals._state.answered.clear()
 
 
@@ -90,7 +91,7 @@ def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: 
         assert re.fullmatch(r"step 3 is finished first \(about (100|\d\d) s left\), then saved", outlook.next)
         assert outlook.lost == "steps 1 to 3"
     recovery.commit(2, trainer, unrecorded={"actor/loss": 0.5})
-    said = "the evaluation of step 2 is given up and made when the run goes on; step 2 is saved first"
+    said = "the evaluation of step 2, if it is not done by then, is made when the run goes on; step 2 is saved first"
     assert run.outlook() == Outlook(said, "steps 1 to 2")
     recovery.commit(2, trainer)
     recovery.saved = 2
@@ -142,11 +143,31 @@ def test_an_evaluation_is_left_to_the_resumed_run(
         assert recovery.step == 2 and recovery.recorded_step == 1
         trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)])
         Lines(config.run, trackers, evaluate).begin(recovery.restore(trainer), recovery.unrecorded)
+        recovery.commit_evaluation(trainer, trackers)
         trackers.close(failed=False)
+        assert Recovery(config).unrecorded is None  # which the next resume does not make again
     *others, resumed = read_metrics(tmp_path / "metrics.jsonl")
     assert len(others) == 2 and evaluated == [0, 16]
     assert resumed == pytest.approx(second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
+
+
+@pytest.mark.usefixtures("stoppable")
+def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The roles hold what is neither of the step before nor of the one that failed."""
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
+    recovery, trainer = Recovery(config), Cursor()
+    stopping, trackers = Stopping(config, recovery), Trackers([])
+    with pytest.raises(RuntimeError), noting(), recovery.kept(trainer, trackers):
+        with stopping.step(1):
+            no_way_back()
+            recovery.commit(1, trainer)
+        with stopping.step(2):
+            no_way_back()
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("the new weights did not arrive")
+    assert "step 2 failed in its update, so nothing newer than step 0 is saved\n" in capfd.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
 
 
 def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
@@ -154,7 +175,7 @@ def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: 
     recovery = Recovery(config)
     with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]
         raise Interrupted("stopped by SIGINT")
-    assert capfd.readouterr().err == "no step is finished, so there is nothing to save\n"
+    assert capfd.readouterr().err == ""  # no step is finished
     recovery.commit(3, Cursor())
     assert Stopping(config, recovery).outlook().next == "stopping; nothing is saved (run.checkpoint_every=0)"
     with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]

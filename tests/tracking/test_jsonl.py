@@ -138,7 +138,7 @@ def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path, capsys: pytes
     continued(tmp_path, b"".join(WHOLE), committed_step=3, recorded="0-4").close(failed=False)
     assert steps_in(tmp_path) == [0, 1, 2, 3]
     shown = capsys.readouterr()
-    assert shown.err == "" and "the lines of step 4-5 were dropped and are written anew" in shown.out
+    assert shown.err == "" and "what it says of step 4-5 is written anew" in shown.out
     assert list(tmp_path.glob("metrics.*.jsonl")) == []
 
 

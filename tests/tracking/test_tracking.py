@@ -51,7 +51,7 @@ def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: 
     assert continued.state() == {**state, "recorded_steps": "0-2"}
     assert [line["critic/rewards/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.75]
     shown = capsys.readouterr()
-    assert shown.out == f"{tmp_path}/metrics.jsonl: the lines of step 2-3 were dropped and are written anew\n"
+    assert shown.out == f"{tmp_path}/metrics.jsonl: what it says of step 2-3 is written anew\n"
     assert shown.err == ""
 
 

@@ -101,6 +101,16 @@ class CheckpointStore:
             _write_json(self.root / NEWEST, _sealed({"step": step}))
             self._prune(step)
 
+    def restate(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+        """Put another state of the driver, a JSON value, into a checkpoint; its files stay as they are.
+
+        Raises CheckpointError: the manifest is not what it was, or the file system refuses.
+        """
+        path = checkpoint.path / MANIFEST
+        with _refusals(checkpoint.path):
+            manifest = _unsealed(path, _read_object(path))
+            _write_json(path, _sealed(manifest | {"state": dict(state)}))
+
     def latest(self, *, verify: bool = True) -> Found:
         """The newest checkpoint that is whole; `verify` reads every file and compares its checksum.
 
@@ -114,15 +124,19 @@ class CheckpointStore:
             last = self._newest()
             if last is not None and last not in steps:
                 torn.append(f"step_{last:08} was written, but is gone")
-        except _Torn as error:
-            torn.append(f"{error}, so nobody knows whether the newest checkpoint is still there")
+        except TornCheckpoint as error:
+            torn.append(
+                f"{error}, so whether the newest checkpoint is still there is not known: the newest one here is taken"
+            )
         for step in sorted(steps, reverse=True):
             try:
                 checkpoint = self.open(steps[step], verify=verify)
                 if checkpoint.step != step:
-                    raise _Torn(f"{steps[step].name} was renamed: it is the checkpoint after step {checkpoint.step}")
+                    raise TornCheckpoint(
+                        f"{steps[step].name} was renamed: it is the checkpoint after step {checkpoint.step}"
+                    )
                 return Found(checkpoint, torn + skipped)
-            except _Torn as error:
+            except TornCheckpoint as error:
                 torn.append(str(error))
         if torn:
             raise CheckpointError(
@@ -136,12 +150,14 @@ class CheckpointStore:
         """The checkpoint in this directory. Raises CheckpointError if it is missing, torn or of another schema."""
         folder = Path(path)
         if not folder.is_dir():
-            raise _Torn(f"{folder}: there is no such checkpoint; run.resume takes the path of a step_... directory")
+            raise TornCheckpoint(
+                f"{folder}: there is no such checkpoint; run.resume takes the path of a step_... directory"
+            )
         checkpoint = _read_manifest(folder)
         wrong = _mismatches(checkpoint, verify)
         if wrong:
             more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-            raise _Torn(f"{folder.name} is torn: {', '.join(wrong[:3])}{more}")
+            raise TornCheckpoint(f"{folder.name} is torn: {', '.join(wrong[:3])}{more}")
         return checkpoint
 
     def _steps(self) -> dict[int, Path]:
@@ -154,7 +170,10 @@ class CheckpointStore:
         return sorted(self.root.glob(f"step_*{_UNFINISHED}"))
 
     def _newest(self) -> int | None:
-        """The step of the checkpoint written last; None before the first one. Raises _Torn if the file was damaged."""
+        """The step of the checkpoint written last; None before the first one.
+
+        Raises TornCheckpoint: the file was damaged.
+        """
         path = self.root / NEWEST
         if not path.exists():
             return None
@@ -176,7 +195,7 @@ class CheckpointStore:
             shutil.rmtree(left)
 
 
-class _Torn(CheckpointError):
+class TornCheckpoint(CheckpointError):
     """One checkpoint that cannot be used; an older one may be."""
 
 
@@ -213,7 +232,7 @@ def _write_manifest(
 def _read_manifest(folder: Path) -> Checkpoint:
     path = folder / MANIFEST
     if not path.exists():
-        raise _Torn(f"{folder.name} has no {MANIFEST}")
+        raise TornCheckpoint(f"{folder.name} has no {MANIFEST}")
     manifest = _read_object(path)
     schema = manifest.get("schema")
     if _CHECKSUM in manifest or schema not in _WITHOUT_CHECKSUM:
@@ -228,7 +247,7 @@ def _read_manifest(folder: Path) -> Checkpoint:
     files = {name: (int(size), str(digest)) for name, (size, digest) in manifest["files"].items()}
     empty = _without_files(manifest["roles"], files)
     if empty or not files:
-        raise _Torn(f"{folder.name}: {MANIFEST} lists no files of {', '.join(empty) or 'any role'}")
+        raise TornCheckpoint(f"{folder.name}: {MANIFEST} lists no files of {', '.join(empty) or 'any role'}")
     return Checkpoint(folder, manifest["step"], manifest["state"], manifest["config"], files)
 
 
@@ -271,23 +290,26 @@ def _sealed(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file, its checksum not yet compared. Raises _Torn if there is none."""
+    """The JSON object in a file, its checksum not yet compared. Raises TornCheckpoint if there is none."""
     name = f"{path.parent.name}: {path.name}"
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _Torn(f"{name} cannot be read ({error})") from None
+        content = path.read_bytes()
+        value = json.loads(content)
+    except OSError as error:
+        raise TornCheckpoint(f"{name} cannot be read ({error})") from None
+    except (ValueError, RecursionError):
+        raise TornCheckpoint(f"{name} is {'not JSON' if content.strip() else 'empty'}") from None
     if not isinstance(value, dict):
-        raise _Torn(f"{name} holds a {type(value).__name__}, expected a JSON object")
+        raise TornCheckpoint(f"{name} holds a {type(value).__name__}, expected a JSON object")
     return value
 
 
 def _unsealed(path: Path, value: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that `_sealed` was given. Raises _Torn if what was read is not what was written."""
+    """The object that `_sealed` was given. Raises TornCheckpoint if what was read is not what was written."""
     content = {key: part for key, part in value.items() if key != _CHECKSUM}
     if value.get(_CHECKSUM) != _checksum(content):
         found = "has no checksum of itself" if _CHECKSUM not in value else "was changed: its checksum is another"
-        raise _Torn(f"{path.parent.name}: {path.name} {found}")
+        raise TornCheckpoint(f"{path.parent.name}: {path.name} {found}")
     return content
 
 

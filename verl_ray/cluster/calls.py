@@ -219,12 +219,13 @@ def refuse_stalled(flights: Sequence[Flight]) -> None:
 
 def causes(late: Sequence[Flight], flights: Sequence[Flight]) -> list[Flight]:
     """Of those that are late the ones that hold up the others: whose process does not answer; else those that do not
-    say that they wait for other processes. Who waits is to blame only where nobody else is and all stand still."""
+    say that they wait for other processes. Who waits is to blame only where nobody else is and all stand still; and
+    nobody is while one does not answer that is not late itself, since it may be getting on."""
     if not late:
         return []
     mute = [one for one in flights if is_mute(one)]
     if mute:
-        return mute
+        return [one for one in mute if one in late]
     told = [(one, one.member.heartbeat.status) for one in late]
     stuck = [one for one, status in told if status is None or not status.progress.waits_for_others]
     return stuck or (list(late) if len(late) == len(flights) else [])

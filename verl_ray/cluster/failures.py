@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -69,7 +70,18 @@ def died(member: Member, method: str, error: Exception) -> WorkerDied:
             error.add_note(f"asked again: {type(other).__name__}")
     output = _examine([member], stacks=False)[0][1]
     what = f"the process died during {method}"
-    return WorkerDied(what, role=member.role, rank=member.rank, node=member.node, detail=str(error), output=output)
+    detail = _reason(error)
+    if member.facts is not None:
+        wrote = "wrote to" if output else "wrote nothing to"
+        detail += f"\nProcess {member.facts.pid} {wrote} {member.facts.log_path}"
+    return WorkerDied(what, role=member.role, rank=member.rank, node=member.node, detail=detail, output=output)
+
+
+def _reason(error: Exception) -> str:
+    """What Ray knows, without its names of the actor and its advice, which is of settings that a run does not have."""
+    text = str(error)
+    found = re.search(r"The actor is dead because (.*?)( Some common causes include|$)", text, re.DOTALL)
+    return f"Ray says that {found[1].strip()}" if found else text
 
 
 def stalled(

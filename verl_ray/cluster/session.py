@@ -47,7 +47,10 @@ mark = os.fsencode(sys.argv[1])
 def end(process):
     with contextlib.suppress(ProcessLookupError, PermissionError):
         signal.pidfd_send_signal(process, signal.SIGKILL)
-processes = [os.pidfd_open(int(pid)) for pid in sys.argv[2:]]
+processes = []
+for pid in sys.argv[2:]:
+    with contextlib.suppress(ProcessLookupError):
+        processes.append(os.pidfd_open(int(pid)))
 sys.stdin.read()
 for process in processes:
     end(process)

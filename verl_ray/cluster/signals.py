@@ -175,13 +175,15 @@ def no_way_back() -> None:
 
 @contextlib.contextmanager
 def telling(outlook: Callable[[], Outlook]) -> Iterator[None]:
-    """Inside, signals are answered with what `outlook` says at that moment; it is called from another thread."""
+    """Inside, signals are answered with what `outlook` says at that moment; it is called from another thread. After a
+    signal it goes on to say what a second one loses, until the process ends."""
     outer = _state.outlook
     _state.outlook = outlook
     try:
         yield
     finally:
-        _state.outlook = outer
+        if _state.received is None:
+            _state.outlook = outer
 
 
 # ---------------------------------------------------------------------------------------------------- the answers

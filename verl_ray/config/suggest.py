@@ -41,6 +41,10 @@ def did_you_mean(word: str, candidates: Sequence[str], kind: str) -> str:
         return f"Did you mean {either(near)}? There is {listed}."
     if not candidates:
         return f"There is no {kind} here."
+    section = word.rpartition(".")[0]
+    beside = sorted(name for name in candidates if section and name.rpartition(".")[0] == section)
+    if beside and len(listed) > _LIST_UP_TO:
+        return f"There is {', '.join(beside)}."
     if len(listed) > _LIST_UP_TO:
         heads = {name.partition(".")[0] for name in candidates if "@" not in name}
         return f"Every {kind} begins with one of {', '.join(sorted(heads))}."

@@ -80,7 +80,7 @@ def mend(path: Path, committed_step: int, recorded: Iterable[int]) -> list[int]:
     if found:
         print(f"warning: {path}: {'; '.join(found)}", file=sys.stderr, flush=True)
     if dropped:
-        print(f"{path}: the lines of step {as_ranges(dropped)} were dropped and are written anew", flush=True)
+        print(f"{path}: what it says of step {as_ranges(dropped)} is written anew", flush=True)
 
     steps = sorted(kept)
     mended = b"".join(kept[step] + b"\n" for step in steps)

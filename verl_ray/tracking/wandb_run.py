@@ -30,6 +30,7 @@ FLUSH_INTERVAL_S = 1.0
 # How long the end of a run waits for uploads. What is left is on disk, and `wandb sync` sends it.
 FINISH_TIMEOUT_S = 60.0
 INIT_TIMEOUT_S = 60.0
+REOPEN_TIMEOUT_S = 10.0  # a run that is being stopped may not have longer
 
 
 class WandbTracker(Tracker):
@@ -79,6 +80,7 @@ class WandbTracker(Tracker):
             ),
         }
         self._run = self._start()
+        self._here = f"{run_dir}/wandb/offline-run-*-{self._run.id}"
         self._table: dict[str, wandb.Table] = {}
         self._closed = False
 
@@ -99,6 +101,7 @@ class WandbTracker(Tracker):
             self._run.log(record)
         except Exception:  # its process has gone: `ray job stop` signals all that the driver has started
             self._end_process()
+            self._wanted["settings"].init_timeout = REOPEN_TIMEOUT_S
             self._run = self._start()
             self._run.log(record)
 
@@ -113,8 +116,8 @@ class WandbTracker(Tracker):
             raise
 
     def outputs(self) -> dict[str, str]:
-        place = str(Path(self._run.dir).parent)
-        return {"W&B": self._run.url if self._online and self._run.url else f"wandb sync {place}"}
+        """Offline, each session of a run has a folder: of a run that was stopped there are several."""
+        return {"W&B": self._run.url if self._online and self._run.url else f"wandb sync {self._here}"}
 
     def state(self) -> dict[str, str]:
         return {RUN_ID: self._run.id}
