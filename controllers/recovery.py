@@ -136,6 +136,12 @@ class Recovery:
             return state
         return {name: value for name, value in state.items() if name != RECORDED_STEPS}
 
+    def refuse_fewer(self, total_steps: int) -> None:
+        """Raise ConfigError if the checkpoint is of a later step than the last one that training is to make."""
+        if self.step is not None and self.step > total_steps:
+            fix = f"give at least {self.step}, or continue from an earlier checkpoint: run.resume=PATH"
+            raise ConfigError([Problem("run.total_steps", total_steps, f"{self.step} steps are done already", fix)])
+
     def set_aside(self) -> None:
         """Keep the record of a run that left no checkpoint out of the way of the one that begins anew."""
         if self._checkpoint is not None or not self._has_record():

@@ -56,6 +56,7 @@ def train(config: Config) -> int:
     with claim(config.run.dir):
         recovery = Recovery(config)
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
+        recovery.refuse_fewer(config.run.total_steps)
         recovery.set_aside()
         with open_session(config) as session:
             return run(config, session, recovery)

@@ -23,6 +23,7 @@ from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
+from verl_ray.profiling.reads import counting_reads
 from verl_ray.rollout.base import Chunk, Part, Probe, Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import Health, PauseMode, RolloutServer
@@ -229,10 +230,11 @@ def start_engine(
 
     device = context.device.partition(":")[0]
     os.environ.update(environment(device, context.threads, config.tensor_parallel))
-    return VllmEngine(
-        model_path, config, max_model_len=max_model_len, seed=seed, device=device, initial_version=initial_version,
-        sleeps=sleeps, lora=lora,
-    )  # fmt: skip
+    with counting_reads():
+        return VllmEngine(
+            model_path, config, max_model_len=max_model_len, seed=seed, device=device, initial_version=initial_version,
+            sleeps=sleeps, lora=lora,
+        )  # fmt: skip
 
 
 def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk]) -> Rollouts:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import psutil
@@ -107,6 +108,15 @@ def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
     with pytest.raises(DeadlineExceeded, match="the group failed earlier"):
         group.rank_zero(Echo.pid)
     assert wait_all(done) == [1] * 16
+
+
+def test_calls_beside_a_wait_may_not_stand_still(crew: Crew) -> None:
+    """A trainer waits for the critic, which gets on, while the actor is stuck."""
+    critic, actor = crew(Echo, 1), crew(Echo, 1, stall_s=1.0)
+    stuck = actor.rank_zero(Echo.sleep_for_long, 0)
+    with pytest.raises(DeadlineExceeded, match="sleep_for_long makes no progress") as caught:
+        wait_all([critic.rank_zero(Echo.plod, 300)], partial(look_after, [stuck]))
+    assert actor.owns(caught.value)
 
 
 def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:

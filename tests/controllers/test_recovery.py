@@ -367,6 +367,14 @@ def test_one_run_at_a_time_writes_to_a_folder_and_a_killed_one_lets_go(tmp_path:
         pass
 
 
+def test_fewer_steps_than_are_done_are_refused(inputs: Inputs, tmp_path: Path) -> None:
+    written(inputs.config("ppo", tmp_path), 3)
+    recovery = Recovery(inputs.config("ppo", tmp_path))
+    with pytest.raises(ConfigError, match=r"run.total_steps = 2: 3 steps are done already"):
+        recovery.refuse_fewer(2)
+    recovery.refuse_fewer(3)
+
+
 def test_another_runs_checkpoint_does_not_push_out_this_runs(inputs: Inputs, tmp_path: Path) -> None:
     other = written(inputs.config("ppo", tmp_path / "other"), 3)
     config = inputs.config("ppo", tmp_path / "mine", f"run.resume={other.root / 'step_00000003'}")
