@@ -192,7 +192,7 @@ def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(1200)
 def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
     listed = re.findall(r"^\| `([\w.]+)/?` ", README.partition("## What a run writes")[2].partition("\n## ")[0], re.M)
-    assert len(listed) == 8
+    assert len(listed) == 9
     for name in listed:
         assert (first_run / "outputs" / "first" / name).exists(), name
 
