@@ -1,7 +1,7 @@
 """What a user sees before a run: every problem, or the batch algebra, the roles and the warnings as tables.
 
 Invariant: neither torch nor ray nor vllm is imported, so the answer comes in under two seconds. Deliberately not
-here: the rules themselves (`verl_ray.config`, `preflight.py`).
+here: the rules themselves (`verl_ray.config`, `findings.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfi
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
-from verl_ray.preflight.memory_plan import ledger
-from verl_ray.preflight.memory_table import ledger_table, print_tables
+from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.memory_table import memory_table, print_tables
 
 
 def checked(
@@ -62,8 +62,8 @@ def check(config_name: str, overrides: Sequence[str], config_dir: str | None) ->
     """Print what the run would be, and return 0; raise ConfigError with all problems otherwise."""
     config, findings = checked(config_name, overrides, config_dir)
     machine = machine_of(config)
-    predicted = ledger(config, on_gpus=machine is not None and machine.gpus > 0)
-    print_tables(_batch_table(config), _role_table(config), ledger_table(predicted))
+    predicted = memory_plan(config, on_gpus=machine is not None and machine.gpus > 0)
+    print_tables(_batch_table(config), _role_table(config), memory_table(predicted))
     for line in _resources(machine):
         print(line)
     print_warnings(findings.warnings, sys.stdout)

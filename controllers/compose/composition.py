@@ -4,7 +4,7 @@ Invariant: all problems are found in one pass. Hydra stops at the first bad over
 compared with the composed tree before Hydra sees them, and a bad one is set aside while the rest is still checked.
 Every local path in a configuration is absolute, because a worker's current folder is not the user's.
 Deliberately not here: what the values mean (`verl_ray.config`) and whether the machine has what they ask for
-(`preflight.py`).
+(`findings.py`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ asked for, and computes with them what the actor does; if anything differs, it r
 i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Where rollout
 engines share the trainers' GPUs, the engines' weights wake only when nothing but the actor's weights is left of the
 state that placement.offload moves, and their KV cache only when the actor's weights have gone, too. Deliberately not
-here: which ends the wire has (`weight_wire.py`), how weights are cut (engine), bucketed and carried (weight_sync), and
+here: which ends the wire has (`wire.py`), how weights are cut (engine), bucketed and carried (weight_sync), and
 loaded (rollout engine).
 """
 

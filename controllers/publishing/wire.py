@@ -2,7 +2,7 @@
 
 Invariant: it is opened anew, and all of the weights travel, whenever its ends are not those of the last sync (another
 incarnation, other replicas) or that sync did not finish. Deliberately not here: the transaction that a sync is
-(`publishing.py`), and how any wire works (`verl_ray/weight_sync`).
+(`publisher.py`), and how any wire works (`verl_ray/weight_sync`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: every response is drawn once and handed on once, with the same tokens whichever replica draws it; a replica
 that is not at the present policy version gets no request. A replica that died, is stuck or cannot go on is fenced (its
 process ends), what it owes goes to the others, and a new one takes its place once it has the weights. Deliberately not
-here: weights (`publishing.py`) and scores (`generation.py`).
+here: weights (`publisher.py`) and scores (`producer.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: every line of metrics.jsonl, every checkpoint and every published policy belongs to a finished step; after a
 crash the run continues from the newest checkpoint with the same bits. Deliberately not here: the order of a step
-(`ppo.py`, `sft.py`) and the format of a checkpoint (`verl_ray/checkpoint`).
+(`reinforcement.py`, `sft.py`) and the format of a checkpoint (`verl_ray/checkpoint`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import TrackingError
-from verl_ray.preflight.memory_plan import ledger
-from verl_ray.preflight.memory_table import ledger_table, print_tables
+from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.tracking import Sample, Trackers, open_trackers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.curve import reward_curve
@@ -65,7 +65,7 @@ def train(config: Config) -> int:
 def run(config: Config, session: Session, recovery: Recovery) -> int:
     """One job on an open cluster."""
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-    print_tables(ledger_table(ledger(config, on_gpus=Shape.of(session).gpus > 0)))
+    print_tables(memory_table(memory_plan(config, on_gpus=Shape.of(session).gpus > 0)))
     if not isinstance(config, RLConfig):
         return train_supervised(config, session, recovery)
     prepare(config, session)

@@ -1,7 +1,7 @@
 """Training a reward model on preferences: pairs of rows of which the first should score higher.
 
 Invariant: the rows of a pair go to one rank, so that its loss sees both. Deliberately not here: scoring rollouts,
-which is the reward role's part in `ppo.py`.
+which is the reward role's part in `reinforcement.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""What memory was used, beside what the ledger predicted: the metrics `memory/...` of each step.
+"""What memory was used, beside what the plan predicted: the metrics `memory/...` of each step.
 
 Invariant: processes note what they hold while they work, and are asked once per step, by calls that are under way while
-others are waited for. Deliberately not here: the prediction (`ledger.py`), and how a process is watched
+others are waited for. Deliberately not here: the prediction (`memory_plan.py`), and how a process is watched
 (`verl_ray/profiling/memory.py`).
 
 `memory/<role>/<phase>_gib` is what the process of a rank held at most while that role did its part of a phase, on the
 rank that held most: its resident set on a CPU, what torch gave out on its device where there is one. Roles that share a
-process are in each other's figures. `memory/<role>/<phase>_predicted_gib` is the ledger's figure for the same. Of each
+process are in each other's figures. `memory/<role>/<phase>_predicted_gib` is the plan's figure for the same. Of each
 phase it is the last that had ended: of publish the one before the step, whose policy the step samples from.
 """
 
@@ -19,7 +19,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.launch import Groups
 from verl_ray.config.schema import Config
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import ROLLOUT, Ledger, Phase, ledger
+from verl_ray.preflight.memory_plan import ROLLOUT, MemoryPlan, Phase, memory_plan
 from verl_ray.profiling.memory import CallPeaks
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -65,7 +65,7 @@ class MemoryRecord:
     """Asks the processes of a run, and judges what they say."""
 
     def __init__(self, config: Config, groups: Groups, *, on_gpus: bool) -> None:
-        self._ledger = ledger(config, on_gpus=on_gpus)
+        self._plan = memory_plan(config, on_gpus=on_gpus)
         self._groups = groups
         self._told: Callable[[], list[CallPeaks]] | None = None
         self._last: dict[tuple[str, Phase], int] = {}
@@ -78,10 +78,10 @@ class MemoryRecord:
     def metrics(self) -> Metrics:
         """What was measured in the last calls that had ended when they were asked, and what was predicted."""
         told, self._told = self._told, None
-        self._last |= peaks(self._ledger, told() if told else ())
+        self._last |= peaks(self._plan, told() if told else ())
         metrics: Metrics = {}
         for (role, phase), measured in self._last.items():
-            predicted = self._ledger.predicted(role, phase)
+            predicted = self._plan.predicted(role, phase)
             metrics[f"memory/{role}/{phase}_gib"] = measured / GIB
             metrics[f"memory/{role}/{phase}_predicted_gib"] = predicted / GIB
             if measured > MARGIN * predicted + SLACK_BYTES and (role, phase) not in self._warned:
@@ -94,7 +94,7 @@ class MemoryRecord:
         return metrics
 
 
-def peaks(predicted: Ledger, told: Sequence[CallPeaks]) -> dict[tuple[str, Phase], int]:
+def peaks(predicted: MemoryPlan, told: Sequence[CallPeaks]) -> dict[tuple[str, Phase], int]:
     """The most that a rank of each role held in each phase, where its process can tell. A rollout engine does nothing
     while others learn: there it is what it holds as it is asked."""
     found: dict[tuple[str, Phase], int] = {}

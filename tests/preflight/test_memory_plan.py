@@ -12,20 +12,20 @@ from controllers.compose.composition import compose
 from tests.preflight.found import NO_GAIN, judged, ppo
 from verl_ray.config.schema import RLConfig
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, Ledger, Phase, ledger, wire_bytes
-from verl_ray.preflight.memory_table import ledger_table, print_tables
+from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan, Phase, memory_plan, wire_bytes
+from verl_ray.preflight.memory_table import memory_table, print_tables
 
 
-def made(*overrides: str, on_gpus: bool = True) -> Ledger:
+def made(*overrides: str, on_gpus: bool = True) -> MemoryPlan:
     """Of a run that makes its model, of 789,888 parameters: 256 rows of at most 16 + 8 tokens."""
-    return ledger(compose("quickstart", list(overrides)), on_gpus=on_gpus)
+    return memory_plan(compose("quickstart", list(overrides)), on_gpus=on_gpus)
 
 
 PARAMETERS = 4 * (2 * 128 * 192 + 64 + 3 * 128 * 384 + 256) + 128 + 14 * 128
 CACHE = GIB // 16
 
 
-def held(found: Ledger, role: str) -> dict[Phase, int]:
+def held(found: MemoryPlan, role: str) -> dict[Phase, int]:
     return {phase: sum(found.uses[role][phase].held.values()) for phase in found.phases}
 
 
@@ -150,25 +150,25 @@ def test_32b_is_published_on_gpus_of_80_gb(tmp_path: Path) -> None:
 
     # A rank has an eighth of the weights, 16 GB in float32, and twice as much of moments; an engine all, in bfloat16.
     shard, engine = 16 * 10**9, 64 * 10**9
-    found = ledger(config, on_gpus=True)
+    found = memory_plan(config, on_gpus=True)
     assert found.device("publish", certain=True) == shard + engine
     assert found.device("generate", certain=True) == engine + 8 * GIB
     moved = sum(found.uses[role]["publish"].of("optimizer") for role in ("actor", "critic"))
     assert moved == 4 * shard and found.machine("publish") > 8 * (moved + 2 * shard)  # on the host, of eight ranks
-    group = ledger(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
+    group = memory_plan(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
     assert group.fullest(on_device=True, certain=True)[1] == shard + engine  # before, it was 128 GB
 
 
 def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:
-    found = ledger(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
+    found = memory_plan(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
     assert held(found, "reward") == dict.fromkeys(found.phases, 3 * GIB + 4 * 120)
-    graded = ledger(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
+    graded = memory_plan(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
     assert held(graded, "reward")["generate"] == 480  # its weights stay on the device
     assert not graded.is_told("reward", "generate") or graded.predicted("reward", "generate") > 0
 
 
 def test_a_supervised_run_has_two_phases(model: Path, data: Path) -> None:
-    found = ledger(
+    found = memory_plan(
         compose("sft", [f"model.path={model}", f"data.train_path={data}/train.jsonl", "data.validation_path=null",
                         "run.evaluate_every=0"]),
         on_gpus=False,
@@ -185,7 +185,7 @@ def test_what_a_process_cannot_tell_is_not_asked() -> None:
 
 
 def test_the_table_names_the_fullest_phase(capsys: pytest.CaptureFixture[str]) -> None:
-    print_tables(ledger_table(made(on_gpus=False)))
+    print_tables(memory_table(made(on_gpus=False)))
     out = capsys.readouterr().out
     assert "predicted: the machine is fullest in the phase generate, 1.4" in out
     (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["reference"]]

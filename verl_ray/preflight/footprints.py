@@ -2,7 +2,7 @@
 
 Invariant: of roles on a training backend, what is held is counted from the layout alone, and no rank holds less on
 average; activations and buffers are estimates of the largest micro-batch. Pure arithmetic; nothing is imported that
-computes. Deliberately not here: which role works when, and where its state is meanwhile (`ledger.py`).
+computes. Deliberately not here: which role works when, and where its state is meanwhile (`memory_plan.py`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The ledger of memory: what every role needs in every phase of a step, predicted before the start.
+"""The memory plan: what every role needs in every phase of a step, predicted before the start.
 
 Invariant: a pure function of the configuration, the models' directories and the kind of machine; what is marked as
 certain is a lower bound, so a machine that lacks it cannot hold the run, and the rest is an estimate. Deliberately not
-here: how a backend shares a model out (`footprints.py`), and what was measured (`memory_record.py`).
+here: how a backend shares a model out (`footprints.py`), and what was measured (`watch/memory.py`).
 
 Phases. generate: rollouts are drawn and scored. measure: log-probs and values. learn: optimizer steps. publish: new
 weights go to the rollout engines. On GPUs that rollouts share with their trainers, what placement.offload says of the
@@ -94,7 +94,7 @@ class Processes:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class MemoryPlan:
     """Bytes everywhere."""
 
     on_gpus: bool
@@ -163,7 +163,7 @@ class Ledger:
         return max((_sum(use.working) for use in uses), default=0)
 
 
-def ledger(config: Config, *, on_gpus: bool) -> Ledger:
+def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
     """Of a run on a machine of this kind."""
     rl = config if isinstance(config, RLConfig) else None
     colocated = rl is not None and rl.placement.kind == "colocated"
@@ -188,7 +188,7 @@ def ledger(config: Config, *, on_gpus: bool) -> Ledger:
             kept: Bytes = {"buffers": _sent_bytes(rl)}
             uses[name] = {phase: replace(use, host={**use.host, **kept}) for phase, use in uses[name].items()}
     phases = PHASES if rl is not None else PHASES[1:3]
-    return Ledger(on_gpus, phases, tuple(_processes(config)), uses)
+    return MemoryPlan(on_gpus, phases, tuple(_processes(config)), uses)
 
 
 def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:

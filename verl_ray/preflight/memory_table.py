@@ -1,6 +1,6 @@
-"""The ledger of memory as people read it.
+"""The memory plan as people read it.
 
-Invariant: figures are those of `ledger.py`. Deliberately not here: where they come from.
+Invariant: figures are those of `memory_plan.py`. Deliberately not here: where they come from.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from rich.table import Table
 
 from verl_ray.preflight.footprints import Part
 from verl_ray.preflight.machine import GIB, MIB
-from verl_ray.preflight.memory_plan import Ledger
+from verl_ray.preflight.memory_plan import MemoryPlan
 
 _WIDTH = 110  # of tables where there is no terminal to ask
 
@@ -26,7 +26,7 @@ def print_tables(*tables: Table) -> None:
         console.print(table)
 
 
-def ledger_table(found: Ledger) -> Table:
+def memory_table(found: MemoryPlan) -> Table:
     """What one rank of each role holds, and needs while it works; and what that makes of a device, and of the host."""
     phase, most = found.fullest(on_device=found.on_gpus)
     unit, name = (GIB, "GiB") if most >= 10 * GIB else (MIB, "MiB")

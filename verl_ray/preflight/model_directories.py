@@ -1,7 +1,7 @@
 """What the directories of models must hold for a configuration, read from their JSON files and tensor headers.
 
 Invariant: no tensor is read, nothing is looked up on a hub, and torch is not needed; a file that is not there says
-nothing. Deliberately not here: memory for the parameters (`ledger.py`), and loading them (`verl_ray.models`).
+nothing. Deliberately not here: memory for the parameters (`memory_plan.py`), and loading them (`verl_ray.models`).
 """
 
 from __future__ import annotations

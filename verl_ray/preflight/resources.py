@@ -1,7 +1,8 @@
 """What a run needs of a machine: devices, memory, shared memory, disk.
 
 Invariant: only what certainly does not fit is a problem; what works, slowly, is a warning. Deliberately not here: the
-resources of a cluster, which the cluster is asked for when the run starts, and what memory is needed for (`ledger.py`).
+resources of a cluster, which the cluster is asked for when the run starts, and what memory is needed for
+(`memory_plan.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from verl_ray.errors import Problem
 from verl_ray.paths import nearest_existing
 from verl_ray.preflight.footprints import trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, Machine
-from verl_ray.preflight.memory_plan import ledger, model_size, wire_bytes
+from verl_ray.preflight.memory_plan import memory_plan, model_size, wire_bytes
 from verl_ray.preflight.model_directories import engines
 
 BYTES_PER_SAVED_PARAMETER = 12
@@ -133,7 +134,7 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             f"rows and weights travel through shared memory, about {shared / MIB:.0f} MiB of it",
             f"Start the container with --shm-size={math.ceil(shared / GIB) + 1}g, or remount /dev/shm larger.",
         )
-    found = ledger(config, on_gpus=machine.gpus > 0)
+    found = memory_plan(config, on_gpus=machine.gpus > 0)
     phase, needed = found.fullest(on_device=True, certain=True)
     if machine.gpu_memory_bytes is not None and needed > machine.gpu_memory_bytes:
         rule = f"weights, optimizer and caches take at least {needed / GIB:.1f} GiB of a GPU ({phase})"

@@ -8,7 +8,7 @@ from controllers.compose.composition import compose
 from controllers.watch.memory import PHASE_OF, MemoryRecord, peaks
 from verl_ray.cluster.launch import Groups
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import ledger
+from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.profiling.memory import CallPeaks
 
 TOLD = [
@@ -29,7 +29,7 @@ class Told(Groups):
 
 
 def test_each_phase_has_the_most_of_any_rank_and_call() -> None:
-    found = peaks(ledger(compose("quickstart"), on_gpus=False), TOLD)
+    found = peaks(memory_plan(compose("quickstart"), on_gpus=False), TOLD)
     assert {key: size // GIB for key, size in found.items()} == {
         ("actor", "learn"): 5, ("critic", "measure"): 1, ("rollout", "generate"): 7, ("rollout", "publish"): 6,
         ("rollout", "learn"): 2,
