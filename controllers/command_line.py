@@ -184,8 +184,8 @@ def _run(arguments: list[str]) -> int:
             given.config_name, given.overrides, given.config_dir, evaluates=command == "evaluate"
         )
         print_warnings(findings.warnings, sys.stderr)
-        module = {"train": "controllers.run.training", "evaluate": "controllers.commands.evaluate"}[command]
-        implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
+        module = importlib.import_module(f"controllers.commands.{command}")
+        implementation = cast(TakesConfig, getattr(module, command))
         return _stoppable(functools.partial(implementation, config))
     except Interrupted as stop:
         if command == "train":

@@ -15,12 +15,12 @@ import os
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
+from controllers.trainers.base import Resumable
 from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
-from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing, leave_closed_outputs, stop_requested
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
@@ -30,19 +30,6 @@ from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
 from verl_ray.tracking.record import free_name, steps_of
 from workers.model_worker import ModelWorker
-
-
-class Resumable(Protocol):
-    """What a trainer tells, so that it can continue."""
-
-    @property
-    def groups(self) -> Mapping[str, WorkerGroup[Any]]:
-        """The roles whose state a checkpoint holds, by name."""
-
-    def state(self) -> dict[str, Any]:
-        """The driver's part, as JSON."""
-
-    def load_state(self, state: dict[str, Any]) -> None: ...
 
 
 @contextlib.contextmanager

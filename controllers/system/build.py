@@ -142,7 +142,8 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     gpu = 1 if shape.gpus else 0
     colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
     graders = graders_of(config, learns=learns)
-    models = {name: role for name, role in config.model_roles.items() if learns or name == "actor" or name in graders}
+    answers = "actor" if isinstance(config, RLConfig) else config.learner[0]
+    models = {name: role for name, role in config.model_roles.items() if learns or name == answers or name in graders}
     home: dict[str, str] = {
         name: f"{role.backend.kind} trainer" if colocated else name for name, role in models.items()
     }

@@ -83,7 +83,7 @@ def _warm_start(
         accuracy, ready = 0.0, False
         for number in range(1, warm.max_steps + 1):
             heed_signals()
-            metrics = trainer.step()
+            metrics = trainer.step(number)
             if number % warm.evaluate_every == 0:
                 accuracy = trainer.accuracy()
                 loss = metrics["train/loss"]

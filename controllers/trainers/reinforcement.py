@@ -7,6 +7,7 @@ tokens stay where they are. Deliberately not here: start-up and recovery (`train
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,8 @@ from controllers.publishing.publisher import Publisher
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
 from controllers.system.build import System
+from controllers.trainers.base import Evaluation, MakeTrainer, Task, tell_skipped
+from controllers.trainers.preparation import prepare
 from controllers.watch import measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
@@ -29,6 +32,7 @@ from verl_ray.algorithms.kl_control import make
 from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
 from verl_ray.cluster.calls import Call, look_after, wait_all
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
@@ -39,11 +43,14 @@ from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, LogProbs, Rollouts, Values
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import TrackingError
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Graded, Shaping
-from verl_ray.tracking.base import Sample
+from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.curve import reward_curve
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport
@@ -85,6 +92,13 @@ class Trainer:
         self.policy_version = -1
         self.gradients = GradientWatch(config.run.max_skipped_steps)
         self.mismatch = MismatchWatch(config, self.producer.training().sampling)
+
+    finished = False
+    """Reinforcement learning makes all of its steps."""
+
+    def begin(self, done: int) -> None:
+        """The replicas draw from the policy as it is."""
+        self.publish(done)
 
     def step(self, number: int) -> Metrics:
         """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
@@ -218,7 +232,7 @@ class Trainer:
             "training/epoch": float(self.prompts.epoch),
         }
 
-    def evaluate(self) -> tuple[Metrics, list[Sample]]:
+    def evaluate(self) -> Evaluation:
         """The present policy on held-out problems."""
         assert self.evaluator is not None
         timers = Timers()  # its own: the step's generation and grading are timed under the same names
@@ -317,3 +331,44 @@ class Trainer:
         if charge.responses:
             self.kl.update(charge.per_response, charge.responses)
         return charge.metrics(coefficient)
+
+
+class ReinforcementTask(Task[RLConfig]):
+    """`train --config-name ppo | grpo | quickstart`."""
+
+    def prepare(self, session: Session) -> None:
+        prepare(self.config, session)
+
+    def read(self, *, trains: bool = True) -> MakeTrainer:
+        """The prompts, and the held-out problems."""
+        config = self.config
+        tokenizer = load_tokenizer(config.actor.model.path)
+        prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+        if trains:
+            tell_skipped(prompts.skipped, "prompts of the training data are too long")
+        evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every or not trains else None
+        return lambda system: Trainer(config, system, prompts, evaluator)
+
+    def outputs(self) -> dict[str, str]:
+        picture = self.folder / "reward_curve.png"
+        try:
+            reward_curve(self.folder / "metrics.jsonl", picture)
+        except TrackingError as error:  # no score came through: the metrics say so, and the run is done all the same
+            print(f"warning: {error}", file=sys.stderr, flush=True)
+        return {"reward curve": str(picture)}
+
+    def shortfall(self, before: Metrics, after: Metrics) -> str | None:
+        wanted = self.config.prepare
+        if wanted is None or not after:
+            return None
+        gain = min(after[name] - before[name] for name in after if name.startswith(HELD_OUT))
+        if gain >= wanted.min_gain:
+            return None
+        return (
+            f"held-out accuracy rose by {gain:.3f}, less than prepare.min_gain = {wanted.min_gain}: "
+            "the run did not learn what it should have"
+        )
+
+    def next_command(self) -> str:
+        made = self.config.prepare is not None
+        return "scripts/quickstart algorithm=grpo backend=fsdp" if made else "verl-ray evaluate --help"

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from controllers.trainers.base import Evaluation, Task, Trainable
 from controllers.watch import measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
+from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
+from verl_ray.config.schema import RewardModelConfig, SFTConfig
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
@@ -39,6 +43,9 @@ class Source(Protocol):
     def load_state(self, state: Mapping[str, int | str]) -> None: ...
 
 
+R = TypeVar("R", SFTConfig, RewardModelConfig)
+
+
 class SupervisedTrainer(ABC, Generic[W]):
     """One role, and the rows that it learns from."""
 
@@ -50,13 +57,15 @@ class SupervisedTrainer(ABC, Generic[W]):
         held_out: TrainingBatch | None,
         batch_size: int,
         max_skipped_steps: int,
+        memory: MemoryRecord | None = None,
     ) -> None:
-        """`train`: None for a trainer that only evaluates."""
+        """`train`: None for a trainer that only evaluates. `memory`: recorded with each step, if given."""
         self.role, self.group = role, group
         self._source, self._batch_size = train, batch_size
         self._held_out = None if held_out is None else put(held_out)
         self.timers = Timers()
         self._gradients = GradientWatch(max_skipped_steps)
+        self._memory = memory
         self.finished = False
 
     @abstractmethod
@@ -64,11 +73,16 @@ class SupervisedTrainer(ABC, Generic[W]):
         """One optimizer step on these rows."""
 
     @abstractmethod
-    def evaluate(self) -> Metrics:
+    def evaluate(self) -> Evaluation:
         """The model on the held-out rows; may say that training is finished."""
 
-    def step(self) -> Metrics:
+    def begin(self, done: int) -> None:
+        """The ranks hold all that there is."""
+
+    def step(self, number: int) -> Metrics:
         """One optimizer step on the next batch."""
+        if self._memory is not None:
+            self._memory.ask()  # of the step before: answered while this one is computed
         with self.timers("step"):
             no_way_back()  # a stop waits for the end of the step
             rows = self._train.next_batch(self._batch_size)
@@ -82,6 +96,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "perf/total_num_tokens": float(rows.num_tokens),
             "perf/throughput": rows.num_tokens / timings["timing_s/step"] / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
+            **(self._memory.metrics() if self._memory is not None else {}),
         }
 
     def export(self, path: str) -> None:
@@ -114,3 +129,16 @@ class SupervisedTrainer(ABC, Generic[W]):
             self._source.load_state(state["cursor"])
         self.finished = state["finished"]
         self._gradients.load_state(state["gradients"])
+
+
+class SupervisedTask(Task[R]):
+    """A run that learns from a data set alone, and leaves a model directory."""
+
+    @property
+    def model_folder(self) -> Path:
+        """What it leaves."""
+        return self.folder / "model"
+
+    def conclude(self, trainer: Trainable) -> None:
+        assert isinstance(trainer, SupervisedTrainer)
+        trainer.export(str(self.model_folder))

@@ -307,9 +307,9 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signa
         "        time.sleep(60)\n"
         "    finally:\n"
         "        print('gave back', flush=True)\n"
-        "module = types.ModuleType('controllers.run.training')\n"
+        "module = types.ModuleType('controllers.commands.train')\n"
         "module.train = train\n"
-        "sys.modules['controllers.run.training'] = module\n"
+        "sys.modules['controllers.commands.train'] = module\n"
         "from controllers.command_line import main\n"
         "sys.exit(main(['train']))\n"
     )
@@ -334,9 +334,9 @@ def train(config):
     Compiled()
     print('working on')
     {then}
-module = types.ModuleType('controllers.run.training')
+module = types.ModuleType('controllers.commands.train')
 module.train = train
-sys.modules['controllers.run.training'] = module
+sys.modules['controllers.commands.train'] = module
 from controllers.command_line import main
 from verl_ray.cluster.signals import heed_signals
 sys.exit(main(['train', 'run.dir={folder}']))

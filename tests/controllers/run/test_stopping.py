@@ -17,9 +17,9 @@ from typing import Any
 import psutil
 import pytest
 
+from controllers.run.loop import Loop
 from controllers.run.recovery import Recovery
 from controllers.run.stopping import Stopping
-from controllers.run.training import Lines
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
@@ -60,6 +60,25 @@ class Cursor:
 
     drawn: int = 0
     groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
+    stopped_in: int | None = None
+    """The step in which a signal comes."""
+    evaluated: list[int] = field(default_factory=list)
+    timers: Timers = field(default_factory=Timers)
+    finished: bool = False
+
+    def begin(self, done: int) -> None:
+        assert self.drawn == 8 * done
+
+    def step(self, number: int) -> dict[str, float]:
+        no_way_back()
+        self.drawn += 8
+        if number == self.stopped_in:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        self.evaluated.append(self.drawn)
+        return {"val-core/sums/acc/mean@1": self.drawn / 64}, [Sample("1+1=", "2", "2", "sums", 1.0, False)]
 
     def state(self) -> dict[str, Any]:
         return {"cursor": {"rows": 100, "drawn": self.drawn, "epoch": 0, "position": self.drawn}}
@@ -111,43 +130,30 @@ def test_an_evaluation_is_left_to_the_resumed_run(
     gates.mkdir()
     (gates / "step_00000002").touch()
     role = Role("actor", "actor", SlowWriter, (str(gates),))
-    evaluated: list[int] = []
-
-    def evaluate() -> tuple[dict[str, float], list[Sample]]:
-        evaluated.append(trainer.drawn)
-        return {"val-core/sums/acc/mean@1": trainer.drawn / 64}, [Sample("1+1=", "2", "2", "sums", 1.0, False)]
-
     with start_groups([worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path) as groups:
-        recovery, trainer = Recovery(config), Cursor(groups={"actor": groups[role]})
+        recovery, trainer = Recovery(config), Cursor(groups={"actor": groups[role]}, stopped_in=2)
         trackers = Trackers([JsonlTracker(tmp_path)])
-        with pytest.raises(Interrupted), noting(), recovery.kept(trainer, trackers):
-            lines = Lines(config.run, trackers, evaluate)
-            lines.begin(0, recovery.unrecorded)
-            for number in (1, 2):
-                trainer.drawn += 8
-                metrics = {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
-                if number == 2:
-                    os.kill(os.getpid(), signal.SIGINT)
-                recovery.commit(number, trainer, unrecorded=metrics)
-                lines.close(number, metrics)
-                recovery.commit(number, trainer)
+        with pytest.raises(Interrupted), noting():
+            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
         trackers.close(failed=True)
         said = f"step 2 is saved in {tmp_path}/checkpoints; its evaluation is made when the run goes on\n"
         assert said in capfd.readouterr().err
         before, first, second = read_metrics(tmp_path / "metrics.jsonl")
         assert before == {"val-core/sums/acc/mean@1": 0.0, "training/global_step": 0}
-        assert evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
+        assert trainer.evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
 
         forget()
-        recovery, trainer.drawn = Recovery(config), 0
+        recovery, trainer = Recovery(config), Cursor(groups=trainer.groups, stopped_in=3)
         assert recovery.step == 2 and recovery.recorded_step == 1
         trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)])
-        Lines(config.run, trackers, evaluate).begin(recovery.restore(trainer), recovery.unrecorded)
-        recovery.commit_evaluation(trainer, trackers)
-        trackers.close(failed=False)
-        assert Recovery(config).unrecorded is None  # which the next resume does not make again
-    *others, resumed = read_metrics(tmp_path / "metrics.jsonl")
-    assert len(others) == 2 and evaluated == [0, 16]
+        (gates / "step_00000003").touch()
+        with pytest.raises(Interrupted), noting():
+            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
+        trackers.close(failed=True)
+        again = Recovery(config)
+        assert again.step == 3 and again.unrecorded is None  # the evaluation is not made again
+    *others, resumed, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(others) == 2 and third["training/global_step"] == 3 and trainer.evaluated == [16]
     assert resumed == pytest.approx(second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True)
     assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
 

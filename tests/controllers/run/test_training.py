@@ -6,13 +6,11 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import cast
 
 import pytest
 import yaml
 
-from controllers.run.recovery import Recovery
-from controllers.run.training import due, next_command, train_supervised
+from controllers.trainers.tasks import task_of
 from tests.controllers.runs import ROOT, Inputs, command, command_here
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import parse
@@ -133,7 +131,7 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
 def test_rows_that_cannot_be_learned_from_end_a_run_before_its_processes_start(inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.supervised(tmp_path, "sft.max_tokens=2")
     with pytest.raises(DataError, match=r"rows are longer than sft\.max_tokens = 2"):
-        train_supervised(config, cast(Session, None), Recovery(config))  # no cluster to start them on
+        task_of(config).read()
 
 
 PROBLEMS = [
@@ -181,11 +179,6 @@ def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
         assert line["actor/grad_norm"] > 0
 
 
-def test_when_evaluations_and_checkpoints_are_due() -> None:
-    assert [number for number in range(1, 8) if due(number, 3, 7)] == [3, 6, 7]
-    assert not any(due(number, 0, 7) for number in range(1, 8))
-
-
 def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:
-    assert next_command(inputs.supervised(tmp_path)).startswith("verl-ray ")
-    assert next_command(inputs.config("ppo", tmp_path)).startswith("verl-ray ")
+    assert task_of(inputs.supervised(tmp_path)).next_command().startswith("verl-ray ")
+    assert task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")

@@ -11,7 +11,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForSequenceClassification
 
-from controllers.commands.evaluate import evaluate_reward_model
+from controllers.commands.evaluate import evaluation_of
 from controllers.compose.composition import compose
 from tests.controllers.runs import GRADER, Inputs, command, command_here, lasting
 from tests.reward_models import make_reward_model, make_tokenizers
@@ -76,7 +76,7 @@ def test_a_model_without_a_head_is_not_evaluated(inputs: Inputs, pairs: Arithmet
     config = compose("reward_model", preference_run(inputs, pairs, tmp_path)[2:])
     assert isinstance(config, RewardModelConfig)
     with pytest.raises(ConfigError, match=r"this model has no score\.weight, and run\.resume leads to no checkpoint"):
-        evaluate_reward_model(config)
+        evaluation_of(config)
 
 
 def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, float]:

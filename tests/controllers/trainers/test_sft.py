@@ -52,7 +52,7 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
         trainer = SFTTrainer(roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5)
-        steps = [trainer.step() for _ in range(60)]
+        steps = [trainer.step(number) for number in range(60)]
         assert steps[-1]["train/loss"] < steps[0]["train/loss"] / 3
         assert steps[-1]["training/epoch"] >= 14
         accuracy = trainer.accuracy()
@@ -75,7 +75,7 @@ def test_experts_learn_and_are_kept_in_balance(cluster: Session, inputs: Inputs,
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
         trainer = SFTTrainer(roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5)
-        steps = [trainer.step() for _ in range(30)]
+        steps = [trainer.step(number) for number in range(30)]
         trainer.export(str(tmp_path / "model"))
         accuracy = trainer.accuracy()
     first, last = steps[0], steps[-1]
