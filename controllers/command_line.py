@@ -24,7 +24,7 @@ from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbe
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, VerlRayError
-from verl_ray.paths import in_ray_package
+from verl_ray.paths import in_ray_package, refuse_foreign_packages
 
 __all__ = ["compose", "main"]
 
@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        refuse_foreign_packages()
         return _run(arguments)
     except ConfigError as error:
         print_problems(error.problems, sys.stderr)
