@@ -135,6 +135,12 @@ def soon(condition: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+def close(gate: Gate, server: RolloutServer) -> None:
+    """From now on each step waits for its release; one under way could still take in what is asked next."""
+    soon(lambda: server.health().in_flight == 0)
+    gate.is_open = False
+
+
 def drawn(server: RolloutServer, prompt: list[int], sampling: Sampling, seed: int) -> Chunk:
     """By the run itself."""
     ((chunk,),) = server.respond([Request(0, np.array(prompt, np.int32), sampling, seed)])
@@ -297,7 +303,7 @@ def test_a_run_draws_the_same_whatever_clients_ask_beside_it(client: openai.Open
 def test_a_client_that_goes_away_leaves_nothing_in_flight(
     url: str, server: RolloutServer, gate: Gate, stream: bool
 ) -> None:
-    gate.is_open = False
+    close(gate, server)
     with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2]))) as connection:
         body = json.dumps({"prompt": "1", "max_tokens": 80, "n": 2, "ignore_eos": True, "stream": stream}).encode()
         head = (
@@ -324,7 +330,7 @@ def test_a_weight_update_ends_what_clients_have_in_flight_where_it_is(
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "9+9=", "max_tokens": 60, "seed": 2, "logprobs": 0}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True, **IDS}).choices[0]
-    gate.is_open = False
+    close(gate, server)
     with ThreadPoolExecutor(1) as pool:
         cut = pool.submit(lambda: client.completions.create(**asked, extra_body={"ignore_eos": True, **IDS}))
         soon(lambda: server.health().in_flight == 1)
@@ -361,7 +367,7 @@ def test_a_response_that_was_paused_over_a_weight_update_goes_on_and_says_from_w
 ) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "4+4=", "max_tokens": 30, "seed": 2}
     whole = client.completions.create(**asked, extra_body={"ignore_eos": True, **IDS}).choices[0]
-    gate.is_open = False
+    close(gate, server)
     with ThreadPoolExecutor(2) as pool:
         paused = pool.submit(lambda: client.completions.create(**asked, extra_body={"ignore_eos": True, **IDS}))
         soon(lambda: server.health().in_flight == 1)
@@ -382,7 +388,7 @@ def test_a_response_that_was_paused_over_a_weight_update_goes_on_and_says_from_w
 def test_asleep_it_says_so_and_when_to_come_again(
     client: openai.OpenAI, url: str, server: RolloutServer, gate: Gate
 ) -> None:
-    gate.is_open = False
+    close(gate, server)
     asked: dict[str, Any] = {"model": MODEL, "prompt": "1", "max_tokens": 30, "extra_body": {"ignore_eos": True}}
     gate.steps.release(2)
     stream = client.completions.create(**asked, stream=True)
@@ -405,7 +411,7 @@ def test_asleep_it_says_so_and_when_to_come_again(
 
 def test_responses_beyond_in_flight_wait(server: RolloutServer, tokenizer: PreTrainedTokenizerBase, gate: Gate) -> None:
     endpoint = Endpoint(server, tokenizer, settings(in_flight=2), port=0, model=MODEL, max_model_len=MAX_MODEL_LEN)
-    gate.is_open = False
+    close(gate, server)
     with ThreadPoolExecutor(1) as pool:
         body = {"prompt": "1", "n": 5, "ignore_eos": True}
         asked = pool.submit(http.post, f"http://127.0.0.1:{endpoint.port}/v1/completions", json=body)
