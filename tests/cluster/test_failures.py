@@ -199,8 +199,8 @@ def test_a_process_ends_with_what_it_has_started_though_that_is_stopped() -> Non
         end(facts)  # of another process, which had this number before
         assert here.is_running() and child.is_running()
         end(replace(facts, started=here.create_time()))
-        assert parent.wait(10) == -signal.SIGKILL
-        gone, alive = psutil.wait_procs([child], timeout=10)
+        assert parent.wait(100) == -signal.SIGKILL
+        gone, alive = psutil.wait_procs([child], timeout=100)
         assert gone == [child] and alive == []
 
 

@@ -125,11 +125,11 @@ def test_what_waits_for_others_says_so(server: RolloutServer) -> None:
 
         def act(engine: RolloutEngine, began: threading.Event = began, done: threading.Event = done) -> bool:
             began.set()
-            return done.wait(10)
+            return done.wait(100)
 
         with ThreadPoolExecutor(1) as pool:
             running = pool.submit(server.run, act, waits_for_others=waits)
-            assert began.wait(10)
+            assert began.wait(100)
             assert progress().waits_for_others is waits
             done.set()
             assert running.result(10)
