@@ -9,17 +9,20 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from tests.cluster.crew import Echo, Reducer, rows_of
+from tests.cluster.crew import Echo, Reducer, processes, rows_of
 from verl_ray.cluster.calls import look_after, wait_all
 from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import Facts
-from verl_ray.cluster.processes import COLLECTIVES_LAST
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import COLLECTIVES_LAST, Role
+from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
@@ -117,6 +120,16 @@ def test_calls_beside_a_wait_may_not_stand_still(crew: Crew) -> None:
     with pytest.raises(DeadlineExceeded, match="sleep_for_long makes no progress") as caught:
         wait_all([critic.rank_zero(Echo.plod, 300)], partial(look_after, [stuck]))
     assert actor.owns(caught.value)
+
+
+def test_of_roles_that_share_a_process_the_first_is_named(cluster: Session, tmp_path: Path) -> None:
+    roles = [Role(name, "trainer", Echo) for name in ("actor", "critic")]
+    with start_groups([processes("trainer", 1)], roles, stall_s=60, log_dir=tmp_path) as groups:
+        actor, critic = (groups[role] for role in roles)
+        actor._processes.stall_s = 1.0  # theirs together
+        calls = [actor.rank_zero(Echo.sleep_for_long, 0), critic.rank_zero(Echo.nap)]
+        with pytest.raises(DeadlineExceeded, match=r"actor rank 0 .*sleep_for_long makes no progress"):
+            wait_all(calls)
 
 
 def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:

@@ -205,7 +205,10 @@ def refuse_stalled(flights: Sequence[Flight]) -> None:
     named = causes([flight for flight in late if flight in flights], flights)
     if named:
         silent = [*named, *(flight for flight in flights if flight not in named)]
-        members = list({id(flight.member.actor): flight.member for flight in silent}.values())
+        by_process: dict[int, Member] = {}  # under the role that was called first
+        for flight in silent:
+            by_process.setdefault(id(flight.member.actor), flight.member)
+        members = list(by_process.values())
         others = {id(flight.member.actor) for flight in named}
         raise failures.stalled(
             [member for member in members if id(member.actor) in others],
