@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import signal
@@ -237,7 +238,12 @@ def test_a_ray_job_that_is_stopped_leaves_no_worker(inputs: Inputs, tmp_path: Pa
     entry = ["python", "-m", "controllers", "train", "--config-name", "ppo", *settings]
 
     def workers() -> list[psutil.Process]:
-        return [p for p in marked(tmp_path) if p.name().startswith("ray::WorkerHost") or "controllers" in p.cmdline()]
+        found = []
+        for process in marked(tmp_path):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.name().startswith("ray::WorkerHost") or "controllers" in process.cmdline():
+                    found.append(process)
+        return found
 
     with head_node(tmp_path) as shell:
         submit = [RAY, "job", "submit", "--no-wait", "--submission-id=stopped", "--working-dir=.", "--", *entry]

@@ -45,7 +45,7 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
     config = inputs.config(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
-        "rollout.health.deadline_s=3", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.health.deadline_s=6", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
         "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
@@ -118,12 +118,14 @@ def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_wei
 
     with ThreadPoolExecutor(4) as pool:
         asking = [pool.submit(keep_asking, url) for url in urls * 2]
-        for version in (10, 11, 12):
-            run.publish(version)
-            rows, _ = drawn(run)
-            assert rows.tokens.tolist() == expected.tokens.tolist()
-            assert set(rows.version_spans.values[:, 1].tolist()) == {version}
-        done.set()
+        try:
+            for version in (10, 11, 12):
+                run.publish(version)
+                rows, _ = drawn(run)
+                assert rows.tokens.tolist() == expected.tokens.tolist()
+                assert set(rows.version_spans.values[:, 1].tolist()) == {version}
+        finally:
+            done.set()
         for one in asking:
             one.result(60)
     assert {answer.status_code for answer in answers} <= {200, 503}
