@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from typing import Any
 
 
@@ -11,8 +12,8 @@ def ones(response: str, answer: str, /, **more: Any) -> float:
 
 
 def sometimes(response: str, answer: str, /, **more: Any) -> float:
-    """Breaks on about one response in ten."""
-    if response[:1] == "7":
+    """Breaks on about one response in ten, whatever the policy has learned by then."""
+    if zlib.crc32(f"{answer} {response}".encode()) % 10 == 0:
         raise ValueError(f"cannot grade {response!r}")
     return ones(response, answer)
 
