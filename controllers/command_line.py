@@ -18,13 +18,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol, cast
 
-from controllers.check import check, checked, print_problems, print_warnings
-from controllers.composition import compose
-from controllers.paths import in_ray_package
+from controllers.commands.check import check, checked, print_problems, print_warnings
+from controllers.compose.composition import compose
 from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, VerlRayError
+from verl_ray.paths import in_ray_package, refuse_foreign_packages
 
 __all__ = ["compose", "main"]
 
@@ -145,6 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
+        refuse_foreign_packages()
         return _run(arguments)
     except ConfigError as error:
         print_problems(error.problems, sys.stderr)
@@ -184,8 +185,8 @@ def _run(arguments: list[str]) -> int:
             given.config_name, given.overrides, given.config_dir, evaluates=command == "evaluate"
         )
         print_warnings(findings.warnings, sys.stderr)
-        module = {"train": "controllers.training", "evaluate": "controllers.evaluation"}[command]
-        implementation = cast(TakesConfig, getattr(importlib.import_module(module), command))
+        module = importlib.import_module(f"controllers.commands.{command}")
+        implementation = cast(TakesConfig, getattr(module, command))
         return _stoppable(functools.partial(implementation, config))
     except Interrupted as stop:
         if command == "train":
@@ -237,7 +238,7 @@ def _bench(arguments: list[str]) -> int:
 
 def _export(arguments: list[str]) -> int:
     stop_on_signals()
-    implementation = cast(TakesArguments, importlib.import_module("controllers.export").main)
+    implementation = cast(TakesArguments, importlib.import_module("controllers.commands.export").main)
     return _stoppable(lambda: implementation(arguments))
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
+from safetensors.numpy import save_file
 
 # Three processes share two cores: one thread each, and none that spins while it waits. Read when torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
@@ -54,6 +58,28 @@ def _signals_are_forgotten() -> Iterator[None]:
         signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What preflight reads of a model directory; 120 parameters in two files."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    directory.mkdir()
+    settings = {"num_attention_heads": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
+    (directory / "config.json").write_text(json.dumps(settings))
+    (directory / "tokenizer.json").write_text("{}")
+    save_file({"a": np.zeros((10, 10), np.float32)}, directory / "model-1.safetensors", metadata={"format": "pt"})
+    save_file({"b": np.zeros(20, np.float16)}, directory / "model-2.safetensors")
+    return directory
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files of data by their names alone."""
+    directory = tmp_path_factory.mktemp("data")
+    for name in ("train.jsonl", "test.jsonl", "notes.txt"):
+        (directory / name).write_text("")
+    return directory
 
 
 LONG = (

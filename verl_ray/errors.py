@@ -103,6 +103,10 @@ class TrackingError(VerlRayError):
     """The record of the run (metrics, samples, the W&B run) that cannot be written or read."""
 
 
+class InstallationError(VerlRayError):
+    """Parts of this program that do not belong together."""
+
+
 class ClusterError(VerlRayError):
     """The Ray cluster cannot give what the run needs."""
 

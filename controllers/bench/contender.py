@@ -127,7 +127,7 @@ def _peak_bytes(run: Callable[[], object], gpu: bool) -> int:
 
 
 def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], object]]:
-    from controllers.composition import compose
+    from controllers.compose.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.config.roles import SupervisedRole
     from verl_ray.data.packing import balance

@@ -38,7 +38,7 @@ LOOKED = (0, 1, STEPS)
 """After how many optimizer steps log-probs are compared."""
 MODELS = {"qwen3": False, "llama": True, "qwen2": True, "qwen3_moe": False}
 """What is made, and whether its embeddings are tied."""
-_SHARED = ("controllers.composition", "transformers.modeling_utils", "verl_ray.engine.plain")
+_SHARED = ("controllers.compose.composition", "transformers.modeling_utils", "verl_ray.engine.plain")
 """What every rank has use for, whose ways part before it chooses an engine."""
 _VOCABULARY = "0123456789+=-"
 _LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
@@ -276,7 +276,7 @@ def _rank(work: Work) -> None:
 @functools.cache
 def _configured(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
     """A role on a backend of this kind, whose layout is each case's own, and the algorithm of both heads."""
-    from controllers.composition import compose
+    from controllers.compose.composition import compose
     from verl_ray.config.roles import SupervisedRole
     from verl_ray.config.schema import RLConfig
 

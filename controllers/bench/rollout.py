@@ -20,9 +20,9 @@ from statistics import median
 from typing import Any
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.build import Shape, plan_processes, rollout_spec
-from controllers.publishing import Publisher
-from controllers.rollout_servers import RolloutServers
+from controllers.publishing.publisher import Publisher
+from controllers.rollouts.replicas import RolloutServers
+from controllers.system.build import Shape, plan_processes, rollout_spec
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals

@@ -23,12 +23,11 @@ from statistics import median
 import psutil
 
 from controllers.bench.floor import Floor
-from controllers.build import Shape, System, plan_processes, start
-from controllers.composition import compose
-from controllers.generation import Producer
-from controllers.ppo import Trainer
-from controllers.preflight import INPUTS_COMPLETE
-from controllers.preparation import prepare
+from controllers.compose.composition import compose
+from controllers.rollouts.producer import Producer
+from controllers.system.build import Shape, System, plan_processes, start
+from controllers.trainers.preparation import prepare
+from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
@@ -39,6 +38,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
+from verl_ray.preflight.findings import INPUTS_COMPLETE
 from verl_ray.profiling.memory import GIB, TreeMemorySampler
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.vllm_core import installed_version

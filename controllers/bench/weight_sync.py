@@ -22,9 +22,9 @@ from statistics import median
 from typing import TYPE_CHECKING, cast
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.build import Shape, plan_processes
-from controllers.publishing import Publisher
-from controllers.rollout_servers import RolloutServers
+from controllers.publishing.publisher import Publisher
+from controllers.rollouts.replicas import RolloutServers
+from controllers.system.build import Shape, plan_processes
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.composition import compose, examine
+from controllers.compose.composition import compose, examine
 from verl_ray.config.load import known_keys, parse, to_tree
 from verl_ray.config.renamed import RENAMED, renewed
 from verl_ray.config.schema import RLConfig

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
-from controllers.ppo import Trainer
+from controllers.trainers.reinforcement import Trainer
 from tests.controllers.runs import Inputs, Samplers, make_inputs, servers_of, start_some, trainer_of
 from verl_ray.cluster.session import Session
 
@@ -20,28 +17,6 @@ MakeTrainer = Callable[..., Trainer]
 @pytest.fixture(scope="session")
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
     return make_inputs(tmp_path_factory.mktemp("inputs"))
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What preflight reads of a model directory; 120 parameters in two files."""
-    directory = tmp_path_factory.mktemp("models") / "tiny"
-    directory.mkdir()
-    settings = {"num_attention_heads": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
-    (directory / "config.json").write_text(json.dumps(settings))
-    (directory / "tokenizer.json").write_text("{}")
-    save_file({"a": np.zeros((10, 10), np.float32)}, directory / "model-1.safetensors", metadata={"format": "pt"})
-    save_file({"b": np.zeros(20, np.float16)}, directory / "model-2.safetensors")
-    return directory
-
-
-@pytest.fixture(scope="session")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files of data by their names alone."""
-    directory = tmp_path_factory.mktemp("data")
-    for name in ("train.jsonl", "test.jsonl", "notes.txt"):
-        (directory / name).write_text("")
-    return directory
 
 
 @pytest.fixture(scope="package")

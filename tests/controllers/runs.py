@@ -14,12 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest import mock
 
-from controllers.build import Shape, System, plan_processes
 from controllers.command_line import main
-from controllers.composition import compose
-from controllers.endpoints import Endpoints
-from controllers.ppo import Trainer
-from controllers.rollout_servers import RolloutServers
+from controllers.compose.composition import compose
+from controllers.rollouts.endpoints import Endpoints
+from controllers.rollouts.replicas import RolloutServers
+from controllers.system.build import Shape, System, plan_processes
+from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session

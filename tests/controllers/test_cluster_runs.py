@@ -118,9 +118,9 @@ import os
 import sys
 from ray.cluster_utils import Cluster
 import ray
-from controllers.composition import compose
-from controllers.build import start
-from controllers.ppo import Trainer
+from controllers.compose.composition import compose
+from controllers.system.build import start
+from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import load_tokenizer

@@ -14,10 +14,10 @@ import pytest
 
 import configs
 from controllers.command_line import _stoppable, command_to_resume, compose, main
-from controllers.composition import examine
-from controllers.preflight import preflight
+from controllers.compose.composition import examine
 from verl_ray.config.schema import RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.findings import preflight
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
 
@@ -307,9 +307,9 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(number: signa
         "        time.sleep(60)\n"
         "    finally:\n"
         "        print('gave back', flush=True)\n"
-        "module = types.ModuleType('controllers.training')\n"
+        "module = types.ModuleType('controllers.commands.train')\n"
         "module.train = train\n"
-        "sys.modules['controllers.training'] = module\n"
+        "sys.modules['controllers.commands.train'] = module\n"
         "from controllers.command_line import main\n"
         "sys.exit(main(['train']))\n"
     )
@@ -334,9 +334,9 @@ def train(config):
     Compiled()
     print('working on')
     {then}
-module = types.ModuleType('controllers.training')
+module = types.ModuleType('controllers.commands.train')
 module.train = train
-sys.modules['controllers.training'] = module
+sys.modules['controllers.commands.train'] = module
 from controllers.command_line import main
 from verl_ray.cluster.signals import heed_signals
 sys.exit(main(['train', 'run.dir={folder}']))

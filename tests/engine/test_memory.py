@@ -9,13 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from controllers.model_directories import tensor_shapes
 from tests.engine import memory
 from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
+from verl_ray.preflight.model_directories import tensor_shapes
 
 pytestmark = pytest.mark.ranks
 

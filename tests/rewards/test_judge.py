@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.schema import RLConfig
 from verl_ray.rewards.health import Health, Score

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from verl_ray.config.schema import RLConfig
 from verl_ray.rewards.health import Health
 from verl_ray.rewards.shaping import Graded, Shaping

@@ -12,7 +12,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from tests.rows import rollouts_of
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward

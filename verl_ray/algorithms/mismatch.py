@@ -2,7 +2,8 @@
 
 Invariant: what tokens say is added up over micro-batches and ranks, and metrics are made of the sums alone; so they
 depend on neither. All are 0 (perplexities: equal) up to rounding while both hold one policy and compute alike.
-Deliberately not here: what is done about it (`correction.py`), and when it is too much (`controllers/mismatch.py`).
+Deliberately not here: what is done about it (`correction.py`), and when it is too much
+(`controllers/watch/mismatch.py`).
 """
 
 from __future__ import annotations

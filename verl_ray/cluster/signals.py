@@ -7,7 +7,7 @@ within a second of the first one are the first one: `timeout` signals its child,
 There are two ways to obey. Left to itself, a signal raises `Interrupted` wherever the main thread is, so that also
 what knows nothing of signals ends. But Ray's compiled calls swallow such an exception, or turn it into another one
 when half of their work is done. So whoever has calls in flight only notes the signal (`noting`), and its waits ask
-for it (`heed_signals`). Deliberately not here: what is saved, and what the answer says (`controllers/stopping.py`).
+for it (`heed_signals`). Deliberately not here: what is saved, and what the answer says (`controllers/run/stopping.py`).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Invariant: pure arithmetic over a backend's settings, a number of ranks and the sizes of a model; where the model is not
 known, only what holds for every model is asked. For whatever is refused, `nearest_layout` has what is possible.
 Deliberately not here: who holds what (`engine/megatron/layout.py`), and where sizes are read
-(`controllers/megatron_models.py`).
+(`verl_ray/preflight/megatron_models.py`).
 """
 
 from __future__ import annotations

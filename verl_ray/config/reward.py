@@ -14,6 +14,9 @@ from verl_ray.config.roles import ModelConfig, ModelRole
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.section import Fraction, Positive, PositiveFloat, Section, Temperature
 
+HELD_OUT = "evaluation"
+"""The name of the grader of held-out problems, where they have one of their own."""
+
 
 class Grader(Section):
     """What every source of scores has."""

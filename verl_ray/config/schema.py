@@ -4,7 +4,7 @@ Invariant: YAML under `configs/` holds every value; a field absent there is an e
 The sections that tasks share are beside this module, by noun (`run`, `data`, `roles`, `backends`, ...); a section of
 one task alone is here. Types, rules of single fields and one-line meanings stand with the fields. Deliberately not
 here: rules over several fields (`rules`), reading YAML (`load`), and anything about the machine the run will use
-(`controllers/preflight.py`).
+(`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How many logits exist at once: what `log_probs` computes by, and what the ledger of memory counts.
+"""How many logits exist at once: what `log_probs` computes by, and what the memory plan counts.
 
 Invariant: numbers alone, so that they can be read without torch. Deliberately not here: the computation.
 """

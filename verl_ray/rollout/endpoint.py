@@ -4,7 +4,7 @@ Invariant: no client can stop or change the run. What a client asks is drawn fro
 rows and at most `in_flight` responses at a time; it gives way to sleep and to weight updates (`finish_reason` "abort",
 with what was drawn), during which calls are answered with 503 and when to come again; a client that goes away takes its
 requests with it. Deliberately not here: which fields there are (`openai_api`), vLLM, and where the run says that
-this is (`controllers/endpoints.py`).
+this is (`controllers/rollouts/endpoints.py`).
 
 GET /health, GET /v1/models, POST /v1/completions, POST /v1/chat/completions.
 """

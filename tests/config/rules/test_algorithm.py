@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from tests.config.rules.cases import INPUTS, Case
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.rules.algorithm import DISCOUNTED, GROUP_BASELINES

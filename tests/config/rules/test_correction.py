@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.composition import compose, examine
+from controllers.compose.composition import compose, examine
 from tests.config.rules.cases import Case
 from verl_ray.config.schema import RLConfig
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from tests.config.rules.cases import Case
 
 GROUPS, OVERLAP = "groups_of_megatron_fsdp_divide_the_ranks", "megatron_fsdp_overlaps_what_it_can"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from controllers.composition import examine
+from controllers.compose.composition import examine
 from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
 from verl_ray.rewards.process import ScoreRequest

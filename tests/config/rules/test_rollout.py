@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from controllers.composition import compose
+from controllers.compose.composition import compose
 from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED, VLLM_ARGS_FIXED_ON_A_CPU, VLLM_ARGS_OF_OTHER_KEYS
 from verl_ray.config.schema import RLConfig

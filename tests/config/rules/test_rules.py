@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from controllers.composition import examine
+from controllers.compose.composition import examine
 from tests.config.rules import (
     test_algorithm,
     test_correction,

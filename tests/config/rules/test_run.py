@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from controllers.composition import examine
+from controllers.compose.composition import examine
 from tests.config.rules.cases import Case
 
 CASES = [

@@ -3,7 +3,7 @@
 Invariant: every rule runs, and every problem is reported at once with its key, its value, the rule and what would be
 right. A setting that another one makes meaningless is refused, never ignored. Deliberately not here: rules of a single
 field (`verl_ray.config`), and what only the machine knows, such as files and memory
-(`controllers/preflight.py`).
+(`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of the megatron backend that hold for every model: its layout over the ranks, and what it cannot train.
 
 Invariant: a layout that is refused is answered with the nearest one that is possible. Deliberately not here: what a
-model's own sizes rule out (`controllers/megatron_models.py`).
+model's own sizes rule out (`verl_ray/preflight/megatron_models.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of rewards: functions, services, judges, mixtures.
 
 Invariant: every response can get a score before the run gives up waiting for it. Deliberately not here: whether a
-function exists and an address can be asked (`controllers/preflight.py`).
+function exists and an address can be asked (`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rules of the models that a run holds: their ranks and shards, mini- and micro-batches, optimizers.
 
 Invariant: rows and ranks divide without a remainder, and settings of a model that the run does not have, or does not
-train, are refused. Deliberately not here: whether the machine has the devices (`controllers/resources.py`).
+train, are refused. Deliberately not here: whether the machine has the devices (`verl_ray/preflight/resources.py`).
 """
 
 from __future__ import annotations

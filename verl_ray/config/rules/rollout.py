@@ -1,7 +1,7 @@
 """Rules of rollout engines: sampling, the arguments that are passed on to vLLM, wires and endpoints.
 
 Invariant: nothing that the project sets or depends on can be set a second time through `vllm_args`. Deliberately not
-here: whether an engine fits its model (`controllers/model_directories.py`).
+here: whether an engine fits its model (`verl_ray/preflight/model_directories.py`).
 """
 
 from __future__ import annotations

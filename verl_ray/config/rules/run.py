@@ -1,7 +1,7 @@
 """Rules of a run as a whole: its name and folder, resuming, evaluating, checkpoints, tracking.
 
 Invariant: a setting of something that the run does not do is refused. Deliberately not here: files that must be there
-(`controllers/preflight.py`).
+(`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations

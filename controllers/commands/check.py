@@ -1,0 +1,146 @@
+"""What a user sees before a run: every problem, or the batch algebra, the roles and the warnings as tables.
+
+Invariant: neither torch nor ray nor vllm is imported, so the answer comes in under two seconds. Deliberately not
+here: the rules themselves (`verl_ray.config`, `findings.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TextIO
+
+from rich.table import Table
+
+from controllers.compose.composition import examine
+from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.backends import MegatronBackend
+from verl_ray.config.layouts import described
+from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.findings import Findings, preflight
+from verl_ray.preflight.machine import Machine, machine_of
+from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.memory_table import memory_table, print_tables
+
+
+def checked(
+    config_name: str, overrides: Sequence[str], config_dir: str | None, *, evaluates: bool = False
+) -> tuple[Config, Findings]:
+    """The configuration, and what preflight found worth a warning; `evaluates` for the command `evaluate`.
+
+    Raises ConfigError with the problems of configuration and machine together.
+    """
+    composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
+    problems = list(composition.problems)
+    if evaluates and isinstance(composition.config, SFTConfig):
+        rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
+        fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
+        problems.append(Problem("--config-name", config_name, rule, fix))
+    findings = Findings()
+    if composition.config is not None:
+        findings = preflight(composition.config, machine_of(composition.config), evaluates=evaluates)
+        problems = _together(problems, findings.problems)
+    if composition.config is None or problems:
+        raise ConfigError(problems)
+    return composition.config, findings
+
+
+def _together(of_configuration: Sequence[Problem], of_machine: Sequence[Problem]) -> list[Problem]:
+    """Both, and once per key: of a bad value that was replaced before the machine was looked at, what the configuration
+    says; of the same value what the machine says, who knows the models too."""
+    seen = [(problem.key, problem.value) for problem in of_machine]
+    kept = [problem for problem in of_configuration if (problem.key, problem.value) not in seen]
+    known_bad = {problem.key for problem in kept}
+    return kept + [problem for problem in of_machine if problem.key not in known_bad]
+
+
+def check(config_name: str, overrides: Sequence[str], config_dir: str | None) -> int:
+    """Print what the run would be, and return 0; raise ConfigError with all problems otherwise."""
+    config, findings = checked(config_name, overrides, config_dir)
+    machine = machine_of(config)
+    predicted = memory_plan(config, on_gpus=machine is not None and machine.gpus > 0)
+    print_tables(_batch_table(config), _role_table(config), memory_table(predicted))
+    for line in _resources(machine):
+        print(line)
+    print_warnings(findings.warnings, sys.stdout)
+    print(f"{config.run.name} can run; it writes to {config.run.dir}")
+    return 0
+
+
+def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
+    """One block per problem: key = value, the rule, what would be right."""
+    print(f"{len(problems)} problem{'s' if len(problems) != 1 else ''} in the configuration:", file=stream)
+    for problem in problems:
+        print(f"\n  {problem.key} = {_shown(problem.value)}", file=stream)
+        print(f"    rule: {problem.rule}", file=stream)
+        print(f"    fix:  {problem.fix}", file=stream)
+
+
+def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:
+    """One line per warning."""
+    for warning in warnings:
+        print(f"warning: {warning}", file=stream)
+
+
+def _shown(value: object) -> str:
+    """A value as the user would type it."""
+    return value if isinstance(value, str) and value else json.dumps(value, default=str)
+
+
+def _batch_table(config: Config) -> Table:
+    sizes = batch_algebra(config)
+    source = f"{sizes.prompts} prompts x {sizes.group_size} = {sizes.rows} rows"
+    if isinstance(config, RewardModelConfig):
+        source = f"{config.preference.batch_size} pairs = {sizes.rows} rows"
+    table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
+    headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
+    for heading in headings:
+        table.add_column(heading, justify="left" if heading == "role" else "right", overflow="fold")
+    for role in sizes.roles:
+        mini = "-" if role.mini_batch_size is None else str(role.mini_batch_size)
+        per_rank = "-" if role.mini_batch_size_per_rank is None else str(role.mini_batch_size_per_rank)
+        counts = (role.ranks, role.rows_per_rank, mini, per_rank, role.updates_per_step or "-")
+        table.add_row(role.role, *map(str, counts), f"<= {role.micro_batch_tokens_per_rank}")
+    return table
+
+
+def _role_table(config: Config) -> Table:
+    table = Table(title="roles", title_justify="left")
+    for heading in ("role", "backend", "dtype", "ranks", "placement", "model, functions or service"):
+        table.add_column(heading, overflow="fold")
+    place = config.placement.kind if isinstance(config, RLConfig) else "separate"
+    for name, role in config.model_roles.items():
+        table.add_row(name, _backend(role), role.backend.dtype, str(role.num_ranks), place, role.model.path)
+    if isinstance(config, RLConfig):
+        rollout = config.rollout
+        for name, one in config.graders.items():
+            if isinstance(one, FunctionReward):
+                functions = ", ".join(f"{source}: {spec}" for source, spec in one.functions.items())
+                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", functions)
+            elif isinstance(one, HttpReward):
+                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", one.url)
+            elif isinstance(one, JudgeReward):
+                ranks = f"{one.engine.num_replicas} x {one.engine.tensor_parallel}"
+                table.add_row(name, "vllm", one.engine.dtype, ranks, "separate", one.model.path)
+        ranks = f"{rollout.num_replicas} x {rollout.tensor_parallel}"
+        table.add_row("rollout", "vllm", rollout.dtype, ranks, place, config.actor.model.path)
+    return table
+
+
+def _backend(role: ModelRole) -> str:
+    """Its name, and how it shares the model out."""
+    backend = role.backend
+    return f"megatron {described(backend, role.num_ranks)}" if isinstance(backend, MegatronBackend) else backend.kind
+
+
+def _resources(machine: Machine | None) -> list[str]:
+    if machine is None:
+        return ["resources: asked of the cluster when the run starts"]
+    return [
+        f"this machine: {machine.cores} cores, {machine.gpus} GPUs, {machine.memory_bytes / 2**30:.1f} GiB memory, "
+        f"{machine.shm_free_bytes / 2**30:.1f} GiB free in /dev/shm"
+    ]

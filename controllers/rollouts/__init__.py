@@ -1,0 +1,1 @@
+"""The replicas that draw responses, and experience made of what they drew."""

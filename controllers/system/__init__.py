@@ -1,0 +1,1 @@
+"""Which processes a run has, and the roles in them."""

@@ -1,0 +1,279 @@
+"""From a configuration to wired worker groups: which processes, which roles in them, on which bundles.
+
+Invariant: the plan is a pure function of the configuration and the machine's shape; starting it is one transaction.
+Deliberately not here: what the groups are asked to do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from controllers.rollouts.endpoints import Endpoints
+from controllers.rollouts.replicas import RolloutServers
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import Groups, start_groups
+from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import finishing
+from verl_ray.config.reward import HELD_OUT, FunctionReward, HttpReward, JudgeReward, ModelReward, SingleReward
+from verl_ray.config.roles import ModelRole, SupervisedRole, TrainedRole
+from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.schema import Config, RLConfig
+from verl_ray.engine.base import EngineSpec
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.judge import JudgeWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.reward_model import RewardModelGrader, RewardModelWorker
+from workers.rollout import RolloutSpec, RolloutWorker
+
+ROLES = ("actor", "critic", "reference", "rollout")
+SHARED = "shared"  # the bundles that colocated processes sit in
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the plan must know of the cluster: the cores and the GPUs of each node that can hold a process."""
+
+    cores: tuple[int, ...]
+    gpus_per_node: tuple[int, ...]
+
+    @classmethod
+    def of(cls, session: Session) -> Shape:
+        # The head of a cluster is often given no CPU, so that nothing runs there.
+        nodes = [node.total for node in session.resources() if node.total.get("CPU")]
+        cores = tuple(max(1, int(node["CPU"])) for node in nodes)
+        return cls(cores, tuple(int(node.get("GPU", 0)) for node in nodes))
+
+    @property
+    def gpus(self) -> int:
+        """Of all nodes."""
+        return sum(self.gpus_per_node)
+
+    @property
+    def nodes(self) -> list[Resources]:
+        """By Ray's names of resources."""
+        shapes = zip(self.cores, self.gpus_per_node, strict=True)
+        return [{"CPU": float(cores), "GPU": float(gpus)} for cores, gpus in shapes]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything `start_groups` needs, and what the user should know about it."""
+
+    sets: tuple[ProcessSet, ...]
+    roles: Mapping[str, Role[Any]]
+    warnings: tuple[str, ...]
+    devices: int
+
+
+@dataclass(frozen=True)
+class System:
+    """The running groups of one job. A role that the job does without is None."""
+
+    groups: Groups
+    actor: WorkerGroup[ActorWorker]
+    critic: WorkerGroup[CriticWorker] | None
+    reference: WorkerGroup[ReferenceWorker] | None
+    rollout: RolloutServers | None
+    graders: Mapping[str, WorkerGroup[Any]]
+    """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
+    run trains."""
+    has_gpus: bool
+    devices: int
+    """What throughput is divided by (`count_devices`)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        with finishing():
+            try:
+                if self.rollout is not None:
+                    self.rollout.close()
+            finally:
+                self.groups.close()
+
+
+def start(config: Config, session: Session, *, learns: bool = True) -> System:
+    """Start every role of the job, or nothing; without learning, only those that answer and grade."""
+    shape = Shape.of(session)
+    plan = plan_processes(config, shape, learns=learns)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    groups = start_groups(
+        plan.sets,
+        list(plan.roles.values()),
+        stall_s=config.run.stall_s,
+        log_dir=Path(config.run.dir) / "logs",
+    )
+
+    def group(name: str) -> Any:
+        return groups[plan.roles[name]] if name in plan.roles else None
+
+    graders = {name: groups[role] for name, role in plan.roles.items() if name not in ROLES}
+    actor, critic, reference = map(group, ("actor", "critic", "reference"))
+    rollout = None
+    if isinstance(config, RLConfig):
+        replicas = groups.replicas(plan.roles["rollout"])
+        endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
+        try:
+            rollout = RolloutServers(replicas, config.rollout, endpoints)
+        except BaseException:
+            groups.close()
+            raise
+    return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0, plan.devices)
+
+
+def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
+    """Process sets and roles of a job.
+
+    Colocated, the model roles of one backend share a process per rank; different backends never share one. The
+    rollout engine has processes of its own, in the same bundles. Functions, services and judges have bundles of their
+    own; the former need no device.
+    """
+    gpu = 1 if shape.gpus else 0
+    colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
+    graders = graders_of(config, learns=learns)
+    answers = "actor" if isinstance(config, RLConfig) else config.learner[0]
+    models = {name: role for name, role in config.model_roles.items() if learns or name == answers or name in graders}
+    home: dict[str, str] = {
+        name: f"{role.backend.kind} trainer" if colocated else name for name, role in models.items()
+    }
+    counts = {home[name]: role.num_ranks for name, role in models.items()}
+    if isinstance(config, RLConfig):
+        counts["rollout"] = config.rollout.num_replicas
+    texts = {name: grader for name, grader in graders.items() if not isinstance(grader, ModelReward)}
+    counts |= {
+        name: one.engine.num_replicas if isinstance(one, JudgeReward) else one.num_ranks for name, one in texts.items()
+    }
+    threads = threads_per_rank(config, counts, shape)
+
+    def one(name: str, gpus: int, process_group: bool, bundles: str, *, replicas: bool = False) -> ProcessSet:
+        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads.get(name, 1), process_group, replicas)
+
+    sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
+    roles: dict[str, Role[Any]] = {
+        name: Role(name, home[name], FACTORIES[name], (engine_spec(name, role, config),))
+        for name, role in models.items()
+        if name not in graders
+    }
+    if isinstance(config, RLConfig):
+        bundles = SHARED if colocated else "rollout"
+        spec = rollout_spec(config, shares_a_gpu=bool(gpu) and colocated)
+        engines = one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True)
+        sets.append(replace(engines, built_first=spec.asleep is not None))  # awake, they and the trainers do not fit
+        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
+        policy = config.actor.model.path
+        for name, grader in graders.items():
+            if isinstance(grader, ModelReward):
+                roles[name] = Role(
+                    name,
+                    home[name],
+                    RewardModelGrader,
+                    (engine_spec(name, grader, config), policy, config.data.apply_chat_template),
+                )
+            elif isinstance(grader, JudgeReward):
+                sets.append(one(name, gpu * grader.engine.tensor_parallel, False, name))
+                roles[name] = Role(name, name, JudgeWorker, (grader, policy, config.run.seed))
+            else:
+                sets.append(one(name, 0, False, name))
+                roles[name] = Role(name, name, RewardWorker, (grader, policy))
+    shared, warning = share_cpus(sets, shape.nodes)
+    computing = [held for held in sets if not isinstance(texts.get(held.name), FunctionReward | HttpReward)]
+    return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,), count_devices(computing))
+
+
+def count_devices(sets: Sequence[ProcessSet]) -> int:
+    """How many devices processes that hold models compute on: their GPUs, where those that share one count it once.
+    Without GPUs a rank stands for a device, and ranks that would share one GPU count once, too."""
+    devices: dict[str, int] = {}
+    for one in sets:
+        held = one.num_ranks * max(one.gpus_per_rank, 1)
+        devices[one.bundle_group] = max(devices.get(one.bundle_group, 0), held)
+    return sum(devices.values())
+
+
+FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker}
+
+
+def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
+    """Who grades: the reward's components, and HELD_OUT; without learning, only those that held-out problems need."""
+    if not isinstance(config, RLConfig):
+        return {}
+    evaluation = config.evaluation
+    if evaluation.functions is None:
+        return config.graders
+    held_out = FunctionReward(
+        kind="function", num_ranks=1, processes_per_rank=1, deadline_s=evaluation.deadline_s,
+        functions=evaluation.functions, normalise="none", clip=None, max_failed_fraction=1.0,
+    )  # fmt: skip
+    return (config.graders if learns else {}) | {HELD_OUT: held_out}
+
+
+def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) -> dict[str, int]:
+    """CPU threads of each process of a set.
+
+    Trainers and rollout engines take turns, so each may use all cores of its node; processes of one set, sets of
+    trainers, and judges beside rollouts work at the same time and divide them. Graders of texts need no more than one.
+    """
+    if config.run.threads_per_rank != "auto":
+        return dict.fromkeys(counts, config.run.threads_per_rank)
+    engines: dict[str, RolloutEngineConfig] = {}
+    texts: set[str] = set()
+    if isinstance(config, RLConfig):
+        engines = {"rollout": config.rollout} | {name: judge.engine for name, judge in config.judges.items()}
+        texts = {name for name, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)}
+        texts.add(HELD_OUT)
+    drawing = sum(count * engines[name].tensor_parallel for name, count in counts.items() if name in engines)
+    training = sum(count for name, count in counts.items() if name not in engines and name not in texts)
+    cores = min(shape.cores)
+    return {
+        name: 1 if name in texts else max(1, cores // (drawing if name in engines else training)) for name in counts
+    }
+
+
+def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
+    learning = role if isinstance(role, SupervisedRole) else None
+    return EngineSpec(
+        role=name,
+        model_path=role.model.path,
+        head="value" if name == "critic" or name.startswith("reward") else "policy",
+        backend=role.backend,
+        optimizer=learning.optimizer if learning else None,
+        new_head=learning is not None,
+        lora=learning.lora if learning and learning.lora.rank else None,
+        expert_balance=learning.expert_balance if learning else None,
+        schedule_steps=learning_steps(name, config) * updates_per_step(learning, config) if learning else 0,
+        seed=config.run.seed,
+    )
+
+
+def learning_steps(name: str, config: Config) -> int:
+    """Training steps in which a role learns."""
+    if isinstance(config, RLConfig) and name == "actor":
+        return config.run.total_steps - config.algorithm.critic_warmup_steps
+    return config.run.total_steps
+
+
+def updates_per_step(role: SupervisedRole, config: Config) -> int:
+    """Optimizer steps of one training step."""
+    if not isinstance(config, RLConfig) or not isinstance(role, TrainedRole):
+        return 1
+    rows = config.data.prompts_per_step * config.rollout.group_size
+    return role.epochs * -(-rows // (role.mini_batch_size or rows))
+
+
+def rollout_spec(config: RLConfig, *, shares_a_gpu: bool) -> RolloutSpec:
+    longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+    lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=shares_a_gpu) else None
+    frees = config.rollout.frees(shares_a_gpu=shares_a_gpu)
+    asleep = None if frees == "never" else frees
+    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, asleep)

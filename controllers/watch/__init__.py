@@ -1,0 +1,1 @@
+"""What a run measures of itself, and when it stops because of it."""

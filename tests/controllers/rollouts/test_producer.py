@@ -1,0 +1,88 @@
+"""Rollouts and their scores: in order, by seed alone, and graded as the user's function would."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from controllers.trainers.reinforcement import Trainer
+from tests.controllers import grader
+from tests.controllers.conftest import MakeTrainer
+from verl_ray.cluster.store import read
+from verl_ray.data.stages import Finish, Rollouts
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.profiling.timers import Timers
+from workers.rollout import Generation
+
+pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
+
+
+def produced(run: Trainer, generation: Generation) -> tuple[Rollouts, list[float]]:
+    timers = Timers()
+    experience = run.producer.produce(run.prompts.all(8), run.policy_version, timers, generation)
+    assert {"timing_s/gen", "timing_s/reward"} <= timers.take().keys()
+    return read(experience.rollouts, 60), experience.scores["reward"].row("score").tolist()
+
+
+@pytest.fixture
+def run(trainer: MakeTrainer) -> Trainer:
+    found = trainer("ppo", "rollout.stream_rows=3")
+    found.publish(7)
+    return found
+
+
+def test_rows_are_whole_and_in_the_order_of_their_ids(run: Trainer) -> None:
+    rollouts, _ = produced(run, run.producer.training())
+    prompts = run.prompts.all(8)
+    assert rollouts.row_id.tolist() == rollouts.trajectory_id.tolist() == list(range(32))
+    assert rollouts.group_id.tolist() == np.repeat(np.arange(8), 4).tolist()
+    assert rollouts.answer.texts() == [answer for answer in prompts.answer.texts() for _ in range(4)]
+    asked = rollouts.select(np.arange(0, 32, 4))
+    assert asked.tokens[~asked.response_mask].tolist() == prompts.tokens.tolist()
+    lengths = rollouts.prompt_length + rollouts.response_length
+    assert lengths.tolist() == rollouts.lengths.tolist()
+    assert np.bincount(rollouts.row_of_token[rollouts.response_mask]).tolist() == rollouts.response_length.tolist()
+    assert (rollouts.rollout_log_probs[rollouts.response_mask] < 0).all()
+    assert (rollouts.rollout_log_probs[~rollouts.response_mask] == 0).all()
+    assert set(rollouts.version_spans.values[:, 1].tolist()) == {7}
+
+
+def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> None:
+    rollouts, _ = produced(run, run.producer.training())
+    end = load_tokenizer(run.config.model.path).eos_token_id
+    last = rollouts.tokens[rollouts.offsets[1:] - 1]
+    assert (rollouts.finish == Finish.STOP).tolist() == (last == end).tolist()
+    cut = rollouts.response_length[rollouts.finish == Finish.LENGTH]
+    assert cut.tolist() == [6] * len(cut)
+    assert 0 < len(cut) < 32
+
+
+def test_every_response_is_graded_by_its_own_text(run: Trainer) -> None:
+    rollouts, scores = produced(run, run.producer.training())
+    tokenizer = load_tokenizer(run.config.model.path)
+    pieces = np.split(rollouts.tokens[rollouts.response_mask], np.cumsum(rollouts.response_length)[:-1])
+    texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
+    assert scores == pytest.approx([grader.ones(text, "") for text in texts])
+    assert len(set(scores)) > 2
+
+
+def test_tokens_depend_on_the_seed_and_not_on_how_they_are_handed_on(run: Trainer, trainer: MakeTrainer) -> None:
+    first, _ = produced(run, run.producer.training())
+    other = trainer("ppo", "rollout.stream_rows=32")
+    other.publish(7)
+    assert produced(other, other.producer.training())[0].tokens.tolist() == first.tokens.tolist()
+    reseeded = trainer("ppo", "run.seed=1")
+    reseeded.publish(7)
+    assert produced(reseeded, reseeded.producer.training())[0].tokens.tolist() != first.tokens.tolist()
+
+
+def test_evaluation_has_settings_and_random_streams_of_its_own(run: Trainer, trainer: MakeTrainer) -> None:
+    greedy, _ = produced(run, run.producer.evaluation())
+    assert greedy.num_rows == 8
+    assert produced(run, run.producer.evaluation())[0].tokens.tolist() == greedy.tokens.tolist()
+    sampled = trainer("ppo", "run.evaluate_every=1", "evaluation.temperature=1", "evaluation.group_size=4")
+    sampled.publish(7)
+    evaluated, _ = produced(sampled, sampled.producer.evaluation())
+    trained, _ = produced(sampled, sampled.producer.training())
+    assert evaluated.num_rows == trained.num_rows == 32
+    assert evaluated.tokens.tolist() != trained.tokens.tolist()

@@ -1,0 +1,278 @@
+"""Replicas that are killed and stopped while they draw: nothing is lost, nothing is drawn twice, and they come back."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+import httpx
+import numpy as np
+import pytest
+
+from controllers.publishing.publisher import Publisher
+from controllers.rollouts.replicas import RolloutServers
+from controllers.trainers.reinforcement import Trainer
+from tests.cluster.crew import HangsAgain, processes
+from tests.controllers.runs import Inputs, Samplers, servers_of, start_some, training
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.store import put, read
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
+from verl_ray.errors import WeightSyncError, WorkerDied, WorkerError
+from verl_ray.rollout.base import Sampling
+from workers.rollout import RolloutWorker
+
+pytestmark = [pytest.mark.cluster, pytest.mark.vllm, pytest.mark.timeout(400)]
+
+PROMPTS, GROUP = 24, 2
+
+
+@pytest.fixture(scope="module")
+def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    """A trainer with two replicas, each of which draws eight responses at a time and hands every one on."""
+    folder = tmp_path_factory.mktemp("servers")
+    config = inputs.config(
+        "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
+        "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
+        "rollout.health.deadline_s=6", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
+    )  # fmt: skip
+    groups, by_name = start_some(config, folder, sampling=True)
+    with groups:
+        servers = servers_of(config, groups)
+        with training(config, Samplers(servers, by_name["reward"])) as trainer:
+            trainer.publish(0)
+            yield trainer
+            servers.close()
+            assert not (folder / "endpoints.json").exists()
+
+
+def drawn(run: Trainer, at_first_piece: Callable[[], None] = lambda: None) -> tuple[Rollouts, list[Rollouts]]:
+    """All rollouts by row id, and the pieces they came in."""
+    what = run.producer.training()
+    what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
+    pieces: list[Sharded[Rollouts]] = []
+    for piece in run.servers.generate(run.prompts.all(PROMPTS), what):
+        pieces.append(piece)
+        if len(pieces) == 1:
+            at_first_piece()
+    whole = Sharded.concat(pieces)
+    order = np.argsort(whole.row("row_id"), kind="stable")
+    return read(whole.select(order), 60), [read(piece, 60) for piece in pieces]
+
+
+def pid(run: Trainer, replica: int) -> int:
+    facts = run.servers.replicas[replica].members()[0].facts
+    assert facts is not None
+    return facts.pid
+
+
+def test_two_replicas_share_the_work_and_draw_each_response_once(run: Trainer) -> None:
+    rows, pieces = drawn(run)
+    assert rows.row_id.tolist() == list(range(PROMPTS * GROUP))
+    assert sorted(Rollouts.concat(pieces).row_id.tolist()) == rows.row_id.tolist()
+    assert set(rows.response_length.tolist()) == {24}
+    again, _ = drawn(run)
+    assert again.tokens.tolist() == rows.tokens.tolist()
+    assert again.rollout_log_probs.tolist() == rows.rollout_log_probs.tolist()
+
+
+def endpoints(run: Trainer) -> list[str]:
+    """Where clients find the replicas."""
+    listed = json.loads((Path(run.config.run.dir) / "endpoints.json").read_text())
+    assert {entry["model"] for entry in listed} == {run.config.run.name}
+    return [entry["url"] for entry in listed]
+
+
+def ask(url: str, **more: object) -> httpx.Response:
+    asked = {"prompt": "1+1=", "max_tokens": 24, "seed": 3, "ignore_eos": True, "return_token_ids": True, **more}
+    return httpx.post(f"{url}/completions", json=asked, timeout=60)
+
+
+def versions(answer: httpx.Response) -> list[list[int]]:
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["policy_versions"]
+
+
+def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_weights(run: Trainer) -> None:
+    expected, _ = drawn(run)
+    urls = endpoints(run)
+    assert len(set(urls)) == 2 and [versions(ask(url)) for url in urls] == [[[0, 0]]] * 2
+    answers: list[httpx.Response] = []
+    done = threading.Event()
+
+    def keep_asking(url: str) -> None:
+        while not done.is_set():
+            answers.append(ask(url, n=4))
+
+    with ThreadPoolExecutor(4) as pool:
+        asking = [pool.submit(keep_asking, url) for url in urls * 2]
+        try:
+            for version in (10, 11, 12):
+                run.publish(version)
+                rows, _ = drawn(run)
+                assert rows.tokens.tolist() == expected.tokens.tolist()
+                assert set(rows.version_spans.values[:, 1].tolist()) == {version}
+        finally:
+            done.set()
+        for one in asking:
+            one.result(60)
+    assert {answer.status_code for answer in answers} <= {200, 503}
+    choices = [choice for answer in answers if answer.status_code == 200 for choice in answer.json()["choices"]]
+    assert {choice["finish_reason"] for choice in choices} <= {"length", "abort"}
+    whole = {tuple(choice["token_ids"]) for choice in choices if choice["finish_reason"] == "length"}
+    assert len(whole) == 4  # of four seeds, whatever was drawn beside them
+    assert {version for choice in choices for _, version in choice["policy_versions"]} >= {10, 11, 12}
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
+    run: Trainer, capsys: pytest.CaptureFixture[str], how: signal.Signals
+) -> None:
+    expected, _ = drawn(run)
+    version = 1 if how == signal.SIGKILL else 2
+    run.publish(version)
+    run.servers.take_counts()
+    victim = run.servers.replicas[1]
+    process = pid(run, 1)
+    rows, pieces = drawn(run, lambda: os.kill(process, how))
+    assert sorted(Rollouts.concat(pieces).row_id.tolist()) == list(range(PROMPTS * GROUP)) == rows.row_id.tolist()
+    assert rows.tokens.tolist() == expected.tokens.tolist()  # the same seeds, so the same responses
+    assert set(rows.version_spans.values[:, 1].tolist()) == {version}
+    counts = run.servers.take_counts()
+    assert counts["rollout/restarts"] == 1 and 1 <= counts["rollout/reissued"] <= 8
+    warned = capsys.readouterr().err
+    # Its stream says so, or whoever asks how it is, whichever comes first.
+    reason = "the process died during (generate|status)" if how == signal.SIGKILL else "rollout.health.deadline_s"
+    assert "rollout rank 1" in warned and re.search(reason, warned)
+
+    assert victim in run.servers.gather(all_of_them=True)
+    assert ask(endpoints(run)[1]).status_code in (200, 503)  # whether it has the weights yet or not
+    assert pid(run, 1) != process and not _alive(process)
+    run.publish(version)  # also to the one that was away
+    rows, _ = drawn(run)
+    assert rows.tokens.tolist() == expected.tokens.tolist()
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [version] * 2
+    steps = [one.status()[0].health["rollout"].steps for one in run.servers.replicas]
+    assert min(steps) > 20  # both of them draw
+    assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run: Trainer, how: signal.Signals) -> None:
+    os.kill(pid(run, 0), how)
+    run.publish(5)
+    run.servers.gather(all_of_them=True)
+    run.publish(5)
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
+
+
+def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_waiting(run: Trainer) -> None:
+    sync = run.config.rollout.sync.model_copy(update={"transport": "broadcast", "probe_every": 10})
+    config = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"sync": sync})})
+    publisher = Publisher(run.system.actor, run.servers, config, sharing=(run.system.actor,), has_gpus=False)
+    process = pid(run, 1)
+    os.kill(process, signal.SIGSTOP)
+    publisher.publish(5)
+    assert len(run.servers.gather(all_of_them=True)) == 2 and not _alive(process)
+    assert run.servers.room.is_set()
+    publisher.hand_back()  # as on a GPU that they share: all of them sleep
+    assert not run.servers.room.is_set()  # one that is lost now starts when the trainer has gone
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [None, None]
+    assert "weight_sync/probe_difference" not in publisher.publish(6)
+    publisher._bring_up(run.servers.replicas[0])  # proved all the same, by what was asked while the actor was there
+    assert publisher._probe is not None and publisher._probe[0] == 6
+    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [6, 6]
+    run.servers.bring_up = run.publisher._bring_up
+
+
+def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
+    replica = run.servers.replicas[0]
+    run.publish(6)
+    asked = Requests(
+        offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
+        tokens=np.array([3, 4, 5, 6], np.int32),
+    )  # fmt: skip
+    sampling = Sampling(1.0, 1.0, -1, 400, ())  # so many that the engine is not done before it is paused
+    alone = _whole([read(part, 60) for part in _respond(replica, asked, sampling)])
+    parts: list[Responses] = []
+    for part in _respond(replica, asked, sampling):
+        parts.append(read(part, 60))
+        if len(parts) == 5:
+            for one in run.servers.replicas:
+                one.broadcast(RolloutWorker.pause, "keep").result()
+            run.publish(7)
+            for one in run.servers.replicas:
+                one.broadcast(RolloutWorker.resume).result()
+    whole = _whole(parts)
+    assert whole.tokens.tolist() == alone.tokens.tolist()  # the weights are the same, so nothing else may change
+    versions = whole.version_spans.values[:, 1]
+    assert versions[0] == 6 and versions[-1] == 7 and sorted(versions) == versions.tolist()
+    assert whole.finish.tolist()[-1] == Finish.LENGTH
+
+
+def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Trainer) -> None:
+    replica = run.servers.replicas[0]
+    run.publisher._tolerance = 1e-12
+    with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
+        run.publisher._send(8, [replica], proves=True)
+    assert isinstance(caught.value.__cause__, WeightSyncError)
+    with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
+        drawn(run)
+
+
+def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
+    replica = run.servers.replicas[1]
+    health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
+    config = run.config.rollout.model_copy(update={"health": health})
+    process = pid(run, 1)
+    run.servers = RolloutServers([replica], config)
+    with pytest.raises(WorkerDied, match="the process died during generate") as caught:
+        drawn(run, lambda: os.kill(process, signal.SIGKILL))
+    assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
+
+
+def _respond(replica: object, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:
+    return replica.stream(RolloutWorker.respond, put(asked), sampling)  # type: ignore[attr-defined]
+
+
+def _whole(parts: list[Responses]) -> Responses:
+    return Responses.concat(parts)
+
+
+def _alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_replica_that_hangs_as_it_restarts_is_ended(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.config("grpo", tmp_path).rollout
+    role = Role("rollout", "rollout", HangsAgain)
+    sets = [replace(processes("rollout", 2, cpus=0.1), replicas=True)]
+    with start_groups(sets, [role], stall_s=3600, log_dir=tmp_path) as groups:
+        lost, waiting = groups.replicas(role)
+        servers = RolloutServers([lost, waiting], config)
+        servers.lose(WorkerDied("it was killed", role="rollout", rank=0, node="here"))
+        while lost.incarnation == 1 or not any(status.running for status in lost.status()):
+            time.sleep(0.05)
+        servers.room.clear()  # the other one has not begun: it waits for memory
+        servers.lose(WorkerDied("it was killed", role="rollout", rank=1, node="here"))
+        closing = threading.Thread(target=servers.close, daemon=True)
+        closing.start()
+        closing.join(timeout=120)  # of the hour that the restart may take
+        assert not closing.is_alive()
+        assert waiting.incarnation == 1

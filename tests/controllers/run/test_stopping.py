@@ -1,0 +1,263 @@
+"""What a stop is announced to bring at each moment of a run, and what it then brings."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from controllers.run.loop import Loop
+from controllers.run.recovery import Recovery
+from controllers.run.stopping import Stopping
+from tests.cluster.crew import SlowWriter
+from tests.cluster.crew import processes as worker_processes
+from tests.controllers.conftest import MakeTrainer
+from tests.controllers.runs import Inputs
+from verl_ray.cluster import signals
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.signals import Outlook, all_or_nothing, heed_signals, no_way_back, noting, stop_on_signals
+from verl_ray.errors import Interrupted
+from verl_ray.profiling.timers import Timers
+from verl_ray.tracking import Sample, Trackers
+from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
+
+
+@pytest.fixture
+def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """This process obeys signals, and forgets them again."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    stop_on_signals()
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    forget()
+
+
+def forget() -> None:
+    signals._state.received = signals._state.answered_at = None
+    signals._state.disturbed = False
+    signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
+    signals._state.answered.clear()
+
+
+@dataclass
+class Cursor:
+    """A trainer without a model: all that it has is how many rows it has drawn."""
+
+    drawn: int = 0
+    groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
+    stopped_in: int | None = None
+    """The step in which a signal comes."""
+    evaluated: list[int] = field(default_factory=list)
+    timers: Timers = field(default_factory=Timers)
+    finished: bool = False
+
+    def begin(self, done: int) -> None:
+        assert self.drawn == 8 * done
+
+    def step(self, number: int) -> dict[str, float]:
+        no_way_back()
+        self.drawn += 8
+        if number == self.stopped_in:
+            os.kill(os.getpid(), signal.SIGINT)
+        return {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
+
+    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+        self.evaluated.append(self.drawn)
+        return {"val-core/sums/acc/mean@1": self.drawn / 64}, [Sample("1+1=", "2", "2", "sums", 1.0, False)]
+
+    def state(self) -> dict[str, Any]:
+        return {"cursor": {"rows": 100, "drawn": self.drawn, "epoch": 0, "position": self.drawn}}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.drawn = state["cursor"]["drawn"]
+
+
+def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: Path) -> None:
+    recovery, trainer = Recovery(inputs.config("ppo", tmp_path, "run.checkpoint_every=10")), Cursor()
+    run = Stopping(inputs.config("ppo", tmp_path, "run.checkpoint_every=10"), recovery)
+    assert run.outlook() == Outlook("stopping; no step is finished yet, so there is nothing to save", "")
+    for number in (1, 2):
+        with run.step(number):
+            given_up = run.outlook()
+            no_way_back()
+            time.sleep(0.01)
+            finished = run.outlook()
+            recovery.commit(number, trainer)
+        if number == 1:
+            assert "step 1 is given up, its update has not begun; no step is finished yet" in given_up.next
+            said = r"step 1 is finished first \(it has taken \d+ s since its update began\), then saved"
+            assert re.fullmatch(said, finished.next) and finished.lost == "step 1"
+    assert given_up == Outlook("step 2 is given up, its update has not begun; step 1 is saved first", "step 1")
+    run._closing_s = 100.0  # what a step took from its update to its end
+    with run.step(3):
+        no_way_back()
+        outlook = run.outlook()
+        assert re.fullmatch(r"step 3 is finished first \(about (100|\d\d) s left\), then saved", outlook.next)
+        assert outlook.lost == "steps 1 to 3"
+    recovery.commit(2, trainer, unrecorded={"actor/loss": 0.5})
+    said = "the evaluation of step 2, if it is not done by then, is made when the run goes on; step 2 is saved first"
+    assert run.outlook() == Outlook(said, "steps 1 to 2")
+    recovery.commit(2, trainer)
+    recovery.saved = 2
+    assert run.outlook() == Outlook("stopping; step 2 is saved already", "")
+    recovery.writing, recovery.saved = 2, None
+    assert run.outlook() == Outlook("stopping; the checkpoint of step 2 is written first", "steps 1 to 2")
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("stoppable")
+def test_an_evaluation_is_left_to_the_resumed_run(
+    cluster: Session, inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    every = ["run.checkpoint_every=10", "run.checkpoint_behind=true", "run.evaluate_every=2", "run.total_steps=6"]
+    config = inputs.config("ppo", tmp_path, *every)
+    gates = tmp_path / "gates"
+    gates.mkdir()
+    (gates / "step_00000002").touch()
+    role = Role("actor", "actor", SlowWriter, (str(gates),))
+    with start_groups([worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path) as groups:
+        recovery, trainer = Recovery(config), Cursor(groups={"actor": groups[role]}, stopped_in=2)
+        trackers = Trackers([JsonlTracker(tmp_path)])
+        with pytest.raises(Interrupted), noting():
+            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
+        trackers.close(failed=True)
+        said = f"step 2 is saved in {tmp_path}/checkpoints; its evaluation is made when the run goes on\n"
+        assert said in capfd.readouterr().err
+        before, first, second = read_metrics(tmp_path / "metrics.jsonl")
+        assert before == {"val-core/sums/acc/mean@1": 0.0, "training/global_step": 0}
+        assert trainer.evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
+
+        forget()
+        recovery, trainer = Recovery(config), Cursor(groups=trainer.groups, stopped_in=3)
+        assert recovery.step == 2 and recovery.recorded_step == 1
+        trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)])
+        (gates / "step_00000003").touch()
+        with pytest.raises(Interrupted), noting():
+            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
+        trackers.close(failed=True)
+        again = Recovery(config)
+        assert again.step == 3 and again.unrecorded is None  # the evaluation is not made again
+    *others, resumed, third = read_metrics(tmp_path / "metrics.jsonl")
+    assert len(others) == 2 and third["training/global_step"] == 3 and trainer.evaluated == [16]
+    assert resumed == pytest.approx(second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True)
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
+
+
+@pytest.mark.usefixtures("stoppable")
+def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The roles hold what is neither of the step before nor of the one that failed."""
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
+    recovery, trainer = Recovery(config), Cursor()
+    stopping, trackers = Stopping(config, recovery), Trackers([])
+    with pytest.raises(RuntimeError), noting(), recovery.kept(trainer, trackers):
+        with stopping.step(1):
+            no_way_back()
+            recovery.commit(1, trainer)
+        with stopping.step(2):
+            no_way_back()
+            os.kill(os.getpid(), signal.SIGINT)
+            raise RuntimeError("the new weights did not arrive")
+    assert "step 2 failed in its update, so nothing newer than step 0 is saved\n" in capfd.readouterr().err
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
+    config = inputs.config("ppo", tmp_path)
+    recovery = Recovery(config)
+    with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]
+        raise Interrupted("stopped by SIGINT")
+    assert capfd.readouterr().err == ""  # no step is finished
+    recovery.commit(3, Cursor())
+    assert Stopping(config, recovery).outlook().next == "stopping; nothing is saved (run.checkpoint_every=0)"
+    with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]
+        raise Interrupted("stopped by SIGINT")
+    assert "nothing is saved (run.checkpoint_every=0): the 3 finished steps are lost" in capfd.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------- real phases
+
+
+class Watched(Timers):
+    """Timers that say which phase begins."""
+
+    def __init__(self, at: Callable[[str], None]) -> None:
+        super().__init__()
+        self._at = at
+
+    def __call__(self, name: str) -> AbstractContextManager[None]:
+        self._at(name)
+        return super().__call__(name)
+
+
+def processes(group: WorkerGroup[Any]) -> list[psutil.Process]:
+    return [psutil.Process(member.facts.pid) for member in group.members() if member.facts is not None]
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("stoppable")
+def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
+    """Those that a phase waits for are held, so that the driver is in that wait when the signal comes."""
+    run = trainer("ppo", "actor.mini_batch_size=16")
+    run.publish(0)
+    rollout, reward, actor = run.servers.replicas[0], run.system.graders["reward"], run.system.actor
+    # Who is held from the beginning of which phase, and in which phase the signal comes.
+    waits = (
+        ("gen", rollout, "gen"),
+        ("gen", reward, "reward"),
+        ("reward", actor, "old_log_prob"),
+        ("adv", actor, "adv"),
+    )
+    for held_from, group, phase in waits:
+        before, held = run.prompts.state(), processes(group)
+
+        def at(begins: str, held_from: str = held_from, held: Any = held, phase: str = phase) -> None:
+            if begins == held_from:
+                for process in held:
+                    process.suspend()
+            if begins == phase:
+                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+        run.timers = Watched(at)
+        try:
+            with noting(), pytest.raises(Interrupted, match="stopped by SIGINT"), all_or_nothing() as work:
+                run.step(1)
+        finally:
+            for process in held:
+                process.resume()
+        assert work.since is None
+        run.prompts.load_state(before)
+        forget()
+    run.timers = Timers()
+    assert run.step(1)["training/epoch"] == 0  # nothing is broken by what was given up
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+@pytest.mark.usefixtures("stoppable")
+def test_an_update_that_has_begun_is_published(trainer: MakeTrainer) -> None:
+    run = trainer("ppo", "actor.mini_batch_size=16")
+    run.publish(0)
+    run.timers = Watched(lambda begins: os.kill(os.getpid(), signal.SIGINT) if begins == "update_critic" else None)
+    with noting(), all_or_nothing():
+        metrics = run.step(1)
+    assert run.policy_version == 1 and "actor/loss" in metrics
+    with pytest.raises(Interrupted):
+        heed_signals()

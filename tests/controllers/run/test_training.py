@@ -1,0 +1,184 @@
+"""The commands as a user gives them: everything a run writes, read back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from controllers.trainers.tasks import task_of
+from tests.controllers.runs import ROOT, Inputs, command, command_here
+from verl_ray.cluster.session import Session
+from verl_ray.config.load import parse
+from verl_ray.data.prepare import main as prepare_data
+from verl_ray.errors import DataError
+from verl_ray.tracking.jsonl import read_metrics
+
+GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
+
+# What dashboards of this field know, of what a synchronous run on CPUs has.
+PUBLISHED_NAMES = """
+actor/entropy actor/pg_loss actor/pg_clipfrac actor/pg_clipfrac_lower actor/ppo_kl actor/grad_norm actor/lr actor/loss
+actor/reward_kl_penalty actor/reward_kl_penalty_coeff actor/reward_kl_per_response
+critic/score/mean critic/score/max critic/score/min critic/rewards/mean critic/rewards/max critic/rewards/min
+critic/advantages/mean critic/advantages/max critic/advantages/min critic/returns/mean critic/returns/max
+critic/returns/min critic/values/mean critic/values/max critic/values/min
+critic/vf_loss critic/vf_clipfrac critic/vf_explained_var critic/vpred_mean critic/grad_norm critic/lr
+response_length/mean response_length/max response_length/min response_length/clip_ratio
+response_length_non_aborted/mean response_length_non_aborted/max response_length_non_aborted/min
+response_length_non_aborted/clip_ratio response/aborted_ratio
+prompt_length/mean prompt_length/max prompt_length/min prompt_length/clip_ratio
+num_turns/mean num_turns/max num_turns/min
+timing_s/gen timing_s/reward timing_s/old_log_prob timing_s/ref timing_s/values timing_s/adv timing_s/update_critic
+timing_s/update_actor timing_s/update_weights timing_s/step timing_s/controller
+timing_per_token_ms/gen timing_per_token_ms/ref timing_per_token_ms/values timing_per_token_ms/adv
+timing_per_token_ms/update_critic timing_per_token_ms/update_actor
+perf/total_num_tokens perf/time_per_step perf/throughput perf/cpu_memory_used_gb perf/tflops/actor perf/tflops/critic
+global_seqlen/min global_seqlen/max global_seqlen/minmax_diff global_seqlen/balanced_min global_seqlen/balanced_max
+global_seqlen/mean
+training/global_step training/epoch training/rollout_probs_diff_mean training/rollout_probs_diff_max
+training/rollout_probs_diff_std training/rollout_actor_probs_pearson_corr rollout_corr/kl rollout_corr/k3_kl
+rollout_corr/training_ppl rollout_corr/rollout_ppl rollout_corr/log_ppl_diff rollout_corr/ppl_ratio
+rollout_corr/chi2_token rollout_corr/chi2_seq
+weight_sync/bytes weight_sync/bytes_per_s weight_sync/verified
+memory/actor/learn_gib memory/actor/learn_predicted_gib memory/rollout/generate_gib
+reward_health/ok reward_health/timeout reward_health/exception reward_health/nonfinite reward_health/none
+reward_health/rescored
+"""
+
+
+def held_out(lines: list[dict[str, float]]) -> list[float | None]:
+    return [next((value for name, value in line.items() if name.startswith("val-core/")), None) for line in lines]
+
+
+def wandb_history(run_dir: Path) -> list[dict[str, float]]:
+    """What W&B's own reader finds in the run's offline files."""
+    (session,) = (run_dir / "wandb").glob("offline-run-*")
+    reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
+    printed = subprocess.run(reader, check=True, capture_output=True, text=True, timeout=60).stdout
+    records = [json.loads(line) for line in printed.splitlines()]
+    return [record["history"]["item"] for record in records if record["type"] == "history"]
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    ended = command(
+        cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
+        "run.checkpoint_every=3", "tracking.wandb.mode=offline", "tracking.tensorboard=true", "evaluation.samples=4",
+    )  # fmt: skip
+
+    tree = yaml.safe_load((run_dir / "config.yaml").read_text())
+    config = parse(tree)  # fully resolved: it is a configuration by itself
+    assert config.run.total_steps == 3 and config.model.path == str(inputs.model)
+
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["training/global_step"] for line in lines] == [0, 1, 2, 3]
+    assert [value is not None for value in held_out(lines)] == [True, False, True, True]
+    for line in lines[1:]:
+        assert set(PUBLISHED_NAMES.split()) - line.keys() == set()
+        assert line["training/rollout_probs_diff_mean"] < 1e-5
+        assert line["training/rollout_probs_diff_max"] < 1e-4
+        assert line["training/rollout_actor_probs_pearson_corr"] > 0.9999
+        assert line["timing_s/controller"] < line["timing_s/step"]
+        measured = {
+            name: value for name, value in line.items() if name.startswith("memory/") and "predicted" not in name
+        }
+        assert {name.split("/")[1] for name in measured} == {"actor", "critic", "reference", "rollout"}
+        for name, value in measured.items():  # of a process's own memory nearly all: the model is small
+            assert value == pytest.approx(line[name.replace("_gib", "_predicted_gib")], rel=0.2), name
+    assert "predicted: the machine is fullest in the phase" in ended.stdout
+
+    logged = wandb_history(run_dir)
+    assert [item["training/global_step"] for item in logged] == [0, 1, 2, 3]
+    for item, line in zip(logged, lines, strict=True):
+        for name, value in line.items():
+            assert item[name] == pytest.approx(value), name
+
+    samples = sorted(path.name for path in (run_dir / "samples").iterdir())
+    assert len(samples) == 3  # of steps 0, 2 and 3
+    assert (run_dir / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
+    assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
+    assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
+
+    same = ["run.total_steps=3", "run.evaluate_every=2", "run.checkpoint_every=3", "evaluation.samples=2"]
+    again = command_here(cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
+    assert "val-aux/num_prompts: 16.0000" in again.stdout and again.stdout.count(" (answer ") == 2
+    printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
+               if key.startswith("val-core/")}  # fmt: skip
+    assert list(printed.values()) == pytest.approx([held_out(lines)[-1]], abs=1e-4)  # of the checkpoint of step 3
+
+
+@pytest.mark.cluster
+def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
+               "sft.max_tokens=16", "tracking.wandb.mode=offline"]  # fmt: skip
+    command(cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], *changes)
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["training/global_step"] for line in lines] == list(range(31))
+    assert lines[-1]["train/loss"] < lines[1]["train/loss"] / 2
+    assert [step for step, value in enumerate(held_out(lines)) if value is not None] == [0, 15, 30]
+    assert len(wandb_history(run_dir)) == 31
+    assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "model" / "tokenizer.json").exists()
+
+
+def test_rows_that_cannot_be_learned_from_end_a_run_before_its_processes_start(inputs: Inputs, tmp_path: Path) -> None:
+    config = inputs.supervised(tmp_path, "sft.max_tokens=2")
+    with pytest.raises(DataError, match=r"rows are longer than sft\.max_tokens = 2"):
+        task_of(config).read()
+
+
+PROBLEMS = [
+    (
+        "Ann has {a} pens and buys {b} more. How many pens has she?",
+        "She has {a}+{b}=<<{a}+{b}={c}>>{c} pens.\n#### {c}",
+    ),
+    ("A farm has {a} cows and {b} hens. How many animals?", "There are {a}+{b}=<<{a}+{b}={c}>>{c} animals.\n#### {c}"),
+]
+
+
+def gsm8k_copy(folder: Path) -> Path:
+    """The real data set where it lies beside the checkout, or a few problems of its form."""
+    if GSM8K.is_dir():
+        return GSM8K
+    for name in ("train", "test"):
+        lines = []
+        for number in range(40):
+            question, answer = PROBLEMS[number % 2]
+            fields = {"a": number, "b": 3, "c": number + 3}
+            lines.append(json.dumps({"question": question.format(**fields), "answer": answer.format(**fields)}))
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
+
+
+@pytest.mark.cluster
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
+    assert prepare_data(["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]) == 0
+    run_dir, data = tmp_path / "run", tmp_path / "data"
+    command_here(
+        cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
+        f"data.train_path={data}/train.parquet", f"data.validation_path={data}/validation.parquet",
+        "data.max_prompt_tokens=256", "data.overlong=skip", "rollout.max_response_tokens=24", "run.total_steps=3",
+        "rollout.tensor_parallel=2",
+    )  # fmt: skip
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    assert [line["training/global_step"] for line in lines] == [1, 2, 3]
+    for line in lines:
+        assert line["reward_health/ok"] == 32
+        assert line["training/rollout_probs_diff_mean"] < 1e-5
+        assert line["actor/grad_norm"] > 0
+
+
+def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:
+    assert task_of(inputs.supervised(tmp_path)).next_command().startswith("verl-ray ")
+    assert task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")

@@ -1,0 +1,86 @@
+"""The inputs that a run makes itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+
+from controllers.compose.composition import compose
+from controllers.trainers.preparation import prepare, supervised_job
+from verl_ray.cluster.session import Session
+from verl_ray.config.schema import RLConfig
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import ConfigError, DataError
+from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder
+
+SMALL = [
+    "run.threads_per_rank=1", "prepare.max_operand=19", "prepare.num_train=300", "prepare.num_validation=40",
+    "prepare.model.hidden_size=64", "prepare.model.num_layers=2", "prepare.model.num_heads=2",
+    "prepare.model.num_kv_heads=1", "prepare.model.intermediate_size=96", "prepare.warm_start.evaluate_every=10",
+    "prepare.warm_start.batch_size=100", "prepare.warm_start.optimizer.lr=3e-3", "prepare.warm_start.min_steps=5",
+    "prepare.warm_start.wrong_fraction=0", "prepare.min_gain=0",
+]  # fmt: skip
+
+
+def quickstart(run_dir: Path, *changes: str) -> RLConfig:
+    config = compose("quickstart", [f"run.dir={run_dir}", *SMALL, *changes])
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def test_the_warm_start_is_a_supervised_job_of_the_actor() -> None:
+    config = quickstart(Path("/r"), "backend@actor.backend=fsdp", "actor.num_ranks=2")
+    assert config.prepare is not None
+    job = supervised_job(config, config.prepare, Path("/r/inputs"), Path("/t"), Path("/v"))
+    assert (job.actor.backend.kind, job.actor.num_ranks, job.model.path) == ("fsdp", 2, "/r/inputs/untrained")
+    assert job.actor.optimizer == config.prepare.warm_start.optimizer
+    assert job.run.total_steps == config.prepare.warm_start.max_steps
+    assert job.sft.max_tokens == 16 + 8
+
+
+def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
+    (tmp_path / "inputs").mkdir()
+    mine = tmp_path / "inputs" / "thesis.txt"
+    mine.write_text("years of work")
+    with pytest.raises(ConfigError, match=r"run\.dir.*no run has made.*move that folder away"):
+        prepare(quickstart(tmp_path), Session.__new__(Session))
+    assert mine.read_text() == "years of work"
+
+
+@pytest.mark.cluster
+def test_inputs_reach_their_window_and_are_made_once(
+    cluster: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    window = ["prepare.warm_start.accuracy_low=0.05", "prepare.warm_start.accuracy_high=0.9"]
+    config = quickstart(tmp_path, *window)
+    prepare(config, cluster)
+    reached = float(capsys.readouterr().out.splitlines()[-1].rpartition(" ")[2])
+    assert 0.05 <= reached <= 0.9
+    assert load_tokenizer(config.model.path).decode(load_tokenizer(config.model.path)("1+2=")["input_ids"]) == "1+2="
+    for path in (config.data.train_path, config.data.validation_path, tmp_path / "inputs" / INPUTS_COMPLETE):
+        assert Path(str(path)).is_file()
+    weights = Path(config.model.path, "model.safetensors")
+    made = weights.stat().st_mtime_ns
+    prepare(config, cluster)
+    assert weights.stat().st_mtime_ns == made
+
+
+@pytest.mark.cluster
+def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(cluster: Session, tmp_path: Path) -> None:
+    missed = ["prepare.warm_start.accuracy_low=0.99", "prepare.warm_start.accuracy_high=1",
+              "prepare.warm_start.max_steps=10"]  # fmt: skip
+    with pytest.raises(DataError, match=r"prepare.warm_start.accuracy_low = 0.99.*raise max_steps"):
+        prepare(quickstart(tmp_path, *missed), cluster)
+    assert not (tmp_path / "inputs" / INPUTS_COMPLETE).exists()
+    assert (tmp_path / "inputs" / INPUTS_STARTED).exists()  # so that the next attempt may begin anew
+
+
+def test_inputs_of_another_seed_are_not_trained_on(tmp_path: Path) -> None:
+    config = quickstart(tmp_path)
+    folder = inputs_folder(config)
+    folder.mkdir(parents=True)
+    (folder / INPUTS_COMPLETE).write_text("made with other settings")
+    with pytest.raises(ConfigError, match="made with another seed or other settings"):
+        prepare(config, cast(Session, None))

@@ -1,0 +1,271 @@
+"""Whole steps of the driver, on real engines and real vLLM."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controllers.trainers.reinforcement import Trainer
+from controllers.watch.measures import graded
+from tests.controllers.conftest import MakeTrainer
+from tests.controllers.runs import Inputs, Samplers, lasting, servers_of, start_some, training
+from verl_ray.cluster.store import read
+from verl_ray.errors import MismatchError, RewardError
+from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.health import Health
+from verl_ray.weight_sync.fingerprint import Fingerprint
+from workers.actor import ActorWorker
+
+pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
+
+FirstStep = Callable[[str, str], tuple[list[int], dict[str, float]]]
+SETTINGS = {"one update": [], "four updates": ["actor.mini_batch_size=16", "actor.epochs=2"]}
+LAYOUTS = {
+    "engine, 1 rank": [],
+    "engine, 2 ranks": ["actor.num_ranks=2"],
+    "fsdp, 1 rank": ["backend=fsdp"],
+    "fsdp, 2 ranks": ["backend=fsdp", "actor.num_ranks=2"],
+    "a process for every role": ["backend@critic.backend=fsdp", "placement=separate"],
+}
+
+
+@pytest.fixture(scope="module")
+def first_step(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory) -> FirstStep:
+    """The tokens of some rollouts, and the metrics of the first step."""
+    found: dict[tuple[str, str], tuple[list[int], dict[str, float]]] = {}
+
+    def first(setting: str, layout: str) -> tuple[list[int], dict[str, float]]:
+        if (setting, layout) not in found:
+            folder = tmp_path_factory.mktemp("first")
+            config = inputs.config("ppo", folder, *SETTINGS[setting], *LAYOUTS[layout])
+            with training(config, samplers) as trainer:
+                trainer.publish(0)
+                drawn = trainer.producer.produce(trainer.prompts.all(4), 0, Timers(), trainer.producer.training())
+                found[setting, layout] = read(drawn.rollouts, 60).tokens.tolist(), trainer.step(1)
+        return found[setting, layout]
+
+    return first
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("layout", list(LAYOUTS)[1:4])
+def test_the_first_step_is_the_same_on_every_backend_and_number_of_ranks(
+    first_step: FirstStep, setting: str, layout: str
+) -> None:
+    check_first_step(first_step, setting, layout)
+
+
+def test_the_first_step_is_the_same_where_every_role_is_alone(first_step: FirstStep) -> None:
+    check_first_step(first_step, "four updates", "a process for every role")
+
+
+def check_first_step(first_step: FirstStep, setting: str, layout: str) -> None:
+    expected_tokens, expected = first_step(setting, "engine, 1 rank")
+    tokens, metrics = first_step(setting, layout)
+    assert tokens == expected_tokens
+    assert expected["actor/grad_norm"] > 1e-3 and expected["critic/grad_norm"] > 1e-3
+    assert lasting(metrics) == pytest.approx(lasting(expected), rel=1e-3, abs=1e-6, nan_ok=True)
+
+
+# ----------------------------------------------------------------------------------------------------- algorithms
+
+
+ALGORITHMS = sorted(path.stem for path in (Path(__file__).parents[3] / "configs" / "algorithm").glob("[!_]*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("name", "setting"),
+    [(name, setting) for name in ALGORITHMS for setting in SETTINGS if (name, setting) != ("rloo", "four updates")],
+)
+def test_every_algorithm_takes_steps(trainer: MakeTrainer, name: str, setting: str) -> None:
+    run = trainer("ppo", f"algorithm={name}", *SETTINGS[setting])
+    run.publish(0)
+    for number in (1, 2):
+        metrics = run.step(number)
+        # The policy that is learned is the one that was sampled: in every step, so every sync arrived.
+        assert apart(metrics) < 1e-5
+        assert math.isfinite(metrics["actor/pg_loss"])
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["actor/skipped_steps"] == 0
+        assert metrics["weight_sync/verified"] == 24  # parameters: 2 x 11, embeddings, norm
+        assert ("critic/vf_loss" in metrics) == (name == "ppo")
+        assert ("actor/kl_loss" in metrics) == (name in ("grpo", "reinforce_plus_plus_baseline"))
+        assert ("actor/reward_kl_penalty" in metrics) == (name in ("ppo", "reinforce_plus_plus", "rloo"))
+
+
+def apart(metrics: dict[str, float]) -> float:
+    """The largest of what would be 0 were sampler and trainer exactly alike."""
+    assert metrics["rollout_corr/training_ppl"] > 1
+    names = ("kl", "k3_kl", "chi2_token", "chi2_seq", "log_ppl_diff")
+    corr = {name: metrics[f"rollout_corr/{name}"] for name in names}
+    corr["ppl"] = metrics["rollout_corr/ppl_ratio"] - 1
+    return max(metrics["training/rollout_probs_diff_mean"], *map(abs, corr.values()))
+
+
+def test_only_the_critic_learns_while_it_warms_up(trainer: MakeTrainer) -> None:
+    run = trainer("ppo", "algorithm.critic_warmup_steps=1")
+    run.publish(0)
+    first, second = run.step(1), run.step(2)
+    assert first["critic/grad_norm"] > 0 and "actor/grad_norm" not in first
+    assert apart(first) < 1e-5  # sampler and trainer are compared all the same
+    assert second["actor/grad_norm"] > 0
+
+
+def test_with_an_adapter_the_reference_is_the_actors_base(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
+    elsewhere = shutil.copytree(inputs.model, tmp_path / "a copy")
+    adapted = ["backend=fsdp", "actor.num_ranks=2", "actor.lora.rank=4", "actor.optimizer.lr=5e-2"]
+    alone = inputs.config("grpo", tmp_path / "run", *adapted)
+    merged = inputs.config(
+        "grpo", tmp_path / "run", *adapted, f"reference.model.path={elsewhere}", "rollout.sync.adapter=merged"
+    )
+    found = []
+    groups, by_name = start_some(alone, tmp_path, sampling=True)  # engines that know of adapters
+    with groups:
+        for config, used in ((alone, Samplers(servers_of(alone, groups), by_name["reward"])), (merged, samplers)):
+            with training(config, used) as run:
+                assert (run.system.reference is None) == (config is alone)
+                found.append([run.publish(0), *(run.step(number) for number in (1, 2))])
+    (whole, first, second), (_, _, of_a_copy) = found
+    assert first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0  # an adapter starts as nothing
+    assert second["actor/kl_loss"] == pytest.approx(of_a_copy["actor/kl_loss"], rel=1e-3)
+    assert second["actor/kl_loss"] > 1e-4
+    for metrics in (second, of_a_copy):
+        assert metrics["training/rollout_probs_diff_mean"] < 1e-5  # the adapter arrived, alone or merged
+    of_adapter = 2 * 2 * len(alone.actor.lora.targets)  # A and B of each target in each layer
+    assert [one["weight_sync/verified"] for one in (whole, second, of_a_copy)] == [24 + of_adapter, of_adapter, 24]
+    assert second["weight_sync/bytes"] < whole["weight_sync/bytes"] / 4
+
+
+def test_the_divergence_is_steered_to_its_target(trainer: MakeTrainer) -> None:
+    adaptive = ["algorithm.kl.controller=adaptive", "algorithm.kl.target=1000", "algorithm.kl.horizon=320"]
+    run = trainer("ppo", *adaptive)
+    run.publish(0)
+    coefficients = [run.step(number)["actor/reward_kl_penalty_coeff"] for number in (1, 2)]
+    # far below the target: 1 - 0.2 * 32 / 320 per step
+    assert coefficients == pytest.approx([0.001, 0.001 * 0.98])
+
+
+def test_the_policy_learns_what_is_rewarded(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
+    config = inputs.config("grpo", tmp_path, "actor.optimizer.lr=5e-3", "backend=fsdp")
+    with training(config, samplers) as run:
+        run.publish(0)
+        scores = [run.step(number)["critic/score/mean"] for number in range(1, 16)]
+    assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.2
+
+
+# ------------------------------------------------------------------------------------------------- failed scores
+
+
+def test_failed_scores_are_counted_and_kept_out_of_their_groups(
+    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
+) -> None:
+    data = inputs.graded_by("sometimes", tmp_path)
+    run = trainer("grpo", "algorithm=dr_grpo", f"data.train_path={data}", "reward.max_failed_fraction=0.6",
+                  "data.prompts_per_step=32", "run.seed=1")  # fmt: skip
+    run.publish(0)
+    run.produce()
+    experience = run.buffer.take(0)
+    scores = graded(experience.scores)["reward"]
+    score, ok = scores.score, scores.ok
+    assert 0 < (~ok).sum() < len(ok) / 2
+    assert scores.health[~ok].tolist() == [Health.EXCEPTION] * int((~ok).sum())
+    assert np.isnan(score[~ok]).all()
+    credit = run.assign_credit(experience.rollouts, scores, run.measure(experience.rollouts))
+    assert credit.row("in_loss").tolist() == ok.tolist()
+    told = read(credit, 60)
+    first_token = np.cumsum(experience.rollouts.lengths) - 1  # of each row its last token: advantages are constant
+    for group in set(experience.rollouts.row("group_id").tolist()):
+        members = np.flatnonzero((experience.rollouts.row("group_id") == group) & ok)
+        expected = score[members] - score[members].mean()
+        assert told.advantages[first_token[members]] == pytest.approx(expected, abs=1e-6)
+    metrics = run.learn(1, experience.rollouts, credit, run.measure(experience.rollouts))
+    assert math.isfinite(metrics["actor/grad_norm"])
+    run.publish(1)
+    recorded = run.step(2)
+    assert recorded["reward_health/ok"] + recorded["reward_health/exception"] == 128
+    assert recorded["reward_health/exception"] > 0 and math.isfinite(recorded["critic/score/mean"])
+
+
+def test_a_broken_grader_stops_the_run_with_its_own_words(trainer: MakeTrainer, inputs: Inputs, tmp_path: Path) -> None:
+    run = trainer("grpo", f"data.train_path={inputs.graded_by('broken', tmp_path)}")
+    run.publish(0)
+    with pytest.raises(
+        RewardError, match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded"
+    ):
+        run.step(1)
+
+
+def test_a_step_in_which_every_score_failed_teaches_nothing(
+    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
+) -> None:
+    data = inputs.graded_by("broken", tmp_path)
+    run = trainer("ppo", f"data.train_path={data}", "reward.max_failed_fraction=1")
+    run.publish(0)
+    before = held(run)
+    metrics = run.step(1)
+    assert metrics["reward_health/exception"] == 32 and math.isnan(metrics["critic/score/mean"])
+    assert "actor/grad_norm" not in metrics  # no step at all: momentum alone would have moved the weights
+    assert held(run) == before
+
+
+# ------------------------------------------------------------------------------------------- sampler and trainer
+
+
+def correction(form: str, kind: str, **bounds: float | str) -> list[str]:
+    values = {"form": form, "kind": kind, **bounds}
+    return [f"algorithm.correction.{name}={value}" for name, value in values.items()]
+
+
+def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_run(
+    trainer: MakeTrainer, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = [
+        *correction("three_policy", "tis", level="sequence", upper=1.5),
+        "algorithm.mismatch.metric=training/rollout_probs_diff_max", "algorithm.mismatch.limit=1e-4",
+    ]  # fmt: skip
+    run = trainer("grpo", *settings, "algorithm.mismatch.then=correct")
+    run.publish(0)
+    run.produce()
+    rollouts = (experience := run.buffer.take(0)).rollouts
+    scores = graded(experience.scores)["reward"]
+
+    def learn(one: Trainer, number: int) -> dict[str, float]:
+        measured = one.measure(rollouts)
+        return one.learn(number, rollouts, one.assign_credit(rollouts, scores, measured), measured)
+
+    assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
+    run.publish(1)  # the trainer is ahead of its rollouts now
+    stale = learn(run, 2)
+    assert stale["training/rollout_probs_diff_max"] > 1e-4 and "rollout_corr/rollout_is_mean" not in stale
+    assert "stale version (tokens of policy version 0, a trainer at 1" in capfd.readouterr().err
+    corrected = learn(run, 3)
+    assert corrected["rollout_corr/rollout_is_std"] > 0 and corrected["rollout_corr/rollout_is_max"] > 1
+    assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
+    strict = trainer("grpo", *settings, "algorithm.mismatch.then=stop")
+    strict.policy_version = 1
+    with pytest.raises(MismatchError, match=r"rollout_probs_diff_max is .*stale version"):
+        learn(strict, 4)
+
+
+def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(trainer: MakeTrainer) -> None:
+    several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
+               "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
+    run = trainer("grpo", *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001), *several)
+    assert not run.needs_old_log_probs
+    run.publish(0)
+    metrics = run.step(1)
+    assert "timing_s/old_log_prob" not in metrics and apart(metrics) < 1e-5
+    # The second epoch has left its sampler behind.
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert metrics["actor/grad_norm"] > 0
+
+
+def held(run: Trainer) -> list[dict[str, Fingerprint]]:
+    """The fingerprints of the actor's weights."""
+    sent = run.system.actor.broadcast(ActorWorker.write_bucket, 0, True).result()
+    return [part.prints.by_name for part in sent]

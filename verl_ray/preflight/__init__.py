@@ -1,0 +1,1 @@
+"""What a run would need, of the configuration, the models' files and the machine, before anything starts."""
