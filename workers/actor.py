@@ -156,11 +156,11 @@ class ActorWorker(ModelWorker):
         """A receiver will not come: those who meet wait no longer."""
         self._sender.leave()
 
-    def write_bucket(self, index: int, whole: bool) -> Sent:
+    def send(self, index: int, whole: bool) -> Sent:
         """Put this rank's slices of a bucket on the wire. `whole`: a receiver may not hold what was sent before."""
         sender, route = self._opened
         bucket = route.buckets[index]
-        return sender.write(bucket, self.engine.shards(bucket.names, apart=route.apart), whole=whole)
+        return sender.send(bucket, self.engine.shards(bucket.names, apart=route.apart), whole=whole)
 
     def finish_sync(self) -> None:
         """The sync is over: what it alone needed goes, the wire stays."""

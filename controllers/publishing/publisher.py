@@ -2,7 +2,7 @@
 
 Invariant: when `publish` returns, every replica holds exactly the weights that the actor holds, under the version
 asked for, and computes with them what the actor does; if anything differs, it raises and no replica generates. Bucket
-i + 1 is written while bucket i is loaded; a slot is written again only after all replicas have read it. Where rollout
+i + 1 is sent while bucket i is loaded; a slot is filled again only after all replicas have received it. Where rollout
 engines share the trainers' GPUs, the engines' weights wake only when nothing but the actor's weights is left of the
 state that placement.offload moves, and their KV cache only when the actor's weights have gone, too. Deliberately not
 here: which ends the wire has (`wire.py`), how weights are cut (engine), bucketed and carried (weight_sync), and
@@ -142,7 +142,7 @@ class Publisher:
             if i >= SLOTS:
                 wait([*opening, *received[i - SLOTS]])
             try:
-                part = self._wire.write(bucket, watch)
+                part = self._wire.send(bucket, watch)
             except WeightSyncError:
                 wait([*opening, *(call for calls in received for call in calls)])  # a receiver that failed is why
                 raise

@@ -72,13 +72,13 @@ class WeightWire:
         """The same, in the order it travels."""
         return tuple(one for one in self._buckets if one.adapter or not self._apart or self._whole)
 
-    def write(self, bucket: Bucket, watch: Watch) -> Sent:
+    def send(self, bucket: Bucket, watch: Watch) -> Sent:
         """Put a bucket on the wire; what all ranks of the actor did together.
 
         Raises:
             WeightSyncError: the wire is broken; the receiver that is gone says more.
         """
-        (parts,) = wait_all([self._actor.broadcast(ActorWorker.write_bucket, bucket.index, self._whole)], watch)
+        (parts,) = wait_all([self._actor.broadcast(ActorWorker.send, bucket.index, self._whole)], watch)
         for broken in (part.broken for part in parts if part.broken is not None):
             self._actor.broadcast(ActorWorker.finish_sync).result()
             raise WeightSyncError(broken)

@@ -43,7 +43,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         RewardModelWorker.train_preferences,
     ),
     "publish": (
-        ActorWorker.write_bucket,
+        ActorWorker.send,
         ActorWorker.probe,
         RolloutWorker.receive,
         RolloutWorker.commit,

@@ -142,7 +142,7 @@ def publish() -> Publish:
                     part = tensor[:half] if rank == 0 else tensor[half:]
                     start = (0 if rank == 0 else half, *[0] * (tensor.dim() - 1))
                     shards.append((Slice(entry.parameter.name, start, tuple(part.shape)), part))
-                for name, found in transport.write(bucket, shards).by_name.items():
+                for name, found in transport.fill(bucket, shards).by_name.items():
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
             engine.receive(bucket, address)
         remove(address)

@@ -293,7 +293,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
         (Slice(name, (0,), (128,)), torch.arange(128.0) * scale) for name, scale in zip(norms, (1, 2), strict=True)
     ]
 
-    transport.write(first, shards[:1])
+    transport.fill(first, shards[:1])
     fresh.begin_update(manifest, 1)
     fresh.receive(first, address)
     with pytest.raises(WeightSyncError, match=r"brings what is not awaited, or came before: \['model.norm.weight'\]"):
@@ -305,7 +305,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
         fresh.commit()
 
     # The receiver reads the file of one bucket while the other bucket lies in it.
-    sent = transport.write(both, shards).by_name
+    sent = transport.fill(both, shards).by_name
     swapped = plan_buckets(Manifest(manifest.parameters[::-1]), 1 << 20)[0]
     fresh.begin_update(manifest, 1)
     fresh.receive(swapped, address)

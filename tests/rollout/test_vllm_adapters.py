@@ -67,7 +67,7 @@ def send(actor: ModuleEngine, rollout: RolloutEngine, version: int, *, alone: bo
         wire, sent = address.open(), {}
         rollout.begin_update(manifest.adapter if alone else manifest, version)
         for bucket in buckets:
-            sent |= wire.write(bucket, actor.shards(bucket.names, apart=True)).by_name
+            sent |= wire.fill(bucket, actor.shards(bucket.names, apart=True)).by_name
             rollout.receive(bucket, address)
         rollout.commit(sent, proof_follows=proves)
     finally:

@@ -190,7 +190,7 @@ def test_a_manifest_that_does_not_fill_the_model_is_refused(engine: VllmEngine, 
         (bucket,) = plan_buckets(manifest, 1 << 30)
         address = create("partial", bucket.nbytes)
         shards = [(Slice(p.name, (0,) * len(p.shape), p.shape), state[p.name]) for p in manifest.parameters]
-        address.open().write(bucket, shards)
+        address.open().fill(bucket, shards)
         engine.begin_update(manifest, 1)
         engine.receive(bucket, address)
         with pytest.raises(

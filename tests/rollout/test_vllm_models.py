@@ -179,7 +179,7 @@ def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None
     for bucket in route.buckets:
         parameters = [entry.parameter for entry in bucket.entries]
         shards = [(Slice(one.name, (0,) * len(one.shape), one.shape), state[one.name]) for one in parameters]
-        sent |= sender.write(bucket, shards, whole=True).prints.by_name
+        sent |= sender.send(bucket, shards, whole=True).prints.by_name
         engine.receive(bucket, address)
     engine.commit(sent)
     sender.close()

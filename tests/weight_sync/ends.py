@@ -56,7 +56,7 @@ class Ends:
         sent: dict[str, Fingerprint] = {}
         nbytes = changed = 0
         for bucket in buckets or self.buckets:
-            told = self.sender.write(bucket, shards(bucket, weights), whole=whole)
+            told = self.sender.send(bucket, shards(bucket, weights), whole=whole)
             for name, one in told.prints.by_name.items():
                 sent[name] = sent.get(name, EMPTY) + one
             nbytes, changed = nbytes + told.nbytes, changed + told.changed

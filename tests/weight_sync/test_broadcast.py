@@ -43,7 +43,7 @@ def _sync(sender: BroadcastSender, rank: int, step: int) -> tuple[dict[str, Fing
     nbytes = 0
     broken = None
     for bucket in BUCKETS:
-        sent = sender.write(bucket, shards(bucket, made(step))[rank::2], whole=True)
+        sent = sender.send(bucket, shards(bucket, made(step))[rank::2], whole=True)
         prints |= sent.prints.by_name
         nbytes += sent.nbytes
         broken = broken or sent.broken
@@ -52,20 +52,20 @@ def _sync(sender: BroadcastSender, rank: int, step: int) -> tuple[dict[str, Fing
 
 
 def _receive(number: int, address: Address, outbox: Any) -> None:
-    reader = address.open(Seat(ROUTE, number, CPU))
+    receiver = address.open(Seat(ROUTE, number, CPU))
     for _ in range(SYNCS):
-        outbox.put({name: fingerprint(tensor) for bucket in BUCKETS for name, tensor in reader.read(bucket)})
-        reader.release()
+        outbox.put({name: fingerprint(tensor) for bucket in BUCKETS for name, tensor in receiver.receive(bucket)})
+        receiver.release()
     if number == 1:
         outbox.close()
         outbox.join_thread()
         os._exit(9)
     try:
         for bucket in BUCKETS:
-            dict(reader.read(bucket))
+            dict(receiver.receive(bucket))
     except WeightSyncError as error:
         outbox.put(str(error))
-    reader.close()
+    receiver.close()
 
 
 @pytest.mark.processes

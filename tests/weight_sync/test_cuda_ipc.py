@@ -19,11 +19,11 @@ ROUTE = Route(BUCKETS, receivers=1, patience_s=60, over="cuda")
 
 
 def _receive(address: Address, inbox: Any, outbox: Any) -> None:
-    reader = address.open(Seat(ROUTE, 0, torch.device("cuda:0")))
+    opened = address.open(Seat(ROUTE, 0, torch.device("cuda:0")))
     while (index := inbox.get()) is not None:
-        outbox.put({name: fingerprint(tensor) for name, tensor in reader.read(BUCKETS[index])})
-        reader.release()
-    reader.close()
+        outbox.put({name: fingerprint(tensor) for name, tensor in opened.receive(BUCKETS[index])})
+        opened.release()
+    opened.close()
     outbox.put("closed")
 
 
@@ -39,7 +39,7 @@ def test_another_process_reads_in_place_and_opens_once() -> None:
         weights = {name: value.cuda() for name, value in made(step).items()}
         received = {}
         for bucket in BUCKETS:
-            sender.write(bucket, shards(bucket, weights), whole=True)
+            sender.send(bucket, shards(bucket, weights), whole=True)
             inbox.put(bucket.index)
             received |= outbox.get(timeout=100)
         sender.finish()

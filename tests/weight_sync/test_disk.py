@@ -17,7 +17,7 @@ def test_two_files_at_most_and_none_when_it_is_over(tmp_path: Path) -> None:
     ends.begin(1)
     seen = []
     for bucket in BUCKETS:
-        ends.sender.write(bucket, shards(bucket, made(0)), whole=True)
+        ends.sender.send(bucket, shards(bucket, made(0)), whole=True)
         seen.append(sorted(path.name for path in tmp_path.glob("*/*")))
         for engine in ends.engines:
             engine.receive(bucket, ends.address)
@@ -51,7 +51,7 @@ def test_a_bucket_that_does_not_come_is_named(tmp_path: Path) -> None:
 def test_a_torn_file_is_named(tmp_path: Path) -> None:
     ends = joined("disk", tmp_path, receivers=1)
     ends.begin(1)
-    ends.sender.write(BUCKETS[0], shards(BUCKETS[0], made(0)), whole=True)
+    ends.sender.send(BUCKETS[0], shards(BUCKETS[0], made(0)), whole=True)
     (path,) = tmp_path.glob("*/*")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(WeightSyncError, match=r"00000.safetensors cannot be read"):

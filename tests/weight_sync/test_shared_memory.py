@@ -44,7 +44,7 @@ def _send_half(
     ]
     if rank == 0:
         shards.append((Slice("s", (), ()), weights["s"]))
-    answers.put(transport.write(BUCKET, shards).by_name)
+    answers.put(transport.fill(BUCKET, shards).by_name)
 
 
 @pytest.mark.processes
@@ -59,7 +59,7 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: 
         rank.join()
         assert rank.exitcode == 0
 
-    read = dict(address.open().read(BUCKET))
+    read = dict(address.open().receive(BUCKET))
     weights = _weights()
     assert torch.equal(read["w"], weights["w"].to(torch.bfloat16))
     assert torch.equal(read["b"], weights["b"])
@@ -70,29 +70,29 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: 
 
 def test_reading_copies_nothing(address: SharedMemoryAddress) -> None:
     writer, reader = address.open(), address.open()
-    read = dict(reader.read(BUCKET))
-    writer.write(BUCKET, [(Slice("b", (0,), (7,)), torch.arange(7.0))])
+    read = dict(reader.receive(BUCKET))
+    writer.fill(BUCKET, [(Slice("b", (0,), (7,)), torch.arange(7.0))])
     assert read["b"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_where_slices_go_is_worked_out_once(address: SharedMemoryAddress) -> None:
     slots = address.open()
     halves = [(Slice("b", (0,), (4,)), torch.ones(4)), (Slice("b", (4,), (3,)), torch.full((3,), 2.0))]
-    slots.write(BUCKET, halves)
+    slots.fill(BUCKET, halves)
     first = list(slots._recorded[0].targets)
-    slots.write(BUCKET, halves)
+    slots.fill(BUCKET, halves)
     assert all(one is other for one, other in zip(first, slots._recorded[0].targets, strict=True))
-    slots.write(BUCKET, halves[::-1])  # in another order they go to the same places
-    assert dict(slots.read(BUCKET))["b"].tolist() == [1, 1, 1, 1, 2, 2, 2]
+    slots.fill(BUCKET, halves[::-1])  # in another order they go to the same places
+    assert dict(slots.receive(BUCKET))["b"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 
 
 def test_consecutive_buckets_use_different_slots(address: SharedMemoryAddress) -> None:
     transport = address.open()
     buckets = plan_buckets(MANIFEST, 64)
-    transport.write(buckets[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
-    transport.write(buckets[2], [(Slice("s", (), ()), torch.tensor(5.0))])
-    assert dict(transport.read(buckets[1]))["b"].tolist() == [1] * 7
-    assert dict(transport.read(buckets[2]))["s"].item() == 5
+    transport.fill(buckets[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
+    transport.fill(buckets[2], [(Slice("s", (), ()), torch.tensor(5.0))])
+    assert dict(transport.receive(buckets[1]))["b"].tolist() == [1] * 7
+    assert dict(transport.receive(buckets[2]))["s"].item() == 5
 
 
 def test_no_address_is_used_twice() -> None:
@@ -106,15 +106,15 @@ def test_no_address_is_used_twice() -> None:
 def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> None:
     transport = address.open()
     with pytest.raises(WeightSyncError, match="x was sent with bucket 0, which does not hold it"):
-        transport.write(BUCKET, [(Slice("x", (0,), (1,)), torch.ones(1))])
+        transport.fill(BUCKET, [(Slice("x", (0,), (1,)), torch.ones(1))])
     with pytest.raises(WeightSyncError, match=r"b: \(3,\) was sent as a slice of shape \(4,\)"):
-        transport.write(BUCKET, [(Slice("b", (0,), (4,)), torch.ones(3))])
+        transport.fill(BUCKET, [(Slice("b", (0,), (4,)), torch.ones(3))])
     with pytest.raises(WeightSyncError, match=r"b: the slice \(4,\) at \(5,\) of \(7,\) does not exist"):
-        transport.write(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
+        transport.fill(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
     released = torch.ones(4)
     released.untyped_storage().resize_(0)  # as megatron-core leaves those that went to the host
     with pytest.raises(WeightSyncError, match=r"b has no memory.* placement.offload=optimizer"):
-        transport.write(BUCKET, [(Slice("b", (0,), (4,)), released)])
+        transport.fill(BUCKET, [(Slice("b", (0,), (4,)), released)])
 
 
 def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:

@@ -103,8 +103,8 @@ def test_only_changes_travel_and_a_wrong_base_is_named(ends: Ends, wire: tuple[W
     assert all(torch.equal(engine.weights["layer2"], weights["layer2"].bfloat16()) for engine in ends.engines)
 
     # One bit of what the second receiver keeps, of a parameter that does not change.
-    (reader,) = ends.engines[1]._receiver._readers.values()
-    reader._held._held[0].flat[7] ^= 1  # type: ignore[attr-defined]
+    (receiver,) = ends.engines[1]._inbox._receivers.values()
+    receiver._held._held[0].flat[7] ^= 1  # type: ignore[attr-defined]
     weights["layer4"][0, 0] += 1
     ends.begin(2)
     sent, _, _ = ends.stream(weights, whole=False)

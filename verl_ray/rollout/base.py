@@ -298,7 +298,7 @@ class RolloutEngine(ABC):
         self._has_model = not manifest.has_model
         self._update = _Update(version, {parameter.name for parameter in manifest.sent})
         with self._aborting_on_error():
-            self._begin_load(manifest)
+            self._begin_update(manifest)
 
     def receive(self, bucket: Bucket, address: Address) -> None:
         """Load the parameters of one bucket from where `address` points.
@@ -314,7 +314,7 @@ class RolloutEngine(ABC):
             names = bucket.names
             if strange := sorted(name for name in names if name not in update.missing):
                 raise WeightSyncError(f"bucket {bucket.index} brings what is not awaited, or came before: {strange}")
-            self._load(bucket, address)
+            self._receive(bucket, address)
             update.missing.difference_update(names)
 
     def commit(self, expected: Mapping[str, Fingerprint] | None = None, *, proof_follows: bool = False) -> Prints:
@@ -344,7 +344,7 @@ class RolloutEngine(ABC):
                 if wrong := [name for name in names if sent.get(name) != prints.by_name.get(name)]:
                     where = f" on rank {rank} of the {len(arrived)} of the engine" if len(arrived) > 1 else ""
                     raise WeightSyncError(f"version {update.version}: sent and received differ in {wrong}{where}")
-            self._finish_load(update.version)
+            self._commit(update.version)
         self._has_model = True
         if proof_follows:
             update.committed = True
@@ -414,7 +414,7 @@ class RolloutEngine(ABC):
         if self._update is not None:
             committed, self._update = self._update.committed, None
             if not committed:
-                self._abandon_load()
+                self._abort_update()
 
     def close(self, *, process_ends: bool = False) -> None:
         """Release everything; the engine is of no more use. Again is no error.
@@ -471,20 +471,20 @@ class RolloutEngine(ABC):
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None: ...
 
     @abstractmethod
-    def _begin_load(self, manifest: Manifest) -> None: ...
+    def _begin_update(self, manifest: Manifest) -> None: ...
 
     @abstractmethod
-    def _load(self, bucket: Bucket, address: Address) -> None: ...
+    def _receive(self, bucket: Bucket, address: Address) -> None: ...
 
     @abstractmethod
     def _arrived(self) -> list[Prints]:
         """The fingerprints of every tensor that the loader was given in this update, by rank of the engine."""
 
     @abstractmethod
-    def _finish_load(self, version: int) -> None: ...
+    def _commit(self, version: int) -> None: ...
 
     @abstractmethod
-    def _abandon_load(self) -> None: ...
+    def _abort_update(self) -> None: ...
 
     # ---------------------------------------------------------------------------------------------------- the rules
 

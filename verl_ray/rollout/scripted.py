@@ -15,8 +15,8 @@ from verl_ray.data.stages import Finish
 from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Tokens
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
+from verl_ray.weight_sync.inbox import Inbox
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.receiver import Receiver
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
 Script = Callable[[Request], Sequence[tuple[int, float]]]
@@ -36,7 +36,7 @@ class ScriptedEngine(RolloutEngine):
         self.weights: dict[str, torch.Tensor] = {}  # as last received
         self._log_probs_of = log_probs_of
         self._script = script
-        self._receiver = Receiver()
+        self._inbox = Inbox()
         self._left: dict[int, list[tuple[int, float]]] = {}
         self._ends: dict[int, Finish] = {}
 
@@ -47,7 +47,7 @@ class ScriptedEngine(RolloutEngine):
     def _release(self, process_ends: bool) -> None:
         self._left.clear()
         self.weights.clear()
-        self._receiver.close()
+        self._inbox.close()
 
     def _add(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -84,22 +84,22 @@ class ScriptedEngine(RolloutEngine):
         """Nothing to do: received weights bring their own memory."""
 
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        self._receiver.connect(address, Seat(route, first_receiver, torch.device("cpu")))
+        self._inbox.connect(address, Seat(route, first_receiver, torch.device("cpu")))
 
-    def _begin_load(self, manifest: Manifest) -> None:
-        self._receiver.begin()
+    def _begin_update(self, manifest: Manifest) -> None:
+        self._inbox.begin()
         self.weights.clear()
 
-    def _load(self, bucket: Bucket, address: Address) -> None:
-        received = self._receiver.read(bucket, address)
+    def _receive(self, bucket: Bucket, address: Address) -> None:
+        received = self._inbox.receive(bucket, address)
         self.weights.update({name: tensor.clone() for name, tensor in received.items()})
-        self._receiver.release(address)
+        self._inbox.release(address)
 
     def _arrived(self) -> list[Prints]:
-        return [self._receiver.prints]
+        return [self._inbox.prints]
 
-    def _finish_load(self, version: int) -> None:
+    def _commit(self, version: int) -> None:
         """Nothing to do: nothing is packed or cached."""
 
-    def _abandon_load(self) -> None:
+    def _abort_update(self) -> None:
         self.weights.clear()

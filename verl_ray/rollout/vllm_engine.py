@@ -267,29 +267,29 @@ class VllmEngine(RolloutEngine):
     def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
         self.core.call_workers("weights_connect", address, route, first_receiver)
 
-    def _begin_load(self, manifest: Manifest) -> None:
+    def _begin_update(self, manifest: Manifest) -> None:
         self._brings_adapter = bool(manifest.adapter.parameters)
         if self._brings_adapter and self._lora is None:
             raise WeightSyncError("an adapter is sent, and the engine was started for a model without one")
-        self.core.call_workers("weights_begin", manifest.has_model)
+        self.core.call_workers("weights_begin_update", manifest.has_model)
 
-    def _load(self, bucket: Bucket, address: Address) -> None:
+    def _receive(self, bucket: Bucket, address: Address) -> None:
         self.core.call_workers("weights_receive", bucket, address)
 
     def _arrived(self) -> list[Prints]:
         return self.core.call_workers("weights_arrived")
 
-    def _finish_load(self, version: int) -> None:
+    def _commit(self, version: int) -> None:
         adapter = self._lora if self._brings_adapter else None
-        self.core.call_workers("weights_finish", adapter)
+        self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
         self._loads += 1
         if not self._open:
             self.core.forget_prefixes()
         self.core.note_version(version)
 
-    def _abandon_load(self) -> None:
-        self.core.call_workers("weights_abandon")
+    def _abort_update(self) -> None:
+        self.core.call_workers("weights_abort_update")
 
     def _release(self, process_ends: bool) -> None:
         if not self.core.is_failed:

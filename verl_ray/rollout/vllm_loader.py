@@ -30,7 +30,7 @@ from verl_ray.rollout.vllm_core import adapter, forget_adapters, is_attention
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
-from verl_ray.weight_sync.receiver import Receiver
+from verl_ray.weight_sync.inbox import Inbox
 from verl_ray.weight_sync.shared_files import FOLDER, prefix, remove_stale
 from verl_ray.weight_sync.transport import Address, Route, Seat
 
@@ -55,9 +55,9 @@ class WeightLoader(_Worker):
         seat = Seat(route, first_receiver + self.rank, self.device)
         self.init_weight_transfer_engine({"address": address, "seat": seat})
 
-    def weights_begin(self, model_comes: bool) -> None:
+    def weights_begin_update(self, model_comes: bool) -> None:
         """`model_comes`: else an adapter for the one that is there."""
-        self._weights_receiver.begin()
+        self._weights_inbox.begin()
         self._weights_model_comes, self._weights_adapter = model_comes, {}
         if not model_comes:
             return
@@ -77,17 +77,17 @@ class WeightLoader(_Worker):
     def weights_receive(self, bucket: Bucket, address: Address) -> None:
         """Load a bucket."""
         if bucket.adapter:
-            arrived = self._weights_receiver.read(bucket, address)
+            arrived = self._weights_inbox.receive(bucket, address)
             self._weights_adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items()}
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket, "address": address})
             self._weights_own_pending()
-        self._weights_receiver.release(address)
+        self._weights_inbox.release(address)
 
     def weights_arrived(self) -> Prints:
         """The fingerprints of the tensors that vLLM's loader was given."""
-        return self._weights_receiver.prints
+        return self._weights_inbox.prints
 
     def _weights_own_pending(self) -> None:
         """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
@@ -99,14 +99,14 @@ class WeightLoader(_Worker):
                     if isinstance(value, torch.Tensor) and not value.is_meta:
                         arguments.arguments[key] = value.clone()
 
-    def weights_finish(self, lora: LoraConfig | None) -> None:
+    def weights_commit(self, lora: LoraConfig | None) -> None:
         """`lora`: what the adapter is that came; None = none came."""
         if self._weights_model_comes:
-            self._weights_finish_model()
+            self._weights_commit_model()
         if lora is not None:
             self._weights_add_adapter(lora)
 
-    def _weights_finish_model(self) -> None:
+    def _weights_commit_model(self) -> None:
         model = self.model_runner.model
         if missing := self._weights_incomplete(model):
             raise WeightSyncError(f"vLLM's model was not loaded completely; parameters are missing for {missing}")
@@ -133,7 +133,7 @@ class WeightLoader(_Worker):
             self.add_lora(adapter(path, anew=True))
         self._weights_adapter = {}
 
-    def weights_abandon(self) -> None:
+    def weights_abort_update(self) -> None:
         """Leave the reload, whatever was loaded, so that another one can begin."""
         if not self._weights_model_comes:
             return
@@ -150,7 +150,7 @@ class WeightLoader(_Worker):
         return list(dict.fromkeys([*names, *packed]))
 
     def weights_close(self) -> None:
-        self._weights_receiver.close()
+        self._weights_inbox.close()
 
     def memory_in_use(self) -> tuple[int, int]:
         """(process id, bytes): the resident set on a CPU, what is in use on the device on a GPU."""
@@ -161,10 +161,10 @@ class WeightLoader(_Worker):
         return process.pid, total - free
 
     @property
-    def _weights_receiver(self) -> Receiver:
+    def _weights_inbox(self) -> Inbox:
         engine = self.weight_transfer_engine
         assert isinstance(engine, BucketTransferEngine)
-        return engine.receiver
+        return engine.inbox
 
     def _weights_on_cpu(self) -> bool:
         return bool(self.device.type == "cpu")

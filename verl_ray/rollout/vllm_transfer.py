@@ -21,7 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise
 
 from verl_ray.rollout.vllm_core import TRANSFER
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.receiver import Receiver
+from verl_ray.weight_sync.inbox import Inbox
 from verl_ray.weight_sync.transport import Address, Seat
 
 
@@ -43,10 +43,10 @@ class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
 
     def __init__(self, *given: object, **more: object) -> None:
         super().__init__(*given, **more)
-        self.receiver = Receiver()
+        self.inbox = Inbox()
 
     def init_transfer_engine(self, init_info: Wire) -> None:
-        self.receiver.connect(init_info.address, init_info.seat)
+        self.inbox.connect(init_info.address, init_info.seat)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
@@ -54,14 +54,14 @@ class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
     def receive_weights(
         self, update_info: Delivery, load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None
     ) -> None:
-        received = self.receiver.read(update_info.bucket, update_info.address)
+        received = self.inbox.receive(update_info.bucket, update_info.address)
         (load_weights or self.model.load_weights)(list(received.items()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
 
     def shutdown(self) -> None:
-        self.receiver.close()
+        self.inbox.close()
 
     def trainer_send_weights(self, *_: object) -> None:
         """Never called: what sends is the actor."""

@@ -1,7 +1,7 @@
 """The wire between nodes: rank 0 of the actor puts buckets together and broadcasts their bytes to all receivers.
 
 Invariant: the group of the wire lasts for any number of syncs and ends with the first failure; another one has another
-address. Sending is asynchronous: `write` returns while the bucket travels, so the next one is gathered and filled
+address. Sending is asynchronous: `send` returns while the bucket travels, so the next one is gathered and filled
 meanwhile; and a receiver asks for the next bucket before it loads this one. Has run over gloo only; over NCCL
 (`Route.over` = "cuda") it is written but has not run on a GPU yet.
 """
@@ -21,7 +21,7 @@ from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.delta import Changes, Held, body_bytes
 from verl_ray.weight_sync.meeting import Group, Meeting, gather, invite, join
-from verl_ray.weight_sync.slots import GatheredSlots, Slots
+from verl_ray.weight_sync.slots import GatheredSlots, Slots, parameters_in
 from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
 
 
@@ -31,10 +31,10 @@ class BroadcastAddress:
 
     ends_meet: ClassVar[bool] = True
 
-    def open(self, seat: Seat | None = None) -> BroadcastReader:
+    def open(self, seat: Seat | None = None) -> BroadcastReceiver:
         if seat is None:
             raise WeightSyncError("a broadcast is received by ends that have met: connect before an update")
-        return BroadcastReader(self.meeting, seat)
+        return BroadcastReceiver(self.meeting, seat)
 
 
 class BroadcastSender:
@@ -66,7 +66,7 @@ class BroadcastSender:
     def leave(self) -> None:
         self._leaves.set()
 
-    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         slot = bucket.index % SLOTS
         self._wait(slot)
         prints = self._slots.gather(bucket, shards)
@@ -108,7 +108,7 @@ class BroadcastSender:
                 self._broken = str(error)
 
 
-class BroadcastReader:
+class BroadcastReceiver:
     def __init__(self, meeting: Meeting, seat: Seat) -> None:
         route = seat.route
         self._route, self._device = route, torch.device("cpu") if route.over == "cpu" else seat.device
@@ -119,11 +119,11 @@ class BroadcastReader:
         self._coming: dict[int, Any] = {}
         self._group = join(meeting, seat.receiver, route.patience_s, route.over)
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         if self._held is not None:
             header = self._now(torch.empty(2 + len(bucket.entries), dtype=torch.int64, device=self._device)).cpu()
             body = self._now(torch.empty(body_bytes(bucket, header), dtype=torch.uint8, device=self._device))
-            yield from Slots([self._held.unpack(bucket, header, body)]).read(bucket)
+            yield from parameters_in(self._held.unpack(bucket, header, body), bucket)
             return
         if self._coming and bucket.index not in self._coming:
             raise WeightSyncError(f"bucket {bucket.index} is asked for, while {sorted(self._coming)} is on its way")
@@ -131,7 +131,7 @@ class BroadcastReader:
         self._group.wait(work)
         for following in self._route.buckets[bucket.index + 1 : bucket.index + 2]:
             self._coming[following.index] = self._group.broadcast(self._slots.flat(following))
-        yield from self._slots.read(bucket)
+        yield from self._slots.receive(bucket)
 
     def release(self) -> None:
         if self._device.type == "cuda":

@@ -86,7 +86,7 @@ class CudaIpcSender:
     def leave(self) -> None:
         """Nobody meets here."""
 
-    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         prints = self._slots.gather(bucket, shards)
         torch.cuda.current_stream(self._device).synchronize()
         return Sent(prints, bucket.nbytes if self._rank == 0 else 0)

@@ -23,7 +23,7 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.delta import Changes, Held
-from verl_ray.weight_sync.slots import GatheredSlots, Slots
+from verl_ray.weight_sync.slots import GatheredSlots, parameters_in
 from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
 
 _KEY = "rollout.sync.folder"
@@ -38,10 +38,10 @@ class DiskAddress:
 
     ends_meet: ClassVar[bool] = True
 
-    def open(self, seat: Seat | None = None) -> DiskReader:
+    def open(self, seat: Seat | None = None) -> DiskReceiver:
         if seat is None:
-            raise WeightSyncError("a reader of files must be told the route: connect before an update")
-        return DiskReader(Path(self.folder), seat)
+            raise WeightSyncError("a receiver of files must be told the route: connect before an update")
+        return DiskReceiver(Path(self.folder), seat)
 
 
 class DiskSender:
@@ -64,18 +64,18 @@ class DiskSender:
     def leave(self) -> None:
         """Nobody meets here."""
 
-    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         prints = self._slots.gather(bucket, shards)
         if self._folder is None:
             return Sent(prints)
         if bucket.index >= SLOTS:
             _path(self._folder, bucket.index - SLOTS).unlink(missing_ok=True)  # it has been read
-        path = _path(self._folder, bucket.index)
+        path, flat = _path(self._folder, bucket.index), self._slots.flat(bucket)
         if self._changes is None:
             # safetensors takes no tensors that share memory
-            tensors, changed = {name: value.clone() for name, value in self._slots.read(bucket)}, 0
+            tensors, changed = {name: value.clone() for name, value in parameters_in(flat, bucket)}, 0
         else:
-            packed = self._changes.pack(bucket, self._slots.flat(bucket), whole=whole)
+            packed = self._changes.pack(bucket, flat, whole=whole)
             tensors, changed = {_HEADER: packed.header, _BODY: packed.body}, packed.changed
         _write(path, tensors)
         return Sent(prints, path.stat().st_size, changed)
@@ -91,13 +91,13 @@ class DiskSender:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-class DiskReader:
+class DiskReceiver:
     def __init__(self, folder: Path, seat: Seat) -> None:
         self._folder, self._patience_s = folder, seat.route.patience_s
         self._held = Held() if seat.route.delta else None
         self._wait_for(folder, f"it is not a folder that this node sees. Set {_KEY} to one that all nodes share")
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         path = _path(self._folder, bucket.index)
         self._wait_for(path, f"bucket {bucket.index} did not come")
         try:
@@ -105,7 +105,7 @@ class DiskReader:
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"{path} cannot be read: {error}") from error
         if self._held is not None:
-            yield from Slots([self._held.unpack(bucket, found[_HEADER], found[_BODY])]).read(bucket)
+            yield from parameters_in(self._held.unpack(bucket, found[_HEADER], found[_BODY]), bucket)
             return
         for entry in bucket.entries:
             name, value = entry.parameter.name, found.get(entry.parameter.name)

@@ -55,8 +55,8 @@ class SharedMemorySender:
     def leave(self) -> None:
         """Nobody meets here."""
 
-    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
-        return Sent(self._slots.write(bucket, shards), bucket.nbytes if self._own else 0)
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+        return Sent(self._slots.fill(bucket, shards), bucket.nbytes if self._own else 0)
 
     def finish(self) -> None:
         """Nothing to free: the files stay for the next sync."""

@@ -45,7 +45,7 @@ class Slots:
             raise WeightSyncError(f"bucket {bucket.index} has {bucket.nbytes} bytes, a slot has {slot.numel()}")
         return slot[: bucket.nbytes]
 
-    def write(self, bucket: Bucket, shards: Shards) -> Prints:
+    def fill(self, bucket: Bucket, shards: Shards) -> Prints:
         """Put slices of the bucket's parameters in place, cast to the manifest's dtypes.
 
         Returns:
@@ -76,11 +76,9 @@ class Slots:
             advance(source.nbytes, "bytes")
         return self._prints.take()
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """The bucket's parameters, whole, as views of the slot: valid until it is filled again."""
-        flat = self.flat(bucket)
-        for entry in bucket.entries:
-            yield entry.parameter.name, view(flat, entry)
+        return parameters_in(self.flat(bucket), bucket)
 
     def release(self) -> None:
         """Nothing to wait for: what was read from the host has been read."""
@@ -100,6 +98,12 @@ class Slots:
             raise WeightSyncError(f"{part.name}: the slice {part.shape} at {part.start} of {shape} does not exist")
         box = tuple(slice(start, stop) for start, stop in zip(part.start, stops, strict=True))
         return view(self.flat(bucket), entry)[box]
+
+
+def parameters_in(flat: torch.Tensor, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    """The bucket's parameters, whole, as views of its bytes."""
+    for entry in bucket.entries:
+        yield entry.parameter.name, view(flat, entry)
 
 
 def view(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
@@ -122,11 +126,11 @@ class GatheredSlots(Slots):
         self._rank, self._several = (dist.get_rank(), True) if several else (0, False)
 
     def gather(self, bucket: Bucket, shards: Shards) -> Prints:
-        """`write`, after which the bucket is whole. Collective."""
+        """`fill`, after which the bucket is whole. Collective."""
         flat = self.flat(bucket)
         if self._several and self._shared.get(bucket.index, True):
             flat.zero_()
-        written = self.write(bucket, shards)
+        written = self.fill(bucket, shards)
         if self._several:
             if bucket.index not in self._shared:
                 others = torch.tensor(int(self._rank > 0 and bool(written.by_name)))

@@ -5,8 +5,8 @@ address. Then senders and receivers `connect` and `open` at the same time, which
 that buckets go over it for any number of syncs, in the order of the route, `SLOTS` of them under way at most. When an
 end is replaced, or a sync broke off, all begin again with another address.
 
-Invariant: an address is small, picklable and hashable, and never used twice; what a reader gives are whole parameters.
-Deliberately not here: what travels (manifest), how much at once (buckets), and who calls in which order.
+Invariant: an address is small, picklable and hashable, and never used twice; what a receiver gives are whole
+parameters. Deliberately not here: what travels (manifest), how much at once (buckets), and who calls in which order.
 """
 
 from __future__ import annotations
@@ -81,12 +81,12 @@ class Sender(Protocol):
         """Where this rank would be found."""
 
     def connect(self, address: Address) -> None:
-        """Be ready for `write`. Raises WeightSyncError, which names the receivers that did not come."""
+        """Be ready for `send`. Raises WeightSyncError, which names the receivers that did not come."""
 
     def leave(self) -> None:
         """From another thread: a receiver will not come, `connect` waits no longer."""
 
-    def write(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
         """Put this rank's slices of the bucket on the wire. What it takes from `shards` is read when it returns.
 
         Raises:
@@ -100,10 +100,10 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
-class Reader(Protocol):
+class Receiver(Protocol):
     """The receiving end in one process."""
 
-    def read(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+    def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
         """The bucket's parameters, whole, under their Hugging Face names, valid until `release`.
 
         Raises:
@@ -120,7 +120,7 @@ class Address(Hashable, Protocol):
     ends_meet: ClassVar[bool]
     """Whether a receiver waits for other ends when it opens and reads; else what it does takes as long as it takes."""
 
-    def open(self, seat: Seat | None = None) -> Reader:
+    def open(self, seat: Seat | None = None) -> Receiver:
         """The receiving end. Wires whose ends meet need the seat, and return when all ends are there.
 
         Raises:

@@ -106,7 +106,7 @@ def test_engines_wake_when_trainers_have_made_room(
     publisher = Publisher(system.actor, run.servers, run.config, sharing=models, has_gpus=False)
     events.watch(monkeypatch)
     publisher.publish(1)
-    sent = [(name, while_sent) for name in ("wake weights", "write_bucket", "commit", "probe")]
+    sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
     drawn_from = [("wake kv_cache", while_drawn), ("prove", while_drawn)]
     in_order = [*sent, *drawn_from]
     assert events.take() == in_order
@@ -114,7 +114,7 @@ def test_engines_wake_when_trainers_have_made_room(
     # A replica that started anew while rollouts are drawn: the actor's weights are sent from where they are.
     (replica,) = run.servers.replicas
     publisher._bring_up(replica)
-    again = [(name, while_drawn) for name in ("wake weights", "write_bucket", "commit", "wake kv_cache", "prove")]
+    again = [(name, while_drawn) for name in ("wake weights", "send", "commit", "wake kv_cache", "prove")]
     assert events.take() == again
 
     publisher.hand_back()
@@ -145,7 +145,7 @@ class Events:
                 self._moves.append(call)
                 held = {"weights": args[0], "optimizer": args[1]}
                 self.on_device[group.role] = " and ".join(part for part in held if held[part] == "device")
-            elif verb.__name__ in ("wake", "sleep", "write_bucket", "commit", "probe", "prove"):
+            elif verb.__name__ in ("wake", "sleep", "send", "commit", "probe", "prove"):
                 assert all(move._answer is not None for move in self._moves), "not waited for"
                 named = f"{verb.__name__} {args[0]}" if verb.__name__ in ("wake", "sleep") else verb.__name__
                 self._seen.append((named, dict(self.on_device)))
@@ -189,7 +189,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     (bucket,) = route.buckets
     (address,) = actor.broadcast(ActorWorker.open_wire, "shared_memory", route).result()
     actor.broadcast(ActorWorker.connect_wire, address).result()
-    (told,) = actor.broadcast(ActorWorker.write_bucket, 0, True).result()
+    (told,) = actor.broadcast(ActorWorker.send, 0, True).result()
     victim = bucket.entries[3]
     name = re.escape(victim.parameter.name)
     assert isinstance(address, SharedMemoryAddress)

@@ -267,5 +267,5 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
 
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
-    sent = run.system.actor.broadcast(ActorWorker.write_bucket, 0, True).result()
+    sent = run.system.actor.broadcast(ActorWorker.send, 0, True).result()
     return [part.prints.by_name for part in sent]
