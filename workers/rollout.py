@@ -76,6 +76,7 @@ class RolloutWorker:
             )  # fmt: skip
 
         self.server = RolloutServer(start)
+        self._waits_for_sender = False
         if spec.asleep is not None:
             self.sleep(spec.asleep)
         self.endpoint = start_endpoint(self.server, context, spec) if spec.config.endpoint.enabled else None
@@ -173,15 +174,16 @@ class RolloutWorker:
 
     def connect(self, address: Address, route: Route, first_receiver: int) -> None:
         """Meet the actor, whose ranks connect at the same time."""
+        self._waits_for_sender = address.ends_meet
         self.server.run(
-            lambda engine: engine.connect(address, route, first_receiver), waits_for_others=address.ends_meet
+            lambda engine: engine.connect(address, route, first_receiver), waits_for_others=self._waits_for_sender
         )
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
         self.server.run(lambda engine: engine.begin_update(manifest, version))
 
-    def receive(self, bucket: Bucket, address: Address) -> None:
-        self.server.run(lambda engine: engine.receive(bucket, address), waits_for_others=address.ends_meet)
+    def receive(self, bucket: Bucket) -> None:
+        self.server.run(lambda engine: engine.receive(bucket), waits_for_others=self._waits_for_sender)
 
     def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> float:
         """Accept the version if what arrived is what was sent; the seconds that its fingerprints took."""

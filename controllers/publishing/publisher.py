@@ -130,7 +130,7 @@ class Publisher:
         if self._arrangement == "training":  # else the actor's weights are on the host already, and are sent from there
             self._arrange("publishing")
         cleared = time.perf_counter()
-        address = self._wire.meet(replicas, watch)
+        self._wire.meet(replicas, watch)
         opening: list[Call[Any]] = []
         if self._sleep == "weights":
             opening += all_(RolloutWorker.wake, "weights")
@@ -149,7 +149,7 @@ class Publisher:
             sent |= part.prints.by_name
             nbytes, changed = nbytes + part.nbytes, changed + part.changed
             fingerprint_s += part.prints.seconds
-            received.append(all_(RolloutWorker.receive, bucket, address))
+            received.append(all_(RolloutWorker.receive, bucket))
         committed = all_(RolloutWorker.commit, sent, proves)
         probe = self._probe_of(version)
         asked = None

@@ -18,7 +18,7 @@ from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest, as_loaded
-from verl_ray.weight_sync.transport import Address, Route, Sent
+from verl_ray.weight_sync.transport import Route, Sent
 from verl_ray.weight_sync.wires import Layout, choose
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
@@ -43,14 +43,13 @@ class WeightWire:
         self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
         sent = sum(aligned_bytes(parameter) for parameter in self._manifest.sent)
         self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes(sent))
-        self._address: Address | None = None
         self._is_open = False
         self._ends: tuple[object, ...] = ()
         self._synced_ends: tuple[object, ...] = ()
         self._whole = True
 
-    def meet(self, replicas: Replicas, watch: Watch) -> Address:
-        """Before each sync: the ends are these, and ready. Returns where the replicas receive.
+    def meet(self, replicas: Replicas, watch: Watch) -> None:
+        """Before each sync: the ends are these, and ready.
 
         Raises:
             WeightSyncError: the configured wire cannot join them, or some did not come in time.
@@ -58,9 +57,8 @@ class WeightWire:
         self._ends = (self._actor.incarnation, *((replica, replica.incarnation) for replica in replicas))
         self._whole = self._ends != self._synced_ends
         self._synced_ends = ()  # until this sync has finished, too
-        if self._whole or self._address is None:
-            self._address = self._open(replicas, watch)
-        return self._address
+        if self._whole:
+            self._open(replicas, watch)
 
     @property
     def manifest(self) -> Manifest:
@@ -98,7 +96,7 @@ class WeightWire:
         self._actor.broadcast(ActorWorker.finish_sync).result()
         self._synced_ends = self._ends
 
-    def _open(self, replicas: Replicas, watch: Watch) -> Address:
+    def _open(self, replicas: Replicas, watch: Watch) -> None:
         sync, parallel = self._config.sync, self._config.tensor_parallel
         home = _facts(self._actor)
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
@@ -127,7 +125,6 @@ class WeightWire:
             raise
         for missing in (told for told in meeting.result() if told is not None):
             raise WeightSyncError(missing)
-        return address
 
 
 def _facts(group: WorkerGroup[Any]) -> list[Facts]:

@@ -20,7 +20,8 @@ from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
-from verl_ray.weight_sync.shared_memory import create, remove
+from verl_ray.weight_sync.shared_memory import create, map_slots, remove
+from verl_ray.weight_sync.transport import Route
 
 MAX_MODEL_LEN = 96
 
@@ -132,7 +133,8 @@ def publish() -> Publish:
         buckets = plan_buckets(manifest, 100_000)
         assert len(buckets) > 4
         address = create("rollout-test", max(bucket.nbytes for bucket in buckets))
-        transport, sent = address.open(), dict[str, Fingerprint]()
+        transport, sent = map_slots(address), dict[str, Fingerprint]()
+        engine.connect(address, Route(buckets, receivers=1, patience_s=60), 0)
         engine.begin_update(manifest, version)
         for bucket in buckets:
             for rank in range(2):
@@ -144,7 +146,7 @@ def publish() -> Publish:
                     shards.append((Slice(entry.parameter.name, start, tuple(part.shape)), part))
                 for name, found in transport.fill(bucket, shards).by_name.items():
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
-            engine.receive(bucket, address)
+            engine.receive(bucket)
         remove(address)
         return engine.commit(expected=sent, proof_follows=proof_follows).by_name
 

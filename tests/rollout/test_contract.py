@@ -15,7 +15,8 @@ from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
-from verl_ray.weight_sync.shared_memory import create, remove
+from verl_ray.weight_sync.shared_memory import create, map_slots, remove
+from verl_ray.weight_sync.transport import Route
 
 
 def _request(request_id: int, max_tokens: int = 6, **kw: object) -> Request:
@@ -288,19 +289,20 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     both = plan_buckets(manifest, 1 << 20)[0]
     first, _ = plan_buckets(manifest, 512)
     address = create("refused", both.nbytes)
-    transport = address.open()
+    transport = map_slots(address)
+    fresh.connect(address, Route((both,), receivers=1, patience_s=60), 0)
     shards = [
         (Slice(name, (0,), (128,)), torch.arange(128.0) * scale) for name, scale in zip(norms, (1, 2), strict=True)
     ]
 
     transport.fill(first, shards[:1])
     fresh.begin_update(manifest, 1)
-    fresh.receive(first, address)
+    fresh.receive(first)
     with pytest.raises(WeightSyncError, match=r"brings what is not awaited, or came before: \['model.norm.weight'\]"):
-        fresh.receive(first, address)
+        fresh.receive(first)
 
     fresh.begin_update(manifest, 1)
-    fresh.receive(first, address)
+    fresh.receive(first)
     with pytest.raises(WeightSyncError, match=r"version 1: not received: \['model.layers.0.input_layernorm.weight'\]"):
         fresh.commit()
 
@@ -308,7 +310,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     sent = transport.fill(both, shards).by_name
     swapped = plan_buckets(Manifest(manifest.parameters[::-1]), 1 << 20)[0]
     fresh.begin_update(manifest, 1)
-    fresh.receive(swapped, address)
+    fresh.receive(swapped)
     with pytest.raises(
         WeightSyncError, match=r"sent and received differ in \['model.layers.0.*', 'model.norm.weight'\]"
     ):
@@ -317,7 +319,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     # Sender and receiver disagree about the type.
     halved = Manifest((Parameter("model.norm.weight", (128,), "bfloat16"),))
     fresh.begin_update(halved, 1)
-    fresh.receive(plan_buckets(halved, 512)[0], address)
+    fresh.receive(plan_buckets(halved, 512)[0])
     with pytest.raises(WeightSyncError, match=r"sent and received differ in \['model.norm.weight'\]"):
         fresh.commit(expected={"model.norm.weight": sent["model.norm.weight"]})
     remove(address)

@@ -19,7 +19,8 @@ from verl_ray.ops.outputs import Outputs
 from verl_ray.rollout.base import Probe, Request, RolloutEngine, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
-from verl_ray.weight_sync.shared_memory import create, remove
+from verl_ray.weight_sync.shared_memory import create, map_slots, remove
+from verl_ray.weight_sync.transport import Route
 
 pytestmark = pytest.mark.vllm
 
@@ -64,11 +65,12 @@ def send(actor: ModuleEngine, rollout: RolloutEngine, version: int, *, alone: bo
     buckets = [one for one in plan_buckets(manifest, 100_000) if one.adapter or not alone]
     address = create("adapters", max(one.nbytes for one in buckets))
     try:
-        wire, sent = address.open(), {}
+        wire, sent = map_slots(address), {}
+        rollout.connect(address, Route(tuple(buckets), receivers=1, patience_s=60), 0)
         rollout.begin_update(manifest.adapter if alone else manifest, version)
         for bucket in buckets:
             sent |= wire.fill(bucket, actor.shards(bucket.names, apart=True)).by_name
-            rollout.receive(bucket, address)
+            rollout.receive(bucket)
         rollout.commit(sent, proof_follows=proves)
     finally:
         remove(address)

@@ -16,7 +16,8 @@ from verl_ray.rollout.base import Chunk, Progress, Request, Sampling, generate
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
-from verl_ray.weight_sync.shared_memory import create, remove
+from verl_ray.weight_sync.shared_memory import create, map_slots, remove
+from verl_ray.weight_sync.transport import Route
 
 pytestmark = pytest.mark.vllm
 
@@ -190,9 +191,10 @@ def test_a_manifest_that_does_not_fill_the_model_is_refused(engine: VllmEngine, 
         (bucket,) = plan_buckets(manifest, 1 << 30)
         address = create("partial", bucket.nbytes)
         shards = [(Slice(p.name, (0,) * len(p.shape), p.shape), state[p.name]) for p in manifest.parameters]
-        address.open().fill(bucket, shards)
+        map_slots(address).fill(bucket, shards)
+        engine.connect(address, Route((bucket,), receivers=1, patience_s=60), 0)
         engine.begin_update(manifest, 1)
-        engine.receive(bucket, address)
+        engine.receive(bucket)
         with pytest.raises(
             WeightSyncError, match=rf"not loaded completely; parameters are missing for \['.*{module}'\]"
         ):

@@ -180,6 +180,6 @@ def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None
         parameters = [entry.parameter for entry in bucket.entries]
         shards = [(Slice(one.name, (0,) * len(one.shape), one.shape), state[one.name]) for one in parameters]
         sent |= sender.send(bucket, shards, whole=True).prints.by_name
-        engine.receive(bucket, address)
+        engine.receive(bucket)
     engine.commit(sent)
     sender.close()

@@ -61,7 +61,7 @@ class Ends:
                 sent[name] = sent.get(name, EMPTY) + one
             nbytes, changed = nbytes + told.nbytes, changed + told.changed
             for engine in self.engines:
-                engine.receive(self.buckets[bucket.index], self.address)
+                engine.receive(self.buckets[bucket.index])
         return sent, nbytes, changed
 
     def close(self) -> None:

@@ -141,10 +141,3 @@ def test_those_who_meet_leave_when_one_will_not_come() -> None:
         with pytest.raises(WeightSyncError, match="receiver 1 waited"):
             other.result(120)
     sender.close()
-
-
-def test_a_broadcast_needs_a_meeting() -> None:
-    sender = BroadcastSender(Route(BUCKETS, 1, 1.0), 0, CPU)
-    with pytest.raises(WeightSyncError, match="connect before an update"):
-        sender.offer().open()
-    sender.close()

@@ -20,7 +20,7 @@ def test_two_files_at_most_and_none_when_it_is_over(tmp_path: Path) -> None:
         ends.sender.send(bucket, shards(bucket, made(0)), whole=True)
         seen.append(sorted(path.name for path in tmp_path.glob("*/*")))
         for engine in ends.engines:
-            engine.receive(bucket, ends.address)
+            engine.receive(bucket)
     assert seen == [
         ["00000.safetensors"],
         ["00000.safetensors", "00001.safetensors"],
@@ -44,7 +44,7 @@ def test_a_bucket_that_does_not_come_is_named(tmp_path: Path) -> None:
     ends = joined("disk", tmp_path, receivers=1, patience_s=0.2)
     ends.begin(1)
     with pytest.raises(WeightSyncError, match=r"waited for 0 s: bucket 0 did not come"):
-        ends.engines[0].receive(BUCKETS[0], ends.address)
+        ends.engines[0].receive(BUCKETS[0])
     ends.close()
 
 
@@ -55,5 +55,5 @@ def test_a_torn_file_is_named(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*/*")
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(WeightSyncError, match=r"00000.safetensors cannot be read"):
-        ends.engines[0].receive(BUCKETS[0], ends.address)
+        ends.engines[0].receive(BUCKETS[0])
     ends.close()

@@ -12,7 +12,7 @@ from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 from verl_ray.weight_sync.shared_files import FOLDER
-from verl_ray.weight_sync.shared_memory import SharedMemoryAddress, create, remove
+from verl_ray.weight_sync.shared_memory import SharedMemoryAddress, create, map_slots, remove
 
 MANIFEST = Manifest(
     (Parameter("w", (6, 10), "bfloat16"), Parameter("b", (7,), "float32"), Parameter("s", (), "float32"))
@@ -36,7 +36,7 @@ def _send_half(
     address: SharedMemoryAddress, rank: int, answers: "multiprocessing.Queue[dict[str, Fingerprint]]"
 ) -> None:
     """What one of two ranks does: half of the columns of w, a part of b; s belongs to rank 0."""
-    weights, transport = _weights(), address.open()
+    weights, transport = _weights(), map_slots(address)
     columns, rows = ((0, 5), (0, 4)) if rank == 0 else ((5, 10), (4, 7))
     shards = [
         (Slice("w", (0, columns[0]), (6, 5)), weights["w"][:, slice(*columns)]),
@@ -59,7 +59,7 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: 
         rank.join()
         assert rank.exitcode == 0
 
-    read = dict(address.open().receive(BUCKET))
+    read = dict(map_slots(address).receive(BUCKET))
     weights = _weights()
     assert torch.equal(read["w"], weights["w"].to(torch.bfloat16))
     assert torch.equal(read["b"], weights["b"])
@@ -69,14 +69,14 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: 
 
 
 def test_reading_copies_nothing(address: SharedMemoryAddress) -> None:
-    writer, reader = address.open(), address.open()
+    writer, reader = map_slots(address), map_slots(address)
     read = dict(reader.receive(BUCKET))
     writer.fill(BUCKET, [(Slice("b", (0,), (7,)), torch.arange(7.0))])
     assert read["b"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_where_slices_go_is_worked_out_once(address: SharedMemoryAddress) -> None:
-    slots = address.open()
+    slots = map_slots(address)
     halves = [(Slice("b", (0,), (4,)), torch.ones(4)), (Slice("b", (4,), (3,)), torch.full((3,), 2.0))]
     slots.fill(BUCKET, halves)
     first = list(slots._recorded[0].targets)
@@ -87,7 +87,7 @@ def test_where_slices_go_is_worked_out_once(address: SharedMemoryAddress) -> Non
 
 
 def test_consecutive_buckets_use_different_slots(address: SharedMemoryAddress) -> None:
-    transport = address.open()
+    transport = map_slots(address)
     buckets = plan_buckets(MANIFEST, 64)
     transport.fill(buckets[1], [(Slice("b", (0,), (7,)), torch.ones(7))])
     transport.fill(buckets[2], [(Slice("s", (), ()), torch.tensor(5.0))])
@@ -104,7 +104,7 @@ def test_no_address_is_used_twice() -> None:
 
 
 def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> None:
-    transport = address.open()
+    transport = map_slots(address)
     with pytest.raises(WeightSyncError, match="x was sent with bucket 0, which does not hold it"):
         transport.fill(BUCKET, [(Slice("x", (0,), (1,)), torch.ones(1))])
     with pytest.raises(WeightSyncError, match=r"b: \(3,\) was sent as a slice of shape \(4,\)"):

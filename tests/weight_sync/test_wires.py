@@ -11,6 +11,7 @@ import torch
 
 from tests.weight_sync.ends import BUCKETS, CPU, MANIFEST, Ends, joined, made, retyped
 from verl_ray.errors import WeightSyncError
+from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.transport import Route
 from verl_ray.weight_sync.wires import Layout, WireName, choose
@@ -63,6 +64,13 @@ def test_buckets_that_changed_places_are_named(ends: Ends) -> None:
         ends.engines[0].commit(sent)
 
 
+def test_who_has_met_no_sender_receives_nothing() -> None:
+    engine = ScriptedEngine(lambda _: [])
+    engine.begin_update(MANIFEST, 1)
+    with pytest.raises(WeightSyncError, match="bucket 0 cannot be received: no wire is open; call connect first"):
+        engine.receive(BUCKETS[0])
+
+
 def test_another_dtype_is_named(ends: Ends) -> None:
     ends.begin(1)
     wrong = (retyped(BUCKETS[0], "layer1", "float16"), *BUCKETS[1:])
@@ -103,8 +111,7 @@ def test_only_changes_travel_and_a_wrong_base_is_named(ends: Ends, wire: tuple[W
     assert all(torch.equal(engine.weights["layer2"], weights["layer2"].bfloat16()) for engine in ends.engines)
 
     # One bit of what the second receiver keeps, of a parameter that does not change.
-    (receiver,) = ends.engines[1]._inbox._receivers.values()
-    receiver._held._held[0].flat[7] ^= 1  # type: ignore[attr-defined]
+    ends.engines[1]._inbox._receiver._held._held[0].flat[7] ^= 1  # type: ignore
     weights["layer4"][0, 0] += 1
     ends.begin(2)
     sent, _, _ = ends.stream(weights, whole=False)

@@ -300,21 +300,21 @@ class RolloutEngine(ABC):
         with self._aborting_on_error():
             self._begin_update(manifest)
 
-    def receive(self, bucket: Bucket, address: Address) -> None:
-        """Load the parameters of one bucket from where `address` points.
+    def receive(self, bucket: Bucket) -> None:
+        """Load the parameters of one bucket from the wire that is connected.
 
         When it returns, the bucket's place on the wire may be used again.
 
         Raises:
-            WeightSyncError: no update is open, or a parameter is not in its manifest or came before. The update is
-                then aborted.
+            WeightSyncError: no wire or no update is open, or a parameter is not in its manifest or came before. The
+                update is then aborted.
         """
         update = self._require_update("receive")
         with self._aborting_on_error():
             names = bucket.names
             if strange := sorted(name for name in names if name not in update.missing):
                 raise WeightSyncError(f"bucket {bucket.index} brings what is not awaited, or came before: {strange}")
-            self._receive(bucket, address)
+            self._receive(bucket)
             update.missing.difference_update(names)
 
     def commit(self, expected: Mapping[str, Fingerprint] | None = None, *, proof_follows: bool = False) -> Prints:
@@ -474,7 +474,7 @@ class RolloutEngine(ABC):
     def _begin_update(self, manifest: Manifest) -> None: ...
 
     @abstractmethod
-    def _receive(self, bucket: Bucket, address: Address) -> None: ...
+    def _receive(self, bucket: Bucket) -> None: ...
 
     @abstractmethod
     def _arrived(self) -> list[Prints]:

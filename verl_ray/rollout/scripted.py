@@ -90,10 +90,10 @@ class ScriptedEngine(RolloutEngine):
         self._inbox.begin()
         self.weights.clear()
 
-    def _receive(self, bucket: Bucket, address: Address) -> None:
-        received = self._inbox.receive(bucket, address)
+    def _receive(self, bucket: Bucket) -> None:
+        received = self._inbox.receive(bucket)
         self.weights.update({name: tensor.clone() for name, tensor in received.items()})
-        self._inbox.release(address)
+        self._inbox.release()
 
     def _arrived(self) -> list[Prints]:
         return [self._inbox.prints]

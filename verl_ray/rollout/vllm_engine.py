@@ -273,8 +273,8 @@ class VllmEngine(RolloutEngine):
             raise WeightSyncError("an adapter is sent, and the engine was started for a model without one")
         self.core.call_workers("weights_begin_update", manifest.has_model)
 
-    def _receive(self, bucket: Bucket, address: Address) -> None:
-        self.core.call_workers("weights_receive", bucket, address)
+    def _receive(self, bucket: Bucket) -> None:
+        self.core.call_workers("weights_receive", bucket)
 
     def _arrived(self) -> list[Prints]:
         return self.core.call_workers("weights_arrived")

@@ -74,16 +74,16 @@ class WeightLoader(_Worker):
             self.start_weight_update()
         self._weights_noted, self._weights_owned = [get_layerwise_info(module) for module in model.modules()], {}
 
-    def weights_receive(self, bucket: Bucket, address: Address) -> None:
+    def weights_receive(self, bucket: Bucket) -> None:
         """Load a bucket."""
         if bucket.adapter:
-            arrived = self._weights_inbox.receive(bucket, address)
+            arrived = self._weights_inbox.receive(bucket)
             self._weights_adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items()}
         else:
             with self._weights_context():
-                self.update_weights({"bucket": bucket, "address": address})
+                self.update_weights({"bucket": bucket})
             self._weights_own_pending()
-        self._weights_inbox.release(address)
+        self._weights_inbox.release()
 
     def weights_arrived(self) -> Prints:
         """The fingerprints of the tensors that vLLM's loader was given."""

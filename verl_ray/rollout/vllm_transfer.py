@@ -34,7 +34,6 @@ class Wire(WeightTransferInitInfo):
 @dataclass
 class Delivery(WeightTransferUpdateInfo):
     bucket: Bucket
-    address: Address
 
 
 class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
@@ -54,7 +53,7 @@ class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
     def receive_weights(
         self, update_info: Delivery, load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None
     ) -> None:
-        received = self.inbox.receive(update_info.bucket, update_info.address)
+        received = self.inbox.receive(update_info.bucket)
         (load_weights or self.model.load_weights)(list(received.items()))
 
     def finish_weight_update(self) -> None:

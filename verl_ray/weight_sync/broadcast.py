@@ -31,9 +31,7 @@ class BroadcastAddress:
 
     ends_meet: ClassVar[bool] = True
 
-    def open(self, seat: Seat | None = None) -> BroadcastReceiver:
-        if seat is None:
-            raise WeightSyncError("a broadcast is received by ends that have met: connect before an update")
+    def open(self, seat: Seat) -> BroadcastReceiver:
         return BroadcastReceiver(self.meeting, seat)
 
 

@@ -8,8 +8,7 @@ not run on a GPU yet.
 
 from __future__ import annotations
 
-import secrets
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -28,15 +27,12 @@ _DEVICE = 6  # among the arguments of rebuild_cuda_tensor: the device's number, 
 
 @dataclass(frozen=True)
 class CudaIpcAddress:
-    token: str
-    handles: dict[str, tuple[tuple[Any, ...], ...]] = field(compare=False)
+    handles: dict[str, tuple[tuple[Any, ...], ...]]
     """By the UUID of a GPU: for each slot there the arguments that rebuild it."""
 
     ends_meet: ClassVar[bool] = False
 
-    def open(self, seat: Seat | None = None) -> MappedSlots:
-        if seat is None:
-            raise WeightSyncError("a receiver on a GPU must be told its device: connect before an update")
+    def open(self, seat: Seat) -> MappedSlots:
         uuid = _uuid(seat.device)
         if uuid not in self.handles:
             raise WeightSyncError(
@@ -78,7 +74,7 @@ class CudaIpcSender:
         if dist.is_initialized() and dist.get_world_size() > 1:
             every = [{} for _ in range(dist.get_world_size())]
             dist.all_gather_object(every, own)
-        return CudaIpcAddress(secrets.token_hex(8), {uuid: slots for one in every for uuid, slots in one.items()})
+        return CudaIpcAddress({uuid: slots for one in every for uuid, slots in one.items()})
 
     def connect(self, address: Address) -> None:
         """Receivers open the handles themselves."""

@@ -38,9 +38,7 @@ class DiskAddress:
 
     ends_meet: ClassVar[bool] = True
 
-    def open(self, seat: Seat | None = None) -> DiskReceiver:
-        if seat is None:
-            raise WeightSyncError("a receiver of files must be told the route: connect before an update")
+    def open(self, seat: Seat) -> DiskReceiver:
         return DiskReceiver(Path(self.folder), seat)
 
 

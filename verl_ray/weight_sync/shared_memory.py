@@ -32,9 +32,8 @@ class SharedMemoryAddress:
 
     ends_meet: ClassVar[bool] = False
 
-    def open(self, seat: Seat | None = None) -> Slots:
-        """Any number of processes may; see the module for who may write when."""
-        return Slots([_map(path, self.slot_bytes) for path in self.paths])
+    def open(self, seat: Seat) -> Slots:
+        return map_slots(self)
 
 
 class SharedMemorySender:
@@ -50,7 +49,7 @@ class SharedMemorySender:
 
     def connect(self, address: Address) -> None:
         assert isinstance(address, SharedMemoryAddress)
-        self._slots = address.open()
+        self._slots = map_slots(address)
 
     def leave(self) -> None:
         """Nobody meets here."""
@@ -77,7 +76,6 @@ def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAdd
     """
     remove_stale()
     slot_bytes = max(slot_bytes, 1)
-    # Never the name of an earlier file: receivers keep what they have opened by its address.
     name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
     address = SharedMemoryAddress(tuple(str(FOLDER / f"{name}-{i}") for i in range(slots)), slot_bytes)
     for path in address.paths:
@@ -95,6 +93,11 @@ def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAdd
         finally:
             os.close(descriptor)
     return address
+
+
+def map_slots(address: SharedMemoryAddress) -> Slots:
+    """Any number of processes may; see the module for who may write when."""
+    return Slots([_map(path, address.slot_bytes) for path in address.paths])
 
 
 def remove(address: SharedMemoryAddress) -> None:

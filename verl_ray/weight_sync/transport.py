@@ -5,13 +5,13 @@ address. Then senders and receivers `connect` and `open` at the same time, which
 that buckets go over it for any number of syncs, in the order of the route, `SLOTS` of them under way at most. When an
 end is replaced, or a sync broke off, all begin again with another address.
 
-Invariant: an address is small, picklable and hashable, and never used twice; what a receiver gives are whole
-parameters. Deliberately not here: what travels (manifest), how much at once (buckets), and who calls in which order.
+Invariant: an address is small and picklable, and never used twice; what a receiver gives are whole parameters.
+Deliberately not here: what travels (manifest), how much at once (buckets), and who calls in which order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
@@ -116,12 +116,12 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-class Address(Hashable, Protocol):
+class Address(Protocol):
     ends_meet: ClassVar[bool]
     """Whether a receiver waits for other ends when it opens and reads; else what it does takes as long as it takes."""
 
-    def open(self, seat: Seat | None = None) -> Receiver:
-        """The receiving end. Wires whose ends meet need the seat, and return when all ends are there.
+    def open(self, seat: Seat) -> Receiver:
+        """The receiving end. Wires whose ends meet return when all ends are there.
 
         Raises:
             WeightSyncError: nobody is there, or it cannot be reached from here.

@@ -199,8 +199,9 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         wire.seek(victim.offset)
         wire.write(bytes([byte[0] ^ 1]))  # the last bit of one mantissa
     try:
+        rollout.broadcast(RolloutWorker.connect, address, route, 0).result()
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
-        rollout.broadcast(RolloutWorker.receive, bucket, address).result()
+        rollout.broadcast(RolloutWorker.receive, bucket).result()
         with pytest.raises(WorkerError, match=rf"sent and received differ in \['{name}'\]") as caught:
             rollout.broadcast(RolloutWorker.commit, told.prints.by_name, False).result()
         assert isinstance(caught.value.__cause__, WeightSyncError)
