@@ -20,6 +20,7 @@ from typing import Protocol, cast
 
 from controllers.commands.check import check, checked, print_problems, print_warnings
 from controllers.compose.composition import compose
+from controllers.compose.listing import groups, listed, root_configs
 from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
@@ -45,23 +46,12 @@ SCRIPT = "VERL_RAY_SCRIPT"
 SCRIPT_MEANS = ("train", "--config-name", "quickstart")
 """A script that stands for these arguments names itself in this variable, so that messages name what was typed."""
 
-CONFIGURATION = """\
-root configs (--config-name):
-  quickstart    PPO on arithmetic; the run makes its own model and data
-  ppo           PPO with actor, critic, reference and reward
-  grpo          GRPO: no critic, rewards compared within the responses to one prompt
-  sft           supervised fine-tuning
-  reward_model  a reward model from pairs of a better and a worse response
-
+OVERRIDES = """\
 overrides (Hydra's grammar, no flags):
   key=value                       model.path=/models/qwen3 rollout.group_size=16
-  backend=engine|fsdp|megatron    the training backend of every role
-  backend@critic.backend=engine   the backend of one role
+  GROUP=CHOICE                    algorithm=grpo placement=separate backend=fsdp; all choices are below
+  backend@critic.backend=engine   the backend of one role; `backend@reward.backend=fsdp` with reward=model
   backend.dtype=bfloat16          a setting of the backend, for every role
-  algorithm=ppo|grpo|dr_grpo|rloo|reinforce_plus_plus|reinforce_plus_plus_baseline
-  placement=colocated|separate    whether roles share devices
-  reward=function|model|judge|http|mixed
-                                  who scores; `backend@reward.backend=fsdp` with a model
 """
 
 USAGE = f"""\
@@ -112,21 +102,6 @@ examples:
 """,
     ),
 }
-
-BENCH_USAGE = """\
-usage: verl-ray bench <suite> [flags of the suite]
-
-Measure speed on this machine and print the figures as JSON.
-
-suites:
-  data  split, concatenate, select, put and get rows, beside the memory bandwidth of the same minute
-  fsdp  the training backends on 1 and 2 ranks, beside plain PyTorch on the same rows
-  step  whole training steps of a small GRPO run, beside a floor of raw generation and raw training
-
-examples:
-  verl-ray bench data
-  verl-ray bench step --help
-"""
 
 
 class TakesConfig(Protocol):
@@ -228,9 +203,6 @@ def command_to_resume(typed: Sequence[str], resume: str, *, has_checkpoints: boo
 
 
 def _bench(arguments: list[str]) -> int:
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(BENCH_USAGE)
-        return 0
     stop_on_signals()
     implementation = cast(TakesArguments, importlib.import_module("controllers.bench").main)
     return _stoppable(lambda: implementation(arguments))
@@ -253,13 +225,20 @@ def _stoppable(work: Callable[[], int]) -> int:
         raise
 
 
+def _configuration() -> str:
+    """What a configuration is made of: root configs, overrides, and the choices of every group."""
+    parts = [f"root configs (--config-name):\n{listed(root_configs(), '  ')}\n", OVERRIDES]
+    parts += [f"choices of {group}:\n{listed(choices, '  ')}\n" for group, choices in groups().items()]
+    return "\n".join(parts)
+
+
 def _parser(command: str) -> argparse.ArgumentParser:
     about, examples = ABOUT[command]
     parser = argparse.ArgumentParser(
         prog=f"verl-ray {command}",
         usage=f"verl-ray {command} [--config-name NAME] [--config-dir DIR] [overrides]",
         description=textwrap.fill(about, 100),
-        epilog=f"{CONFIGURATION}\n{examples}\n{EXIT_CODES}",
+        epilog=f"{_configuration()}\n{examples}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import configs
+from controllers.bench import SUITES
 from controllers.command_line import _stoppable, command_to_resume, compose, main
 from controllers.compose.composition import examine
 from verl_ray.config.schema import RLConfig, SFTConfig
@@ -267,10 +269,25 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     if "-h" in arguments:
         for word in ("root configs", "overrides", "examples:", "exit codes:"):
             assert word in text
-        for root in (Path(configs.__file__).parent).glob("*.yaml"):
-            assert f"\n  {root.stem} " in text
-        for choice in (Path(configs.__file__).parent / "reward").glob("*.yaml"):
-            assert re.search(rf"reward=.*\b{choice.stem}\b", text)
+        shown = " ".join(text.split())
+        for file in Path(configs.__file__).parent.glob("*.yaml"):
+            assert described(file) in shown
+        for file in Path(configs.__file__).parent.glob("*/[!_]*.yaml"):
+            if file.parent.name != "base":
+                assert f"choices of {file.parent.name}:" in text and described(file) in shown
+
+
+def described(file: Path) -> str:
+    """What the help says of a choice: its name, and the comment that its file begins with."""
+    return f"{file.stem} {file.read_text().partition(chr(10))[0].removeprefix('# ')}"
+
+
+def test_every_suite_that_can_run_is_in_the_help_of_bench(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--help"]) == 0
+    text = capsys.readouterr().out
+    for name, about in SUITES.items():
+        assert re.search(rf"\n  {name} +{re.escape(about)}\n", text)
+        assert importlib.util.find_spec(f"controllers.bench.{name.replace('-', '_')}") is not None
 
 
 def test_an_unknown_command_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
