@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Float32, LogProbs, Rollouts, RowRewards, Values
+from verl_ray.data.stages import Finish, Float32, LogProbs, Rollouts, RowRewards, Values, versions_of
 
 
 def rollouts_of(
@@ -24,6 +24,7 @@ def rollouts_of(
     mask = np.array([m for row in masks for m in row], bool)
     row_id = np.arange(count, dtype=np.int64)
     texts = Ragged.of_texts([""] * count)
+    spans = Ragged(np.array([[p, 0] for p in prompts], np.int64).reshape(-1, 2), np.arange(count + 1))
     return Rollouts(
         offsets=offsets_of([len(row) for row in masks]),
         tokens=np.arange(len(mask), dtype=np.int32),
@@ -35,7 +36,8 @@ def rollouts_of(
         response_length=np.array(responses, np.int32),
         finish=np.array([Finish.STOP] * count if finish is None else finish, np.int8),
         rollout_log_probs=np.zeros(len(mask), np.float32),
-        version_spans=Ragged(np.array([[p, 0] for p in prompts], np.int64).reshape(-1, 2), np.arange(count + 1)),
+        version_spans=spans,
+        **versions_of(spans),
         messages=texts,
         data_source=texts,
         answer=texts,

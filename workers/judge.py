@@ -23,6 +23,7 @@ from verl_ray.rewards.judge import Judgement
 from verl_ray.rollout.base import Request, RolloutEngine, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
+from workers.grader import Grader
 from workers.reward import requests_of, scores_of
 from workers.rollout import start_engine
 
@@ -31,7 +32,7 @@ Tokens = npt.NDArray[np.int32]
 OWN_WEIGHTS = 0  # the judge's only policy version: what its directory holds
 
 
-class JudgeWorker:
+class JudgeWorker(Grader):
     """One replica of a judge. Its role is the key of its section."""
 
     def __init__(self, context: WorkerContext, config: JudgeReward, policy_path: str, seed: int) -> None:

@@ -1,7 +1,6 @@
 """The reward role by functions or by a service: grades responses as texts.
 
-Invariant: every row gets a score or a typed failure, never a silent 0. A reward model or a judge is another worker
-class with the same `score` verb.
+Invariant: every row gets a score or a typed failure, never a silent 0.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.process import ScoreRequest, ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
+from workers.grader import Grader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,7 +34,7 @@ class TextGrader(Protocol):
     def close(self) -> None: ...
 
 
-class RewardWorker:
+class RewardWorker(Grader):
     """Grades each response by the function of its data source, or by a service."""
 
     def __init__(self, context: WorkerContext, config: FunctionReward | HttpReward, policy_path: str) -> None:

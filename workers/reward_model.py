@@ -26,6 +26,7 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import Outputs
 from verl_ray.rewards.health import Health, Score
+from workers.grader import Grader
 from workers.model_worker import ModelWorker, UpdateReport
 from workers.reward import response_texts, scores_of
 
@@ -64,7 +65,7 @@ class RewardModelWorker(ModelWorker):
         return found.scores
 
 
-class RewardModelGrader(RewardModelWorker):
+class RewardModelGrader(RewardModelWorker, Grader):
     """Grades rollouts of a policy, whose tokenizer may be another than the model's."""
 
     def __init__(

@@ -20,7 +20,7 @@ from verl_ray.cluster.host import concurrent, steering, when_nobody_listens
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of
-from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
+from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts, versions_of
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.reads import counting_reads
@@ -266,6 +266,7 @@ def _rollouts(prompts: Prompts, prompt_of: Mapping[int, int], chunks: list[Chunk
         finish=np.array([Finish.ABORTED if chunk.finish is None else chunk.finish for chunk in chunks], np.int8),
         rollout_log_probs=log_probs,
         version_spans=spans,
+        **versions_of(spans),
         messages=asked.messages,
         data_source=asked.data_source,
         answer=asked.answer,

@@ -27,7 +27,7 @@ from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import put, read
 from verl_ray.data.batch import Int64, Kind, Ragged, offsets_of
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, LogProbs, Rollouts
+from verl_ray.data.stages import Finish, LogProbs, Rollouts, versions_of
 
 PARTS = 8
 GROWTH = 8  # how many times as many tokens go through the driver's hands
@@ -79,6 +79,7 @@ def rollouts(lengths: Int64) -> Rollouts:
     rows, offsets = len(lengths), offsets_of(lengths)
     prompt = np.minimum(_PROMPT_TOKENS, lengths - 1).astype(np.int32)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    spans = Ragged(np.zeros((rows, 2), np.int64), np.arange(rows + 1))
     text = Ragged(np.full(4 * rows, ord("7"), np.uint8), np.arange(rows + 1) * 4)
     return Rollouts(
         offsets=offsets,
@@ -91,7 +92,8 @@ def rollouts(lengths: Int64) -> Rollouts:
         response_length=(lengths - prompt).astype(np.int32),
         finish=np.full(rows, Finish.STOP, np.int8),
         rollout_log_probs=np.full(offsets[-1], -1.0, np.float32),
-        version_spans=Ragged(np.zeros((rows, 2), np.int64), np.arange(rows + 1)),
+        version_spans=spans,
+        **versions_of(spans),
         messages=text,
         data_source=text,
         answer=text,

@@ -20,12 +20,12 @@ from statistics import median
 from typing import Any
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.publishing.publisher import Publisher
-from controllers.rollouts.replicas import RolloutServers
-from controllers.system.build import Shape, plan_processes, rollout_spec
+from controllers.devices.residency import Sharing
+from controllers.system.build import Shape, own_replicas, plan_processes, rollout_spec
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
+from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.prompts import PromptSource
@@ -79,14 +79,14 @@ def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int,
     ours, theirs = [], []
     on_gpus, actor = shape.gpus > 0, groups[roles["actor"]]
     with groups, offline(config, prompts, replicas, threads, on_gpus=on_gpus) as engines:
-        servers = RolloutServers(groups.replicas(roles["rollout"]), config.rollout)
-        Publisher(actor, servers, config, sharing=(actor,) if on_gpus else (), has_gpus=on_gpus).publish(0)
+        servers = own_replicas(config, groups.replicas(roles["rollout"]), actor, [actor], on_gpus=on_gpus)
+        servers.publish(0)
         for number in range(repeats + 1):
             began = time.perf_counter()
-            tokens = sum(
-                int(piece.row("response_length").sum())
-                for piece in servers.generate(prompts, replace(what, run_seed=number))
-            )
+            drawing = servers.draw(prompts, replace(what, run_seed=number))
+            while drawing.owed:
+                servers.advance(TICK_S)
+            tokens = sum(int(piece.row("response_length").sum()) for piece in drawing.finished)
             seconds = time.perf_counter() - began
             told = [_draw(engine, number) for engine in _begin(engines, number)]
             if number:  # the first of each is not timed
@@ -110,7 +110,7 @@ def offline(
     """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
     from verl_ray.rollout.vllm_engine import environment
 
-    spec = rollout_spec(config, shares_a_gpu=False)
+    spec = rollout_spec(config, Sharing.of(config, on_gpus=False))
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]
     cpu = {"enforce_eager": True, "enable_chunked_prefill": False}  # as our engine
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")

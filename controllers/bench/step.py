@@ -33,7 +33,7 @@ from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
-from verl_ray.data.buffer import Experience
+from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
@@ -95,13 +95,12 @@ class Drawing(Producer):
     forced = False
     last: Experience
 
-    def produce(
-        self, prompts: Prompts, policy_version: int, timers: Timers, generation: Generation | None = None
-    ) -> Experience:
-        what = generation or self.training()
-        if self.forced:
-            what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
-        self.last = super().produce(prompts, policy_version, timers, what)
+    def training(self) -> Generation:
+        what = super().training()
+        return replace(what, sampling=replace(what.sampling, stop_token_ids=())) if self.forced else what
+
+    def take(self, prompts: Prompts, buffer: RolloutBuffer, policy_version: int, timers: Timers) -> Experience:
+        self.last = super().take(prompts, buffer, policy_version, timers)
         return self.last
 
 

@@ -22,9 +22,7 @@ from statistics import median
 from typing import TYPE_CHECKING, cast
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.publishing.publisher import Publisher
-from controllers.rollouts.replicas import RolloutServers
-from controllers.system.build import Shape, plan_processes
+from controllers.system.build import Shape, own_replicas, plan_processes
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
@@ -154,10 +152,9 @@ def _in_turns(
     *,
     on_gpu: bool,
 ) -> dict[str, object]:
-    servers = RolloutServers(replicas, config.rollout)
-    publisher = Publisher(actor, servers, config, sharing=(actor,) if on_gpu else (), has_gpus=on_gpu)
+    owner = own_replicas(config, replicas, actor, [actor], on_gpus=on_gpu)
     (replica,) = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
-    publisher.publish(0)
+    owner.publish(0)
     nbytes = replica.rank_zero(MeasuredWorker.hold, config.actor.model.path).result()
     took: dict[str, list[float]] = {}
 
@@ -172,7 +169,7 @@ def _in_turns(
     for number in range(1, repeats + 2):
         if number == 2:
             took.clear()  # what is set up once is not timed
-        metrics = publisher.publish(number)
+        metrics = owner.publish(number)
         note("stream", metrics["timing_s/weight_sync/stream"])
         note("prove", metrics["timing_s/weight_sync/prove"])
         note("wake", metrics["timing_s/weight_sync/wake"])
@@ -181,7 +178,7 @@ def _in_turns(
         note("copy", replica.rank_zero(MeasuredWorker.copy).result())
         note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
         if on_gpu:
-            publisher.hand_back()
+            owner.switch_to_training()
             note("offload", place("host"))
             note("onload", place("device"))
         print(f"hand-over {number - 1} of {repeats}", file=sys.stderr, flush=True)

@@ -15,6 +15,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT
 from verl_ray.config.schema import RLConfig
+from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Finish
 from verl_ray.profiling.timers import Timers
@@ -40,8 +41,10 @@ class Evaluator:
         val-aux/failed_scores counts them.
         """
         wanted = self._config.evaluation
+        buffer = RolloutBuffer(wanted.group_size, self._config.rollout.staleness)
         with timers("testing"):
-            experience = producer.produce(self._prompts, policy_version, timers, producer.evaluation())
+            producer.begin(self._prompts, producer.evaluation(), buffer)
+            experience = producer.take(self._prompts, buffer, policy_version, timers)
         raw = measures.graded(experience.scores)
         graded = self._shaping.weigh(raw)
         sources = np.repeat(self._prompts.data_source.texts(), wanted.group_size).tolist()

@@ -1,110 +1,131 @@
 """Producing experience: responses to prompts, each scored while others are still being generated.
 
-Invariant: rows come back in the order of their ids, whichever replica was faster, so what follows does not depend on
-timing. Used for training and for evaluation alike; they differ in sampling and in the random streams of their seeds.
+Invariant: what a buffer gets is scored; which rows it gets when depends on timing, and what is taken from it does not.
+Used for training and for evaluation alike; they differ in sampling and in the random streams of their seeds.
+Deliberately not here: which replica draws what (`replicas.py`), and when groups are drawn (`controllers/trainers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
-from controllers.rollouts.replicas import RolloutServers
-from verl_ray.cluster.calls import Call, look_after, wait_all
+from controllers.rollouts.drawing import Drawing
+from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, Piece
+from controllers.rollouts.replicas import Replicas
+from verl_ray.cluster.calls import look_after
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import read
-from verl_ray.config.reward import HELD_OUT, ModelReward
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.schema import RLConfig
-from verl_ray.data.buffer import Experience
-from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Prompts, Rollouts, Scores
-from verl_ray.errors import RewardError
+from verl_ray.data.buffer import Experience, RolloutBuffer
+from verl_ray.data.stages import Prompts
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.health import Health
 from verl_ray.rollout.base import Sampling
-from workers.reward import RewardWorker
-from workers.reward_model import RewardModelGrader
+from workers.grader import Grader
 from workers.rollout import Generation
 
-TRAINING, EVALUATION = "train", "evaluate"
-"""What responses are drawn for: part of every seed."""
+
+@dataclass
+class _Production:
+    """Groups that are being drawn and scored."""
+
+    drawing: Drawing
+    buffer: RolloutBuffer
+    scoring: list[Piece] = field(default_factory=list)
+
+    @property
+    def is_over(self) -> bool:
+        return self.is_drawn and not self.scoring
+
+    @property
+    def is_drawn(self) -> bool:
+        return not self.drawing.owed and not self.drawing.finished
 
 
 class Producer:
-    def __init__(
-        self,
-        config: RLConfig,
-        rollout: RolloutServers,
-        graders: Mapping[str, WorkerGroup[Any]],
-    ) -> None:
-        self._config, self._rollout, self._groups = config, rollout, graders
+    """Advanced wherever the driver waits (`Background`)."""
 
-    def produce(
-        self, prompts: Prompts, policy_version: int, timers: Timers, generation: Generation | None = None
-    ) -> Experience:
-        """Responses to all prompts, with their scores. `generation`: what to draw; None = as for training."""
-        what = generation or self.training()
-        graders = self.graders(what.purpose)
-        pieces: list[Sharded[Rollouts]] = []
-        scoring: dict[str, list[Call[Sharded[Scores]]]] = {name: [] for name in graders}
+    def __init__(self, config: RLConfig, replicas: Replicas, graders: Mapping[str, WorkerGroup[Grader]]) -> None:
+        self._config, self._replicas = config, replicas
+        self._graders = Graders(config, graders)
+        self._open: list[_Production] = []
+        self._looked_s = 0.0
+
+    def begin(self, prompts: Prompts, what: Generation, buffer: RolloutBuffer) -> None:
+        """Draw and score these groups; they are reserved in the buffer, and go there piece by piece."""
+        buffer.reserve(prompts.group_id)
+        self._open.append(_Production(self._replicas.draw(prompts, what), buffer))
+
+    def take(self, prompts: Prompts, buffer: RolloutBuffer, policy_version: int, timers: Timers) -> Experience:
+        """The groups of these prompts, for the policy that learns next; waits until all are there.
+
+        Raises:
+            RewardError: more scores failed than max_failed_fraction allows.
+            DataError: they were drawn from a policy that is too old.
+        """
         with timers("gen"), timers.waiting():
-            for piece in self._rollout.generate(prompts, what, lambda: _look_after(scoring)):
-                pieces.append(piece)
-                for name, calls in scoring.items():
-                    calls.append(self._score(name, piece))
+            while buffer.missing(prompts.group_id) and not all(one.is_drawn for one in self._open):
+                self.advance(TICK_S)
         with timers("reward"), timers.waiting():
-            wait_all([call for calls in scoring.values() for call in calls])  # whichever of them fails first
-            scores = {name: Sharded.concat([call.result() for call in calls]) for name, calls in scoring.items()}
-        rollouts = Sharded.concat(pieces)
-        for name, graded in scores.items():
-            self._refuse_broken_grader(name, graded)
-        order = np.argsort(rollouts.row("row_id"), kind="stable")
-        ordered = {name: graded.select(order) for name, graded in scores.items()}
-        return Experience(rollouts.select(order), ordered, policy_version)
+            experience = buffer.take(prompts.group_id, policy_version, lambda: self.advance(TICK_S))
+        self._graders.refuse_broken(experience.scores)
+        return experience
 
-    def graders(self, purpose: str) -> tuple[str, ...]:
-        """Who scores what is drawn for training, or for evaluation."""
-        own = purpose == EVALUATION and HELD_OUT in self._groups
-        return (HELD_OUT,) if own else tuple(self._config.graders)
+    def give_up(self) -> None:
+        """Nobody waits for what is being drawn and scored."""
+        self._replicas.stop_drawing()
+        self._open.clear()
 
-    def _score(self, name: str, piece: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
-        group = self._groups[name]
-        if isinstance(self._config.graders.get(name), ModelReward):
-            return group.scatter(RewardModelGrader.score, piece)  # its ranks may have to meet
-        return group.route(RewardWorker.score, piece)
+    # --------------------------------------------------------------------------------------------------- background
+
+    def references(self) -> list[Any]:
+        """Pieces to come, and scores to come."""
+        scoring = [reference for call in self._calls() for reference in call.references()]
+        return [*self._replicas.references(), *scoring]
+
+    def advance(self, timeout_s: float = 0.0) -> None:
+        """Hand on what is finished: responses to the graders, and scored ones to their buffers. Waits for something to
+        hand on up to `timeout_s` seconds."""
+        if timeout_s and any(one.scoring for one in self._open):
+            wait(self.references(), 1, timeout_s)  # of both kinds, whichever comes first
+            timeout_s = 0.0
+        self._replicas.advance(timeout_s)
+        for one in self._open:
+            while one.drawing.finished:
+                piece = one.drawing.finished.popleft()
+                one.scoring.append(self._graders.score(piece, one.drawing.generation.purpose))
+            one.scoring = [piece for piece in one.scoring if not self._hand_on(piece, one.buffer)]
+        self._open = [one for one in self._open if not one.is_over]
+
+        if time.monotonic() - self._looked_s >= TICK_S:
+            self._looked_s = time.monotonic()
+            look_after(self._calls())
+
+    def _hand_on(self, piece: Piece, buffer: RolloutBuffer) -> bool:
+        """Whether it is scored, and in the buffer."""
+        scored = piece.poll()
+        if scored is not None:
+            buffer.put(scored)
+        return scored is not None
+
+    def _calls(self) -> list[Any]:
+        return [call for one in self._open for piece in one.scoring for call in piece.calls]
+
+    # ------------------------------------------------------------------------------------------------- what to draw
 
     def training(self) -> Generation:
+        """What is drawn for each prompt to learn from."""
         rollout = self._config.rollout
         return self._generation(TRAINING, rollout.group_size, rollout.temperature, rollout.top_p, rollout.top_k)
 
     def evaluation(self) -> Generation:
+        """What is drawn for each held-out problem."""
         wanted = self._config.evaluation
         return self._generation(EVALUATION, wanted.group_size, wanted.temperature, 1.0, -1)
-
-    def _refuse_broken_grader(self, name: str, scores: Sharded[Scores]) -> None:
-        """A few failed scores are counted and left out; more than max_failed_fraction are no measurement."""
-        if name == HELD_OUT:
-            return  # counted among the metrics of the evaluation, which no training depends on
-        health = scores.row("health")
-        failed = np.flatnonzero(health != Health.OK)
-        limit, found = self._config.graders[name].max_failed_fraction, len(failed) / len(health)
-        if found > limit:
-            names, counts = np.unique(health[failed], return_counts=True)
-            kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(names, counts, strict=True)}
-            first = read(scores.select(failed[:1]), self._config.run.stall_s).detail.texts()[0]
-            raise RewardError(
-                f"{found:.0%} of the scores failed ({kinds}), more than {name}.max_failed_fraction = {limit}. "
-                f"The first: {first}"
-            )
 
     def _generation(self, purpose: str, group_size: int, temperature: float, top_p: float, top_k: int) -> Generation:
         rollout = self._config.rollout
         sampling = Sampling(temperature, top_p, top_k, rollout.max_response_tokens)
         return Generation(purpose, group_size, sampling, self._config.run.seed, rollout.stream_rows)
-
-
-def _look_after(scoring: Mapping[str, Sequence[Call[Any]]]) -> None:
-    """While responses are drawn: raise for a grader that makes no progress."""
-    look_after([call for calls in scoring.values() for call in calls])

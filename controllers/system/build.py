@@ -13,8 +13,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from controllers.devices.residency import Residency, Sharing
+from controllers.publishing.publisher import Publisher
 from controllers.rollouts.endpoints import Endpoints
-from controllers.rollouts.replicas import RolloutServers
+from controllers.rollouts.replicas import Replicas
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
@@ -82,7 +84,7 @@ class System:
     actor: WorkerGroup[ActorWorker]
     critic: WorkerGroup[CriticWorker] | None
     reference: WorkerGroup[ReferenceWorker] | None
-    rollout: RolloutServers | None
+    rollout: Replicas | None
     graders: Mapping[str, WorkerGroup[Any]]
     """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
     run trains."""
@@ -122,14 +124,31 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
     actor, critic, reference = map(group, ("actor", "critic", "reference"))
     rollout = None
     if isinstance(config, RLConfig):
-        replicas = groups.replicas(plan.roles["rollout"])
-        endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
+        models = [one for one in (actor, critic, reference) if one is not None]
         try:
-            rollout = RolloutServers(replicas, config.rollout, endpoints)
+            rollout = own_replicas(
+                config, groups.replicas(plan.roles["rollout"]), actor, models, on_gpus=shape.gpus > 0
+            )
         except BaseException:
             groups.close()
             raise
     return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0, plan.devices)
+
+
+def own_replicas(
+    config: RLConfig,
+    replicas: Sequence[WorkerGroup[RolloutWorker]],
+    actor: WorkerGroup[ActorWorker],
+    models: Sequence[WorkerGroup[Any]],
+    *,
+    on_gpus: bool,
+) -> Replicas:
+    """The owner of these replicas, who get the actor's weights. `models`: the groups, the actor included, that make
+    room for rollouts where they share devices with them."""
+    residency = Residency(Sharing.of(config, on_gpus=on_gpus), actor, models)
+    publisher = Publisher(actor, config, residency, has_gpus=on_gpus)
+    endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
+    return Replicas(replicas, publisher, residency, config.rollout, endpoints)
 
 
 def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
@@ -167,9 +186,10 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     }
     if isinstance(config, RLConfig):
         bundles = SHARED if colocated else "rollout"
-        spec = rollout_spec(config, shares_a_gpu=bool(gpu) and colocated)
+        sharing = Sharing.of(config, on_gpus=bool(gpu))
+        spec = rollout_spec(config, sharing)
         engines = one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True)
-        sets.append(replace(engines, built_first=spec.asleep is not None))  # awake, they and the trainers do not fit
+        sets.append(replace(engines, built_first=sharing.engines_start_first))
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
         policy = config.actor.model.path
         for name, grader in graders.items():
@@ -271,9 +291,9 @@ def updates_per_step(role: SupervisedRole, config: Config) -> int:
     return role.epochs * -(-rows // (role.mini_batch_size or rows))
 
 
-def rollout_spec(config: RLConfig, *, shares_a_gpu: bool) -> RolloutSpec:
+def rollout_spec(config: RLConfig, sharing: Sharing) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=shares_a_gpu) else None
-    frees = config.rollout.frees(shares_a_gpu=shares_a_gpu)
-    asleep = None if frees == "never" else frees
-    return RolloutSpec(config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, asleep)
+    lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=sharing.devices) else None
+    return RolloutSpec(
+        config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, sharing.sleeps
+    )

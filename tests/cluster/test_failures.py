@@ -223,7 +223,7 @@ def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew
     before = group.scatter(Echo.halve, rows)
     with pytest.raises(WorkerDied):
         group.broadcast(Echo.die, 0).result()
-    group.restart()
+    group.restart().wait()
     assert group.incarnation == 2
     with pytest.raises(StaleIncarnation, match="answer of incarnation 1 was asked for, the group is at 2"):
         before.result()

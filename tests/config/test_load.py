@@ -11,7 +11,7 @@ import yaml
 
 from controllers.compose.composition import compose, examine
 from verl_ray.config.load import known_keys, parse, to_tree
-from verl_ray.config.renamed import RENAMED, renewed
+from verl_ray.config.renamed import ADDED, RENAMED, renewed
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -40,15 +40,16 @@ def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:
     assert problems(values)["run.call_deadline_s"].fix == "run.call_deadline_s is now run.stall_s."
     (problem,) = examine("quickstart", ["rollout.health.stall_s=60"]).problems
     assert (problem.key, problem.fix) == ("rollout.health.stall_s", "rollout.health.stall_s is now run.stall_s.")
-    assert set(RENAMED.values()) <= set(known_keys(RLConfig)) and not set(RENAMED) & set(known_keys(RLConfig))
+    assert {*RENAMED.values(), *ADDED} <= set(known_keys(RLConfig)) and not set(RENAMED) & set(known_keys(RLConfig))
 
 
 def test_an_earlier_configuration_is_renewed() -> None:
     saved = tree()
-    del saved["run"]["stall_s"]
+    del saved["run"]["stall_s"], saved["rollout"]["staleness"]
     saved["run"] |= {"call_deadline_s": 77.0, "start_deadline_s": 5.0}
     saved["rollout"]["health"]["stall_s"] = 6.0
     assert parse(renewed(saved)).run.stall_s == 77.0
+    assert renewed(saved)["rollout"]["staleness"] == 0 and "rollout" not in renewed({"run": {}})
     assert saved["run"]["call_deadline_s"] == 77.0  # what was given is as it was
     assert renewed(tree()) == tree()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controllers.trainers.reinforcement import Trainer
-from tests.controllers.runs import Inputs, Samplers, make_inputs, servers_of, start_some, trainer_of
+from tests.controllers.runs import Inputs, Samplers, make_inputs, replicas_of, start_some, trainer_of
 from verl_ray.cluster.session import Session
 
 MakeTrainer = Callable[..., Trainer]
@@ -25,7 +25,7 @@ def samplers(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPath
     config = inputs.config("ppo", folder)
     groups, by_name = start_some(config, folder, sampling=True)
     with groups:
-        yield Samplers(servers_of(config, groups), by_name["reward"])
+        yield Samplers(replicas_of(config, groups), by_name["reward"])
 
 
 @pytest.fixture(scope="package")

@@ -8,7 +8,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +16,7 @@ from unittest import mock
 
 from controllers.command_line import main
 from controllers.compose.composition import compose
-from controllers.rollouts.endpoints import Endpoints
-from controllers.rollouts.replicas import RolloutServers
-from controllers.system.build import Shape, System, plan_processes
+from controllers.system.build import Shape, System, own_replicas, plan_processes
 from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
@@ -26,10 +24,13 @@ from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.schema import Config, RLConfig, SFTConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
+from verl_ray.profiling.timers import Timers
 from workers.reward import RewardWorker
+from workers.rollout import Generation, RolloutWorker
 
 ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")
@@ -135,7 +136,7 @@ def command_here(cluster: Session, *arguments: str, code: int = 0) -> subprocess
 class Samplers:
     """Rollout replicas and a reward rank, which any number of trainers use one after another."""
 
-    rollout: RolloutServers
+    rollout: Sequence[WorkerGroup[RolloutWorker]]
     reward: WorkerGroup[RewardWorker]
 
 
@@ -148,11 +149,9 @@ def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups,
     return groups, {name: groups[role] for name, role in roles.items() if name != "rollout"}
 
 
-def servers_of(config: RLConfig, groups: Groups) -> RolloutServers:
+def replicas_of(config: RLConfig, groups: Groups) -> Sequence[WorkerGroup[RolloutWorker]]:
     """The rollout replicas that `start_some` started."""
-    role = plan_processes(config, SHAPE).roles["rollout"]
-    endpoints = Endpoints(config) if config.rollout.endpoint.enabled else None
-    return RolloutServers(groups.replicas(role), config.rollout, endpoints=endpoints)
+    return groups.replicas(plan_processes(config, SHAPE).roles["rollout"])
 
 
 @contextmanager
@@ -166,13 +165,27 @@ def training(config: RLConfig, samplers: Samplers) -> Iterator[Trainer]:
 def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], samplers: Samplers) -> Trainer:
     """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
     used = {name: group for name, group in roles.items() if name in config.model_roles}
+    models = [used[name] for name in ("actor", "critic", "reference") if name in used]
+    replicas = own_replicas(config, samplers.rollout, used["actor"], models, on_gpus=False)
     system = System(
-        groups, used["actor"], used.get("critic"), used.get("reference"), samplers.rollout,
+        groups, used["actor"], used.get("critic"), used.get("reference"), replicas,
         {"reward": samplers.reward}, has_gpus=False, devices=used["actor"].num_ranks,
     )  # fmt: skip
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
     return Trainer(config, system, prompts, None)
+
+
+def produced(run: Trainer, prompts: int, what: Generation, timers: Timers | None = None) -> Experience:
+    """Scored responses to the first so many prompts, drawn from the policy as it is."""
+    asked, buffer = run.prompts.all(prompts), RolloutBuffer(what.group_size, staleness=0)
+    run.producer.begin(asked, what, buffer)
+    return run.producer.take(asked, buffer, run.policy_version, timers or Timers())
+
+
+def timed_by(run: Trainer, timers: Timers) -> None:
+    """The whole trainer uses these timers from now on."""
+    run.timers = run.learner.timers = timers
 
 
 def lasting(metrics: dict[str, float]) -> dict[str, float]:

@@ -23,7 +23,7 @@ from verl_ray.cluster import failures
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.heartbeat import ASKED
 from verl_ray.cluster.host import Failure
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.waiting import TICK_S, Background, wait
 from verl_ray.errors import StaleIncarnation, WorkerDied, WorkerError
 
 T = TypeVar("T")
@@ -95,20 +95,38 @@ class Call(Generic[T]):
             return True
         return len(wait(references, len(references), timeout_s)) == len(references)
 
+    def poll(self) -> bool:
+        """Whether the answer is there; returns at once. Raises as `result` does once a rank has failed."""
+        if self._answer is None:
+            check_current(self._caller, self._incarnation)
+            with _failing([self]):
+                replies = arrived(self._flights)
+            if replies is not None:
+                self._finish(replies)
+        return self._answer is not None
+
+    def references(self) -> list[Any]:
+        """What the answer is made of, as far as it is still to be waited for."""
+        return [flight.reply for flight in self._flights]
+
     def _finish(self, replies: Sequence[Any]) -> None:
         self._answer = (self._assemble([(f.payload, reply) for f, reply in zip(self._flights, replies, strict=True)]),)
         self._flights = ()  # the answer holds the references that are wanted
 
 
-def wait_all(calls: Sequence[Call[T]], watch: Callable[[], None] | None = None) -> list[T]:
+def wait_all(
+    calls: Sequence[Call[T]],
+    watch: Callable[[], None] | None = None,
+    background: Background | None = None,
+) -> list[T]:
     """The answers of several calls, in order. A failure of any of them ends the wait, and so does one that makes no
     progress, and what `watch` raises, which is called now and then meanwhile. Those that have not answered may be
-    waited for again."""
+    waited for again. `background`: advanced meanwhile, as soon as it can be."""
     for call in calls:
         check_current(call._caller, call._incarnation)
     waiting = [call for call in calls if call._answer is None]
     with _failing(waiting):
-        replies = collect([flight for call in waiting for flight in call._flights], watch)
+        replies = collect([flight for call in waiting for flight in call._flights], watch, background)
     start = 0
     for call in waiting:
         end = start + len(call._flights)
@@ -140,26 +158,50 @@ def _failing(calls: Sequence[Call[Any]]) -> Iterator[None]:
         raise
 
 
-def collect(flights: Sequence[Flight], watch: Callable[[], None] | None = None) -> list[Any]:
+def collect(
+    flights: Sequence[Flight], watch: Callable[[], None] | None = None, background: Background | None = None
+) -> list[Any]:
     """The replies, in the order of the flights. Raises the first failure of any rank, or its root cause, or what
-    `watch` raises."""
+    `watch` or `background` raises."""
     pending = {flight.reply: flight for flight in flights}
     replies: dict[Any, Any] = {}
     looked = time.monotonic()
     while pending:
-        ready = wait(list(pending), 1, TICK_S)
-        if ready:
+        beside = [] if background is None else list(background.references())
+        ready = wait([*pending, *beside], 1, TICK_S)
+        if ready and ready[0] in pending:
             flight = pending.pop(ready[0])
-            reply = receive(flight)
-            if isinstance(reply, WorkerError):
-                raise root_cause(reply, list(pending.values()))
-            replies[flight.reply] = reply
+            replies[flight.reply] = _received(flight, list(pending.values()))
+        elif ready and background is not None:
+            background.advance()
         if time.monotonic() - looked >= TICK_S:
             looked = time.monotonic()
             if watch is not None:
                 watch()
+            if background is not None:
+                background.advance()  # it may have more to do than to take what is there
             refuse_stalled(list(pending.values()))
     return [replies[flight.reply] for flight in flights]
+
+
+def arrived(flights: Sequence[Flight]) -> list[Any] | None:
+    """The replies, in the order of the flights, once all are there; None before. Returns at once. Raises as `collect`
+    does."""
+    there = set(wait([flight.reply for flight in flights], len(flights), 0.0)) if flights else set()
+    pending = [flight for flight in flights if flight.reply not in there]
+    replies = [_received(flight, pending) for flight in flights if flight.reply in there]
+    if not pending:
+        return replies
+    refuse_stalled(pending)
+    return None
+
+
+def _received(flight: Flight, pending: Sequence[Flight]) -> Any:
+    """The reply, which is there; raises the failure that it amounts to, or that of a rank that died beside it."""
+    reply = receive(flight)
+    if isinstance(reply, WorkerError):
+        raise root_cause(reply, pending)
+    return reply
 
 
 def answered(flights: Sequence[Flight], within_s: float) -> list[Any]:

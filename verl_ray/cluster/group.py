@@ -21,7 +21,7 @@ from verl_ray.cluster import failures
 from verl_ray.cluster.calls import Call, Flight, receive, refuse_stalled
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.host import CONTROL, PATIENCE, Request, Status, Value, lane_of
-from verl_ray.cluster.processes import Processes
+from verl_ray.cluster.processes import Processes, Restart
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.packing import balance, estimated_work
@@ -260,12 +260,13 @@ class WorkerGroup(Generic[W]):
         """Tell every worker to give up what it is doing: its own `abort`, if it has one."""
         self._control("abort", self.role)
 
-    def restart(self) -> None:
-        """New processes for this group, and for every group that shares them: one more incarnation of each."""
-        self._processes.restart()
+    def restart(self) -> Restart:
+        """New processes for this group, and for every group that shares them: one more incarnation of each. Returns
+        at once; the group may be called once the restart is over."""
+        return self._processes.restart()
 
     def kill(self) -> None:
-        """End its processes at once, also those of a restart that is under way in another thread, which then fails."""
+        """End its processes at once, also those of a restart that is under way."""
         self._processes.kill()
 
     def owns(self, error: WorkerError) -> bool:

@@ -7,18 +7,19 @@ replaces every process of a set, and with them every role that shares them. Deli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import ray
 
 from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Flight, collect
+from verl_ray.cluster.calls import Flight, arrived, collect
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.heartbeat import Heartbeat
 from verl_ray.cluster.host import COLLECTIVE, CONTROL, LANES, Seat, WorkerHost
 from verl_ray.cluster.placement import Place, ProcessSet
+from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
 
@@ -131,14 +132,52 @@ class Processes:
         failures.kill(self.members)
         self.members = []
 
-    def restart(self) -> None:
-        """End all processes and start new ones in their place, as one more incarnation; all or nothing."""
+    def restart(self) -> Restart:
+        """End all processes, and begin to start new ones in their place, as one more incarnation; all or nothing."""
         self.kill()
-        start([self])
+        return Restart(self)
+
+    def start_steps(self) -> Generator[list[Flight], list[Any], None]:
+        """The steps of a start: yields what is asked of the processes, and is sent the replies."""
+        facts = yield self.spawn()
+        told = yield self.build(facts)
+        self.settle(told)
 
     def _ask(self, member: Member, method: str, lane: str, *args: object) -> Flight:
         reply = getattr(member.actor, method).options(concurrency_group=lane).remote(*args)
         return Flight(member, f"start ({method})", None, reply, self.stall_s)
+
+
+class Restart:
+    """New processes on their way. Whoever waits for them asks now and then, and does other things meanwhile."""
+
+    def __init__(self, processes: Processes) -> None:
+        self._processes = processes
+        self._steps = processes.start_steps()
+        self._asked = next(self._steps)
+
+    def poll(self) -> bool:
+        """Whether they are there; returns at once.
+
+        Raises:
+            WorkerError: one of them failed or makes no progress; all have ended by then.
+        """
+        try:
+            replies = arrived(self._asked)
+            if replies is None:
+                return False
+            self._asked = self._steps.send(replies)
+        except StopIteration:
+            return True
+        except BaseException:
+            self._processes.kill()
+            raise
+        return False
+
+    def wait(self) -> None:
+        """Until they are there; raises as `poll` does."""
+        while not self.poll():
+            wait([flight.reply for flight in self._asked], len(self._asked), TICK_S)
 
 
 def start(sets: Sequence[Processes]) -> None:

@@ -9,13 +9,23 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import ray
 
 from verl_ray.cluster.signals import heed_signals
 
 TICK_S = 0.5
+
+
+class Background(Protocol):
+    """Work of the driver that goes on while it waits for something else. Both methods return at once."""
+
+    def references(self) -> Sequence[Any]:
+        """What the work waits for: when one of these is there, it can be advanced."""
+
+    def advance(self) -> None:
+        """Take what is there, and begin what comes next."""
 
 
 def wait(references: Sequence[Any], count: int, timeout_s: float) -> list[Any]:

@@ -1,7 +1,7 @@
-"""Keys that were called otherwise in earlier versions.
+"""Keys that were called otherwise in earlier versions, and keys that these did not have.
 
-Invariant: every key on the right exists. Deliberately not here: keys that were never there, for which a near spelling
-is found (`suggest.py`).
+Invariant: every key that is named here as a present one exists. Deliberately not here: keys that were never there, for
+which a near spelling is found (`suggest.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ RENAMED = {
     "rollout.health.stall_s": "run.stall_s",
 }
 """The old key, and the one that says it now. Of several that became one, the first is the one whose value it takes."""
+
+
+ADDED: dict[str, Any] = {"rollout.staleness": 0}
+"""A key that earlier versions did not have, and the value of what they did."""
 
 
 def new_name(key: str) -> str | None:
@@ -36,6 +40,11 @@ def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
             there = _section(made, target)
             if there is not None:
                 there.setdefault(new, value)
+    for key, value in ADDED.items():
+        section, _, name = key.rpartition(".")
+        holder = _section(made, section)
+        if holder is not None:
+            holder.setdefault(name, value)
     return made
 
 

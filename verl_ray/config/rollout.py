@@ -110,6 +110,9 @@ class RolloutConfig(RolloutEngineConfig):
     """Finished responses are handed on to the reward role once this many are ready."""
     in_flight: Positive
     """Responses that one replica draws at a time; the others wait for the least loaded one."""
+    staleness: NonNegative
+    """How many policy versions a token may be behind the policy that learns from it; 0 = a step learns from its own
+    rollouts alone."""
     sync: SyncConfig
     health: HealthConfig
     endpoint: EndpointConfig

@@ -59,10 +59,21 @@ class Rollouts(Rows):
     finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish
     rollout_log_probs: Float32 = token(np.float32)  # as sampled, after temperature; 0 outside the mask
     version_spans: Ragged = ragged(np.int64, 2)  # (first token of the span, policy version), ascending
+    oldest_version: Int64 = row(np.int64)  # the policy version of the row's first response token; -1 without tokens
+    newest_version: Int64 = row(np.int64)  # and of its last one
     messages: Ragged = ragged(np.uint8)  # as in Prompts, like the following
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
+
+
+def versions_of(spans: Ragged) -> dict[str, Int64]:
+    """The columns `oldest_version` and `newest_version`, int64 [rows], of rows with these version spans."""
+    some = np.diff(spans.offsets) > 0
+    versions = {name: np.full(len(some), -1, np.int64) for name in ("oldest_version", "newest_version")}
+    versions["oldest_version"][some] = spans.values[spans.offsets[:-1][some], 1]
+    versions["newest_version"][some] = spans.values[spans.offsets[1:][some] - 1, 1]
+    return versions
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)

@@ -13,23 +13,24 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 S = TypeVar("S", bound=Hashable)
+K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Item:
+class Item(Generic[K]):
     """Something to draw: `size` responses that share a prefix."""
 
-    session: int
+    session: K
     size: int
 
 
-class Balancer(Generic[S]):
+class Balancer(Generic[S, K]):
     def __init__(self, servers: Iterable[S], room: int) -> None:
         """`room`: responses that a server draws at a time; a larger item has a server to itself."""
         self._room = room
         self._loads: dict[S, int] = dict.fromkeys(servers, 0)
-        self._homes: dict[int, S] = {}
-        self._waiting: deque[Item] = deque()
+        self._homes: dict[K, S] = {}
+        self._waiting: deque[Item[K]] = deque()
 
     @property
     def servers(self) -> tuple[S, ...]:
@@ -40,19 +41,19 @@ class Balancer(Generic[S]):
         """Items that no server has."""
         return len(self._waiting)
 
-    def add(self, items: Iterable[Item], *, first: bool = False) -> None:
+    def add(self, items: Iterable[Item[K]], *, first: bool = False) -> None:
         """Items to draw, behind those that wait, or before them."""
         if first:
             self._waiting.extendleft(reversed(list(items)))
         else:
             self._waiting.extend(items)
 
-    def assign(self, busy: Container[S] = ()) -> dict[S, list[Item]]:
+    def assign(self, busy: Container[S] = ()) -> dict[S, list[Item[K]]]:
         """Hand out what servers have room for, in the order it came: to the session's server, else the least loaded.
 
         An item that must wait for its session's server lets none behind it pass. `busy`: servers that take none now.
         """
-        given: dict[S, list[Item]] = {}
+        given: dict[S, list[Item[K]]] = {}
         while self._waiting and (free := [server for server in self._loads if server not in busy]):
             item = self._waiting[0]
             home = self._homes.get(item.session)

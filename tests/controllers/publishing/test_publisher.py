@@ -12,16 +12,17 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.publishing.publisher import Publisher
+from controllers.devices.residency import Residency, Sharing
+from controllers.publishing.publisher import Publisher, Receivers
+from controllers.rollouts.replicas import Replicas
 from controllers.trainers.reinforcement import Trainer
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import Samplers
+from tests.controllers.runs import Samplers, produced
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
-from verl_ray.profiling.timers import Timers
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import SharedMemoryAddress
 from verl_ray.weight_sync.transport import Route
@@ -32,8 +33,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
 
 def drawn(run: Trainer) -> Rollouts:
-    prompts = run.prompts.all(8)
-    return read(run.producer.produce(prompts, run.policy_version, Timers(), run.producer.training()).rollouts, 60)
+    return read(produced(run, 8, run.producer.training()).rollouts, 60)
 
 
 def largest_difference(run: Trainer, rollouts: Rollouts, folder: Path) -> float:
@@ -69,9 +69,9 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
 ) -> None:
     run = trainer("ppo", f"rollout.sleep={part}")
     run.publish(0)
-    (replica,) = samplers.rollout.replicas
+    (replica,) = samplers.rollout
     awake = replica.rank_zero(RolloutWorker.memory_bytes).result()
-    run.publisher.hand_back()
+    run.replicas.switch_to_training()
     assert awake - replica.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20  # of 32 MiB of cache
     run.publish(1)
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4
@@ -94,6 +94,7 @@ def holding(what: str) -> dict[str, str]:
 )
 def test_engines_wake_when_trainers_have_made_room(
     trainer: MakeTrainer,
+    samplers: Samplers,
     monkeypatch: pytest.MonkeyPatch,
     offload: str,
     while_sent: dict[str, str],
@@ -103,24 +104,27 @@ def test_engines_wake_when_trainers_have_made_room(
     run = trainer("ppo", "rollout.sleep=weights", f"placement.offload={offload}")
     system, events = run.system, Events()
     models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
-    publisher = Publisher(system.actor, run.servers, run.config, sharing=models, has_gpus=False)
+    offloads = {"all": "all", "optimizer": "optimizer", "none": "nothing"}[offload]
+    residency = Residency(Sharing(devices=True, sleeps="weights", offloads=offloads), system.actor, models)
+    publisher = Publisher(system.actor, run.config, residency, has_gpus=False)
+    replicas = Replicas(samplers.rollout, publisher, residency, run.config.rollout)
     events.watch(monkeypatch)
-    publisher.publish(1)
+    replicas.publish(1)
     sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
     drawn_from = [("wake kv_cache", while_drawn), ("prove", while_drawn)]
     in_order = [*sent, *drawn_from]
     assert events.take() == in_order
 
     # A replica that started anew while rollouts are drawn: the actor's weights are sent from where they are.
-    (replica,) = run.servers.replicas
-    publisher._bring_up(replica)
+    (replica,) = samplers.rollout
+    publisher.bring_up(1, Receivers((replica,), lambda: None))
     again = [(name, while_drawn) for name in ("wake weights", "send", "commit", "wake kv_cache", "prove")]
     assert events.take() == again
 
-    publisher.hand_back()
+    replicas.switch_to_training()
     assert events.take() == [("sleep weights", while_drawn)]
     assert events.on_device == handed_back
-    publisher.publish(2)
+    replicas.publish(2)
     assert events.take() == in_order
 
 
@@ -174,8 +178,8 @@ def test_a_probe_knows_how_much_rounding_does_from_the_first(trainer: MakeTraine
     first = run.publish(0)["weight_sync/probe_difference"]
     assert 1e-4 < first < 0.5
     run.publish(1)
-    kept = run.publisher._probe
-    assert kept is not None and kept[1].tolerance == min(max(5 * first, 0.1), 1.0)
+    kept = run.replicas._publisher._proof.of(1)
+    assert kept is not None and kept.tolerance == min(max(5 * first, 0.1), 1.0)
 
 
 def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
@@ -183,7 +187,7 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
 ) -> None:
     run = trainer("ppo", "rollout.sync.transport=broadcast", "rollout.sync.delta=true")
     run.publish(0)
-    actor, (rollout,) = run.system.actor, samplers.rollout.replicas
+    actor, (rollout,) = run.system.actor, samplers.rollout
     manifest = actor.rank_zero(ActorWorker.manifest).result()
     route = Route(plan_buckets(manifest, 256 << 20), receivers=1, patience_s=60)
     (bucket,) = route.buckets
@@ -208,6 +212,6 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
             run.step(1)
     finally:
-        rollout.restart()
+        rollout.restart().wait()
     assert run.publish(1)["weight_sync/changed_fraction"] == 1  # to a new engine, over a new wire, all of it
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4

@@ -8,6 +8,7 @@ import pytest
 from controllers.trainers.reinforcement import Trainer
 from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
+from tests.controllers.runs import produced
 from verl_ray.cluster.store import read
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
@@ -17,9 +18,9 @@ from workers.rollout import Generation
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
 
-def produced(run: Trainer, generation: Generation) -> tuple[Rollouts, list[float]]:
+def scored(run: Trainer, generation: Generation) -> tuple[Rollouts, list[float]]:
     timers = Timers()
-    experience = run.producer.produce(run.prompts.all(8), run.policy_version, timers, generation)
+    experience = produced(run, 8, generation, timers)
     assert {"timing_s/gen", "timing_s/reward"} <= timers.take().keys()
     return read(experience.rollouts, 60), experience.scores["reward"].row("score").tolist()
 
@@ -32,7 +33,7 @@ def run(trainer: MakeTrainer) -> Trainer:
 
 
 def test_rows_are_whole_and_in_the_order_of_their_ids(run: Trainer) -> None:
-    rollouts, _ = produced(run, run.producer.training())
+    rollouts, _ = scored(run, run.producer.training())
     prompts = run.prompts.all(8)
     assert rollouts.row_id.tolist() == rollouts.trajectory_id.tolist() == list(range(32))
     assert rollouts.group_id.tolist() == np.repeat(np.arange(8), 4).tolist()
@@ -48,7 +49,7 @@ def test_rows_are_whole_and_in_the_order_of_their_ids(run: Trainer) -> None:
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> None:
-    rollouts, _ = produced(run, run.producer.training())
+    rollouts, _ = scored(run, run.producer.training())
     end = load_tokenizer(run.config.model.path).eos_token_id
     last = rollouts.tokens[rollouts.offsets[1:] - 1]
     assert (rollouts.finish == Finish.STOP).tolist() == (last == end).tolist()
@@ -58,7 +59,7 @@ def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> Non
 
 
 def test_every_response_is_graded_by_its_own_text(run: Trainer) -> None:
-    rollouts, scores = produced(run, run.producer.training())
+    rollouts, scores = scored(run, run.producer.training())
     tokenizer = load_tokenizer(run.config.model.path)
     pieces = np.split(rollouts.tokens[rollouts.response_mask], np.cumsum(rollouts.response_length)[:-1])
     texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
@@ -67,22 +68,22 @@ def test_every_response_is_graded_by_its_own_text(run: Trainer) -> None:
 
 
 def test_tokens_depend_on_the_seed_and_not_on_how_they_are_handed_on(run: Trainer, trainer: MakeTrainer) -> None:
-    first, _ = produced(run, run.producer.training())
+    first, _ = scored(run, run.producer.training())
     other = trainer("ppo", "rollout.stream_rows=32")
     other.publish(7)
-    assert produced(other, other.producer.training())[0].tokens.tolist() == first.tokens.tolist()
+    assert scored(other, other.producer.training())[0].tokens.tolist() == first.tokens.tolist()
     reseeded = trainer("ppo", "run.seed=1")
     reseeded.publish(7)
-    assert produced(reseeded, reseeded.producer.training())[0].tokens.tolist() != first.tokens.tolist()
+    assert scored(reseeded, reseeded.producer.training())[0].tokens.tolist() != first.tokens.tolist()
 
 
 def test_evaluation_has_settings_and_random_streams_of_its_own(run: Trainer, trainer: MakeTrainer) -> None:
-    greedy, _ = produced(run, run.producer.evaluation())
+    greedy, _ = scored(run, run.producer.evaluation())
     assert greedy.num_rows == 8
-    assert produced(run, run.producer.evaluation())[0].tokens.tolist() == greedy.tokens.tolist()
+    assert scored(run, run.producer.evaluation())[0].tokens.tolist() == greedy.tokens.tolist()
     sampled = trainer("ppo", "run.evaluate_every=1", "evaluation.temperature=1", "evaluation.group_size=4")
     sampled.publish(7)
-    evaluated, _ = produced(sampled, sampled.producer.evaluation())
-    trained, _ = produced(sampled, sampled.producer.training())
+    evaluated, _ = scored(sampled, sampled.producer.evaluation())
+    trained, _ = scored(sampled, sampled.producer.training())
     assert evaluated.num_rows == trained.num_rows == 32
     assert evaluated.tokens.tolist() != trained.tokens.tolist()

@@ -12,20 +12,24 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import numpy as np
 import pytest
 
-from controllers.publishing.publisher import Publisher
-from controllers.rollouts.replicas import RolloutServers
+from controllers.devices.residency import Residency, Sharing
+from controllers.publishing.publisher import Publisher, Receivers
+from controllers.rollouts.replicas import Replicas
+from controllers.rollouts.restarts import Replica, Roster
 from controllers.trainers.reinforcement import Trainer
 from tests.cluster.crew import HangsAgain, processes
-from tests.controllers.runs import Inputs, Samplers, servers_of, start_some, training
+from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put, read
+from verl_ray.cluster.waiting import TICK_S
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
@@ -45,35 +49,35 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
     config = inputs.config(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
-        "rollout.health.deadline_s=6", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.health.deadline_s=12", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
         "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
-    with groups:
-        servers = servers_of(config, groups)
-        with training(config, Samplers(servers, by_name["reward"])) as trainer:
-            trainer.publish(0)
-            yield trainer
-            servers.close()
-            assert not (folder / "endpoints.json").exists()
+    with groups, training(config, Samplers(replicas_of(config, groups), by_name["reward"])) as trainer:
+        trainer.publish(0)
+        yield trainer
+        trainer.replicas.close()
+        assert not (folder / "endpoints.json").exists()
 
 
 def drawn(run: Trainer, at_first_piece: Callable[[], None] = lambda: None) -> tuple[Rollouts, list[Rollouts]]:
     """All rollouts by row id, and the pieces they came in."""
     what = run.producer.training()
     what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
-    pieces: list[Sharded[Rollouts]] = []
-    for piece in run.servers.generate(run.prompts.all(PROMPTS), what):
-        pieces.append(piece)
-        if len(pieces) == 1:
-            at_first_piece()
+    drawing = run.replicas.draw(run.prompts.all(PROMPTS), what)
+    while not drawing.finished:
+        run.replicas.advance(TICK_S)
+    at_first_piece()
+    while drawing.owed:
+        run.replicas.advance(TICK_S)
+    pieces = list(drawing.finished)
     whole = Sharded.concat(pieces)
     order = np.argsort(whole.row("row_id"), kind="stable")
     return read(whole.select(order), 60), [read(piece, 60) for piece in pieces]
 
 
 def pid(run: Trainer, replica: int) -> int:
-    facts = run.servers.replicas[replica].members()[0].facts
+    facts = run.replicas.there[replica].members()[0].facts
     assert facts is not None
     return facts.pid
 
@@ -143,28 +147,28 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
     expected, _ = drawn(run)
     version = 1 if how == signal.SIGKILL else 2
     run.publish(version)
-    run.servers.take_counts()
-    victim = run.servers.replicas[1]
+    run.replicas.take_counts()
+    victim = run.replicas.there[1]
     process = pid(run, 1)
     rows, pieces = drawn(run, lambda: os.kill(process, how))
     assert sorted(Rollouts.concat(pieces).row_id.tolist()) == list(range(PROMPTS * GROUP)) == rows.row_id.tolist()
     assert rows.tokens.tolist() == expected.tokens.tolist()  # the same seeds, so the same responses
     assert set(rows.version_spans.values[:, 1].tolist()) == {version}
-    counts = run.servers.take_counts()
+    counts = run.replicas.take_counts()
     assert counts["rollout/restarts"] == 1 and 1 <= counts["rollout/reissued"] <= 8
     warned = capsys.readouterr().err
     # Its stream says so, or whoever asks how it is, whichever comes first.
     reason = "the process died during (generate|status)" if how == signal.SIGKILL else "rollout.health.deadline_s"
     assert "rollout rank 1" in warned and re.search(reason, warned)
 
-    assert victim in run.servers.gather(all_of_them=True)
+    assert victim in run.replicas._roster.gather(all_of_them=True)
     assert ask(endpoints(run)[1]).status_code in (200, 503)  # whether it has the weights yet or not
     assert pid(run, 1) != process and not _alive(process)
     run.publish(version)  # also to the one that was away
     rows, _ = drawn(run)
     assert rows.tokens.tolist() == expected.tokens.tolist()
-    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [version] * 2
-    steps = [one.status()[0].health["rollout"].steps for one in run.servers.replicas]
+    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [version] * 2
+    steps = [one.status()[0].health["rollout"].steps for one in run.replicas.there]
     assert min(steps) > 20  # both of them draw
     assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
@@ -173,32 +177,36 @@ def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
 def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run: Trainer, how: signal.Signals) -> None:
     os.kill(pid(run, 0), how)
     run.publish(5)
-    run.servers.gather(all_of_them=True)
+    run.replicas._roster.gather(all_of_them=True)
     run.publish(5)
-    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [5, 5]
+    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [5, 5]
 
 
 def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_waiting(run: Trainer) -> None:
     sync = run.config.rollout.sync.model_copy(update={"transport": "broadcast", "probe_every": 10})
     config = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"sync": sync})})
-    publisher = Publisher(run.system.actor, run.servers, config, sharing=(run.system.actor,), has_gpus=False)
+    actor = run.system.actor
+    sharing = Sharing(devices=True, sleeps="weights", offloads="all")  # as on a GPU that they share
+    residency = Residency(sharing, actor, [actor])
+    publisher = Publisher(actor, config, residency, has_gpus=False)
+    replicas = Replicas(run.replicas.there, publisher, residency, config.rollout)
     process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
-    publisher.publish(5)
-    assert len(run.servers.gather(all_of_them=True)) == 2 and not _alive(process)
-    assert run.servers.room.is_set()
-    publisher.hand_back()  # as on a GPU that they share: all of them sleep
-    assert not run.servers.room.is_set()  # one that is lost now starts when the trainer has gone
-    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [None, None]
-    assert "weight_sync/probe_difference" not in publisher.publish(6)
-    publisher._bring_up(run.servers.replicas[0])  # proved all the same, by what was asked while the actor was there
-    assert publisher._probe is not None and publisher._probe[0] == 6
-    assert [one.status()[0].health["rollout"].policy_version for one in run.servers.replicas] == [6, 6]
-    run.servers.bring_up = run.publisher._bring_up
+    replicas.publish(5)
+    assert len(replicas._roster.gather(all_of_them=True)) == 2 and not _alive(process)
+    assert residency.has_room
+    replicas.switch_to_training()  # all of them sleep
+    assert not residency.has_room  # one that is lost now starts when the trainer has gone
+    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [None, None]
+    assert "weight_sync/probe_difference" not in replicas.publish(6)
+    receivers = Receivers(run.replicas.there[:1], lambda: None)
+    publisher.bring_up(6, receivers)  # proved all the same, by what was asked while the actor was there
+    assert publisher._proof.of(6) is not None
+    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [6, 6]
 
 
 def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
-    replica = run.servers.replicas[0]
+    replica = run.replicas.there[0]
     run.publish(6)
     asked = Requests(
         offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
@@ -210,10 +218,10 @@ def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
     for part in _respond(replica, asked, sampling):
         parts.append(read(part, 60))
         if len(parts) == 5:
-            for one in run.servers.replicas:
+            for one in run.replicas.there:
                 one.broadcast(RolloutWorker.pause, "keep").result()
             run.publish(7)
-            for one in run.servers.replicas:
+            for one in run.replicas.there:
                 one.broadcast(RolloutWorker.resume).result()
     whole = _whole(parts)
     assert whole.tokens.tolist() == alone.tokens.tolist()  # the weights are the same, so nothing else may change
@@ -223,28 +231,31 @@ def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
 
 
 def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Trainer) -> None:
-    replica = run.servers.replicas[0]
-    run.publisher._tolerance = 1e-12
+    replica = run.replicas.there[0]
+    publisher = run.replicas._publisher
+    publisher._proof._tolerance = 1e-12
     with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
-        run.publisher._send(8, [replica], proves=True)
+        publisher.bring_up(8, Receivers((replica,), lambda: None))
     assert isinstance(caught.value.__cause__, WeightSyncError)
     with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
         drawn(run)
 
 
 def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
-    replica = run.servers.replicas[1]
+    replica = run.replicas.there[1]
     health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
     config = run.config.rollout.model_copy(update={"health": health})
     process = pid(run, 1)
-    run.servers = RolloutServers([replica], config)
+    residency, publisher = run.replicas._residency, run.replicas._publisher
+    run.replicas = Replicas([replica], publisher, residency, config)
+    run.replicas._holders = {(replica, replica.incarnation)}
     with pytest.raises(WorkerDied, match="the process died during generate") as caught:
         drawn(run, lambda: os.kill(process, signal.SIGKILL))
     assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
 
 
-def _respond(replica: object, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:
-    return replica.stream(RolloutWorker.respond, put(asked), sampling)  # type: ignore[attr-defined]
+def _respond(replica: Replica, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:
+    return replica.stream(RolloutWorker.respond, put(asked), sampling)
 
 
 def _whole(parts: list[Responses]) -> Responses:
@@ -260,18 +271,21 @@ def _alive(process: int) -> bool:
 
 
 def test_a_replica_that_hangs_as_it_restarts_is_ended(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.config("grpo", tmp_path).rollout
+    config = inputs.config("grpo", tmp_path).rollout.health
     role = Role("rollout", "rollout", HangsAgain)
     sets = [replace(processes("rollout", 2, cpus=0.1), replicas=True)]
     with start_groups(sets, [role], stall_s=3600, log_dir=tmp_path) as groups:
         lost, waiting = groups.replicas(role)
-        servers = RolloutServers([lost, waiting], config)
-        servers.lose(WorkerDied("it was killed", role="rollout", rank=0, node="here"))
+        residency = SimpleNamespace(has_room=True)
+        roster = Roster([lost, waiting], config, residency)  # type: ignore[arg-type]  # it asks for nothing else
+        roster.lose(WorkerDied("it was killed", role="rollout", rank=0, node="here"))
         while lost.incarnation == 1 or not any(status.running for status in lost.status()):
+            assert roster.take_started() == []
             time.sleep(0.05)
-        servers.room.clear()  # the other one has not begun: it waits for memory
-        servers.lose(WorkerDied("it was killed", role="rollout", rank=1, node="here"))
-        closing = threading.Thread(target=servers.close, daemon=True)
+        residency.has_room = False  # the other one does not begin: it waits for memory
+        roster.lose(WorkerDied("it was killed", role="rollout", rank=1, node="here"))
+        assert roster.take_started() == [] and roster.restarting
+        closing = threading.Thread(target=roster.close, daemon=True)
         closing.start()
         closing.join(timeout=120)  # of the hour that the restart may take
         assert not closing.is_alive()

@@ -23,7 +23,7 @@ from controllers.run.stopping import Stopping
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import Inputs
+from tests.controllers.runs import Inputs, timed_by
 from verl_ray.cluster import signals
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
@@ -216,7 +216,7 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
     """Those that a phase waits for are held, so that the driver is in that wait when the signal comes."""
     run = trainer("ppo", "actor.mini_batch_size=16")
     run.publish(0)
-    rollout, reward, actor = run.servers.replicas[0], run.system.graders["reward"], run.system.actor
+    rollout, reward, actor = run.replicas.there[0], run.system.graders["reward"], run.system.actor
     # Who is held from the beginning of which phase, and in which phase the signal comes.
     waits = (
         ("gen", rollout, "gen"),
@@ -234,7 +234,7 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
             if begins == phase:
                 threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
 
-        run.timers = Watched(at)
+        timed_by(run, Watched(at))
         try:
             with noting(), pytest.raises(Interrupted, match="stopped by SIGINT"), all_or_nothing() as work:
                 run.step(1)
@@ -244,7 +244,7 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
         assert work.since is None
         run.prompts.load_state(before)
         forget()
-    run.timers = Timers()
+    timed_by(run, Timers())
     assert run.step(1)["training/epoch"] == 0  # nothing is broken by what was given up
 
 
@@ -255,7 +255,7 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
 def test_an_update_that_has_begun_is_published(trainer: MakeTrainer) -> None:
     run = trainer("ppo", "actor.mini_batch_size=16")
     run.publish(0)
-    run.timers = Watched(lambda begins: os.kill(os.getpid(), signal.SIGINT) if begins == "update_critic" else None)
+    timed_by(run, Watched(lambda begins: os.kill(os.getpid(), signal.SIGINT) if begins == "update_critic" else None))
     with noting(), all_or_nothing():
         metrics = run.step(1)
     assert run.policy_version == 1 and "actor/loss" in metrics

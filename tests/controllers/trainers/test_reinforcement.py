@@ -13,10 +13,9 @@ import pytest
 from controllers.trainers.reinforcement import Trainer
 from controllers.watch.measures import graded
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import Inputs, Samplers, lasting, servers_of, start_some, training
+from tests.controllers.runs import Inputs, Samplers, lasting, produced, replicas_of, start_some, training
 from verl_ray.cluster.store import read
 from verl_ray.errors import MismatchError, RewardError
-from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.health import Health
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
@@ -45,7 +44,7 @@ def first_step(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.Temp
             config = inputs.config("ppo", folder, *SETTINGS[setting], *LAYOUTS[layout])
             with training(config, samplers) as trainer:
                 trainer.publish(0)
-                drawn = trainer.producer.produce(trainer.prompts.all(4), 0, Timers(), trainer.producer.training())
+                drawn = produced(trainer, 4, trainer.producer.training())
                 found[setting, layout] = read(drawn.rollouts, 60).tokens.tolist(), trainer.step(1)
         return found[setting, layout]
 
@@ -126,7 +125,7 @@ def test_with_an_adapter_the_reference_is_the_actors_base(inputs: Inputs, sample
     found = []
     groups, by_name = start_some(alone, tmp_path, sampling=True)  # engines that know of adapters
     with groups:
-        for config, used in ((alone, Samplers(servers_of(alone, groups), by_name["reward"])), (merged, samplers)):
+        for config, used in ((alone, Samplers(replicas_of(alone, groups), by_name["reward"])), (merged, samplers)):
             with training(config, used) as run:
                 assert (run.system.reference is None) == (config is alone)
                 found.append([run.publish(0), *(run.step(number) for number in (1, 2))])
@@ -168,14 +167,14 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
     run = trainer("grpo", "algorithm=dr_grpo", f"data.train_path={data}", "reward.max_failed_fraction=0.6",
                   "data.prompts_per_step=32", "run.seed=1")  # fmt: skip
     run.publish(0)
-    run.produce()
-    experience = run.buffer.take(0)
+    experience = run.produce()
     scores = graded(experience.scores)["reward"]
     score, ok = scores.score, scores.ok
     assert 0 < (~ok).sum() < len(ok) / 2
     assert scores.health[~ok].tolist() == [Health.EXCEPTION] * int((~ok).sum())
     assert np.isnan(score[~ok]).all()
-    credit = run.assign_credit(experience.rollouts, scores, run.measure(experience.rollouts))
+    measured = run.learner.measure(experience.rollouts)
+    credit = run.learner.assign_credit(experience.rollouts, scores, measured)
     assert credit.row("in_loss").tolist() == ok.tolist()
     told = read(credit, 60)
     first_token = np.cumsum(experience.rollouts.lengths) - 1  # of each row its last token: advantages are constant
@@ -183,7 +182,7 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
         members = np.flatnonzero((experience.rollouts.row("group_id") == group) & ok)
         expected = score[members] - score[members].mean()
         assert told.advantages[first_token[members]] == pytest.approx(expected, abs=1e-6)
-    metrics = run.learn(1, experience.rollouts, credit, run.measure(experience.rollouts))
+    metrics = run.learner.learn(1, experience.rollouts, credit, measured, policy_version=0)
     assert math.isfinite(metrics["actor/grad_norm"])
     run.publish(1)
     recorded = run.step(2)
@@ -230,13 +229,14 @@ def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_ru
     ]  # fmt: skip
     run = trainer("grpo", *settings, "algorithm.mismatch.then=correct")
     run.publish(0)
-    run.produce()
-    rollouts = (experience := run.buffer.take(0)).rollouts
+    experience = run.produce()
+    rollouts = experience.rollouts
     scores = graded(experience.scores)["reward"]
 
     def learn(one: Trainer, number: int) -> dict[str, float]:
-        measured = one.measure(rollouts)
-        return one.learn(number, rollouts, one.assign_credit(rollouts, scores, measured), measured)
+        measured = one.learner.measure(rollouts)
+        credit = one.learner.assign_credit(rollouts, scores, measured)
+        return one.learner.learn(number, rollouts, credit, measured, one.policy_version)
 
     assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
     run.publish(1)  # the trainer is ahead of its rollouts now
@@ -256,7 +256,7 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
     several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
                "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
     run = trainer("grpo", *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001), *several)
-    assert not run.needs_old_log_probs
+    assert not run.learner.needs_old_log_probs
     run.publish(0)
     metrics = run.step(1)
     assert "timing_s/old_log_prob" not in metrics and apart(metrics) < 1e-5

@@ -65,6 +65,7 @@ from verl_ray.config.rules.rollout import (
     adapters_can_be_sent_alone,
     endpoint_settings_are_used,
     endpoints_have_an_address,
+    rollouts_are_of_the_policy_that_learns,
     sampling_is_what_the_trainer_sees,
     temperature_is_not_too_low,
     vllm_args_are_free,
@@ -119,6 +120,7 @@ RULES: tuple[Rule, ...] = (
 RL_RULES: tuple[RLRule, ...] = (
     mini_batches_divide_the_rows,
     group_baseline_has_a_group,
+    rollouts_are_of_the_policy_that_learns,
     shared_processes_have_equal_ranks,
     offloading_frees_shared_devices,
     advantage_has_its_settings,

@@ -95,6 +95,13 @@ def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterat
         yield Problem(key, "synthetic", rule, "Use standard.")
 
 
+def rollouts_are_of_the_policy_that_learns(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+    staleness = config.rollout.staleness
+    if staleness:
+        rule = "rollouts are drawn while nothing learns, so no token is older than the policy that learns from it"
+        yield Problem("rollout.staleness", staleness, rule, "Set it to 0.")
+
+
 def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     settings = {"rollout": config.rollout.temperature, "evaluation": config.evaluation.temperature}
     for section, value in settings.items():
