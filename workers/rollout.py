@@ -2,7 +2,7 @@
 
 Invariant: responses are handed on as soon as enough of them are finished, whole and in no particular order; which
 tokens a response has depends on its seed, not on what ran beside it. Deliberately not here: which replica draws what,
-and what happens when one is lost (`controllers/rollouts/replicas.py`).
+and what happens when one is lost (`controllers/rollouts`).
 """
 
 from __future__ import annotations

@@ -117,18 +117,21 @@ class Replicas:
         return self._dealer.references()
 
     def advance(self, timeout_s: float = 0.0) -> None:
-        """See how the replicas are, deal, and take what is finished; waits for that up to `timeout_s` seconds.
+        """See how the replicas are and go on with restarts; deal, and take what is finished, which is waited for up to
+        `timeout_s` seconds.
 
         Raises:
             WorkerError: a replica refused, or more were lost than rollout.health.max_restarts allows.
         """
         heed_signals()
+        self._roster.take_started()
         if self._dealer.is_idle:
             return
         self._roster.see()
         if not self._brings_up:
-            for replica in self._roster.take_started():
-                self._bring_up(replica)
+            for replica in self.there:
+                if (replica, replica.incarnation) not in self._holders:
+                    self._bring_up(replica)
 
         self._dealer.serve([(one, one.incarnation) for one in self.there if (one, one.incarnation) in self._holders])
         try:

@@ -166,6 +166,8 @@ def collect(
     pending = {flight.reply: flight for flight in flights}
     replies: dict[Any, Any] = {}
     looked = time.monotonic()
+    if background is not None:
+        background.advance()  # waits may be short, and many
     while pending:
         beside = [] if background is None else list(background.references())
         ready = wait([*pending, *beside], 1, TICK_S)

@@ -14,7 +14,13 @@ from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.rollout.vllm_engine import fixed_arguments
 
 CASES = [
-    Case("rollouts_are_of_the_policy_that_learns", "rollout.staleness=1", "rollout.staleness", "no token is older", "0."),
+    Case(
+        "rollouts_are_of_the_policy_that_learns",
+        "rollout.staleness=1",
+        "rollout.staleness",
+        "no token is older",
+        "to 0",
+    ),
     Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
     Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),

@@ -10,9 +10,11 @@ from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import produced
 from verl_ray.cluster.store import read
+from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.profiling.timers import Timers
+from workers.actor import ActorWorker
 from workers.rollout import Generation
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
@@ -87,3 +89,15 @@ def test_evaluation_has_settings_and_random_streams_of_its_own(run: Trainer, tra
     trained, _ = scored(sampled, sampled.producer.training())
     assert evaluated.num_rows == trained.num_rows == 32
     assert evaluated.tokens.tolist() != trained.tokens.tolist()
+
+
+def test_a_drawing_goes_on_while_models_are_waited_for(run: Trainer) -> None:
+    expected, scores = scored(run, run.producer.training())
+    asked, buffer = run.prompts.all(8), RolloutBuffer(4, staleness=0)
+    run.producer.begin(asked, run.producer.training(), buffer)
+    while buffer.missing(asked.group_id):  # nobody but the learner waits
+        run.learner._wait([run.system.actor.broadcast(ActorWorker.probe, 8, 1.0)])
+    taken = buffer.take(asked.group_id, run.policy_version, lambda: pytest.fail("all of them are there"))
+    assert read(taken.rollouts, 60).tokens.tolist() == expected.tokens.tolist()
+    assert taken.scores["reward"].row("score").tolist() == scores
+    assert run.producer.references() == []

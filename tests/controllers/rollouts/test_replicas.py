@@ -55,8 +55,9 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
     groups, by_name = start_some(config, folder, sampling=True)
     with groups, training(config, Samplers(replicas_of(config, groups), by_name["reward"])) as trainer:
         trainer.publish(0)
+        replicas = trainer.replicas
         yield trainer
-        trainer.replicas.close()
+        replicas.close()
         assert not (folder / "endpoints.json").exists()
 
 

@@ -1,0 +1,78 @@
+"""What the driver does while it waits for something else, and questions that wait for nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.cluster.crew import Echo, rows_of
+from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
+from verl_ray.cluster.store import put
+from verl_ray.data.stages import LogProbs
+from verl_ray.errors import WorkerError
+
+Crew = Callable[..., WorkerGroup[Any]]
+pytestmark = pytest.mark.cluster
+
+
+class Pieces:
+    """The pieces of a stream, taken in the background, and when each was."""
+
+    def __init__(self, stream: Stream[LogProbs]) -> None:
+        self._stream: Stream[LogProbs] | None = stream
+        self.taken_s: list[float] = []
+
+    def references(self) -> list[Any]:
+        return [] if self._stream is None else [self._stream.flight.payload]
+
+    def advance(self) -> None:
+        while self._stream is not None and next_stream([self._stream], 0.0) is not None:
+            if self._stream.take() is None:
+                self._stream = None
+            else:
+                self.taken_s.append(time.monotonic())
+
+
+def test_pieces_are_taken_while_a_call_is_waited_for(crew: Crew) -> None:
+    draws, learns = crew(Echo, 1), crew(Echo, 1)
+    pieces = Pieces(draws.open_stream(Echo.one_by_one, put(rows_of([1] * 6)), 0.1))
+    assert wait_all([learns.rank_zero(Echo.plod, 20)], background=pieces) == [20]  # 2 s
+    assert len(pieces.taken_s) == 6
+    apart = [later - sooner for sooner, later in zip(pieces.taken_s, pieces.taken_s[1:], strict=False)]
+    assert min(apart) > 0.02  # each as it came, and not all of them at a tick or at the end
+
+
+def test_what_fails_in_the_background_ends_the_wait(crew: Crew) -> None:
+    draws, learns = crew(Echo, 1), crew(Echo, 1)
+    pieces = Pieces(draws.open_stream(Echo.one_then_fail, put(rows_of([1] * 6))))
+    with pytest.raises(WorkerError, match="one_then_fail"):
+        wait_all([learns.rank_zero(Echo.plod, 20)], background=pieces)
+    assert len(pieces.taken_s) == 1
+
+
+def test_a_poll_waits_for_nothing(crew: Crew) -> None:
+    group = crew(Echo, 2)
+    call = group.broadcast(Echo.plod, 5)
+    assert not call.poll() and len(call.references()) == 2
+    while not call.poll():
+        time.sleep(0.02)
+    assert call.references() == [] and call.result() == [5, 5]
+
+    failing = group.broadcast(Echo.fail, 1)
+    with pytest.raises(WorkerError, match="the reason"):
+        while not failing.poll():
+            time.sleep(0.02)
+
+
+def test_a_restart_is_under_way_while_others_work(crew: Crew) -> None:
+    group, other = crew(Echo, 1), crew(Echo, 1)
+    before = group.rank_zero(Echo.pid).result()
+    restart = group.restart()
+    assert not restart.poll()
+    while not restart.poll():
+        assert other.rank_zero(Echo.plod, 1).result() == 1
+    assert group.incarnation == 2 and group.rank_zero(Echo.pid).result() != before
