@@ -14,8 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from verl_ray.algorithms.aggregation import row_weights
 from verl_ray.algorithms.objectives import Objective
+from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.host import concurrent
 from verl_ray.cluster.rendezvous import share_timeout

@@ -24,6 +24,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.credit import judge
 from verl_ray.algorithms.kl_control import make
 from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_ray.algorithms.row_weights import HORIZON
 from verl_ray.cluster.calls import Call, look_after, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
@@ -213,7 +214,7 @@ class Learner:
                 rows = order[start : start + size]
                 tokens = counted[rows]
                 if tokens.any():
-                    horizon = self.config.algorithm.aggregation_horizon
+                    horizon: int | None = getattr(self.config.algorithm, HORIZON.name)
                     yield rows, MiniBatch(int(tokens.sum()), int(np.count_nonzero(tokens)), loss.aggregation, horizon)
 
     def whitening(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Moments | None:

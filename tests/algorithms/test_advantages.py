@@ -6,7 +6,7 @@ import itertools
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,7 +26,6 @@ from verl_ray.algorithms.advantages import (
     rloo,
     subtract_group_mean,
 )
-from verl_ray.config.algorithm import AdvantageName
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
 
@@ -50,8 +49,7 @@ def valid(count: int, *failed: int) -> Bool:
 # ------------------------------------------------------------------------------------------------------- by name
 
 
-def test_every_configured_name_exists_and_says_what_it_needs() -> None:
-    assert set(ADVANTAGES) == set(get_args(AdvantageName))
+def test_every_advantage_says_what_it_needs() -> None:
     needs = {name: (a.level, a.needs_critic, a.needs_group) for name, a in ADVANTAGES.items()}
     assert needs["gae"] == ("token", True, False)
     assert needs["reinforce_plus_plus"] == ("token", False, False)

@@ -180,7 +180,7 @@ def test_statistics_by_hand() -> None:
 
 def test_what_is_missing_is_named() -> None:
     rows = rollouts_of([1])
-    with pytest.raises(DataError, match="gae needs the critic's values, gamma and lam"):
+    with pytest.raises(DataError, match="gae needs the critic's values"):
         assign(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
     with pytest.raises(DataError, match=r"reinforce_plus_plus needs algorithm\.gamma"):
         assign(algorithm("reinforce_plus_plus"), 0.0, rows, rewards_of([1.0]), None, None, None)

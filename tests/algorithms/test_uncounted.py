@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import get_args
 
 import pytest
 import torch
@@ -11,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
-from verl_ray.algorithms.aggregation import aggregate, row_weights
+from verl_ray.algorithms.aggregation import aggregate
+from verl_ray.algorithms.catalogue import CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES
+from verl_ray.algorithms.catalogue import settings as declared_settings
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
@@ -22,18 +23,13 @@ from verl_ray.algorithms.objectives import (
     ValueObjective,
     of_counted,
 )
+from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (
-    AggregationName,
     AlgorithmConfig,
     CorrectionConfig,
-    CorrectionKind,
-    CorrectionLevel,
     KLConfig,
-    KLEstimator,
-    PolicyLossName,
     ValueLossConfig,
 )
-from verl_ray.config.rules.correction import TWO_SIDED
 from verl_ray.engine.base import LossReport
 from verl_ray.engine.tally import Tally
 from verl_ray.ops.outputs import TokenOutputs
@@ -43,31 +39,29 @@ OUTPUTS = ("log_probs", "entropy", "values", "scores")
 INPUTS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "old_values", "returns", "margin")
 
 
-def policy_objective(
-    policy_loss: PolicyLossName, estimator: KLEstimator, correction: CorrectionConfig
-) -> PolicyObjective:
-    clips = (0.2, 0.3, 3.0) if policy_loss == "ppo_clip" else (None, None, None)
+def policy_objective(policy_loss: str, estimator: str, correction: CorrectionConfig) -> PolicyObjective:
+    read = {one.name: 3.0 if usual is None else usual for one, usual in POLICY_LOSSES[policy_loss].reads.items()}
     kl = KLConfig(place="loss", estimator=estimator, coefficient=0.1, controller="fixed", target=None, horizon=None)
     return PolicyObjective(AlgorithmConfig.model_validate({
-        "name": "test", "advantage": "grpo", "gamma": None, "lam": None, "whiten_advantages": False,
-        "policy_loss": policy_loss, "clip_low": clips[0], "clip_high": clips[1], "dual_clip": clips[2],
-        "aggregation": "token_mean", "aggregation_horizon": None, "entropy_coefficient": 0.1, "kl": kl,
+        **{setting.name: read.get(setting.name) for setting in declared_settings()},
+        "name": "test", "advantage": "grpo", "whiten_advantages": False, "policy_loss": policy_loss,
+        "aggregation": "token_mean", "entropy_coefficient": 0.1, "kl": kl,
         "value_loss": None, "critic_warmup_steps": 0, "mismatch": NO_LIMIT, "truncated": "score",
         "correction": correction,
     }), 1.0, 0.1)  # fmt: skip
 
 
 CORRECTIONS_OF_ALL_KINDS = [NO_CORRECTION] + [
-    CorrectionConfig(form=form, kind=kind, level=level, lower=0.6 if kind in TWO_SIDED else None, upper=1.5)
+    CorrectionConfig(form=form, kind=kind, level=level, lower=0.6 if CORRECTIONS[kind].two_sided else None, upper=1.5)
     for form in ("two_policy", "three_policy")
-    for kind in get_args(CorrectionKind)
-    for level in get_args(CorrectionLevel)
+    for kind in CORRECTIONS
+    for level in LEVELS
 ]
 OBJECTIVES: list[Objective] = [
     *(
         policy_objective(loss, estimator, correction)
-        for loss in get_args(PolicyLossName)
-        for estimator in get_args(KLEstimator)
+        for loss in POLICY_LOSSES
+        for estimator in KL_ESTIMATORS
         for correction in CORRECTIONS_OF_ALL_KINDS
     ),
     ValueObjective(ValueLossConfig(clip=0.2, aggregation="token_mean")),
@@ -78,7 +72,7 @@ OBJECTIVES: list[Objective] = [
 
 
 def passed(
-    objective: Objective, lengths: list[int], counted_rows: list[bool], mode: AggregationName, bad: float | None
+    objective: Objective, lengths: list[int], counted_rows: list[bool], mode: str, bad: float | None
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], LossReport]:
     """(loss, gradients of what the model said, report) of one micro-batch as an engine makes it. `bad`: what rows that
     do not count hold, None = numbers as the others."""
@@ -114,11 +108,11 @@ def passed(
         lambda rows: any(counted for _, counted in rows)
     ),
     objective=st.sampled_from(OBJECTIVES),
-    mode=st.sampled_from(get_args(AggregationName)),
+    mode=st.sampled_from(tuple(AGGREGATIONS)),
     bad=st.sampled_from(BAD),
 )
 def test_rows_that_weigh_nothing_may_hold_anything(
-    rows: list[tuple[int, bool]], objective: Objective, mode: AggregationName, bad: float
+    rows: list[tuple[int, bool]], objective: Objective, mode: str, bad: float
 ) -> None:
     pairs = [row for row in rows for _ in range(objective.rows_per_unit)]
     lengths, counted = [length for length, _ in pairs], [one for _, one in pairs]

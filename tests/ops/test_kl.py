@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 import numpy as np
 import pytest
 import torch
 
-from verl_ray.config.algorithm import KLEstimator
-from verl_ray.ops.kl import KL_ESTIMATORS, absolute, k1, k2, k3
-
-
-def test_every_configured_name_exists() -> None:
-    assert set(KL_ESTIMATORS) == set(get_args(KLEstimator))
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS
+from verl_ray.ops.kl import absolute, k1, k2, k3
 
 
 def test_by_hand() -> None:
@@ -27,21 +21,21 @@ def test_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", KL_ESTIMATORS)
-def test_arrays_and_tensors_agree_and_keep_their_kind(name: KLEstimator) -> None:
+def test_arrays_and_tensors_agree_and_keep_their_kind(name: str) -> None:
     rng = np.random.default_rng(0)
     log_probs, ref_log_probs = rng.normal(size=(2, 50)).astype(np.float32)
-    array = KL_ESTIMATORS[name](log_probs, ref_log_probs)
-    tensor = KL_ESTIMATORS[name](torch.from_numpy(log_probs), torch.from_numpy(ref_log_probs))
+    array = KL_ESTIMATORS[name].function(log_probs, ref_log_probs)
+    tensor = KL_ESTIMATORS[name].function(torch.from_numpy(log_probs), torch.from_numpy(ref_log_probs))
     assert array.dtype == np.float32 and tensor.dtype == torch.float32
     np.testing.assert_allclose(array, tensor.numpy(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("name", "bias"), [("k1", 0.0), ("k3", 0.0), ("k2", 0.01)])
-def test_mean_over_the_whole_distribution_is_the_divergence(name: KLEstimator, bias: float) -> None:
+def test_mean_over_the_whole_distribution_is_the_divergence(name: str, bias: float) -> None:
     """Expectation taken exactly, over all outcomes, not by sampling."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     divergence = float((p * np.log(p / q)).sum())
-    estimate = float((p * KL_ESTIMATORS[name](np.log(p), np.log(q))).sum())
+    estimate = float((p * KL_ESTIMATORS[name].function(np.log(p), np.log(q))).sum())
     assert estimate == pytest.approx(divergence, abs=bias or 1e-12)
 
 

@@ -8,13 +8,15 @@ Not here: the rewards themselves, and whitening over a step (`ops/masked.py`), w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, Literal, Protocol, cast
+from typing import ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.config.algorithm import AdvantageName
+from verl_ray.algorithms.declaration import Declaration, Setting, by_name
+from verl_ray.config.section import Fraction
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import Bool, Float32
 from verl_ray.ops.masked import RESOLUTION
@@ -200,48 +202,42 @@ def _discounted_sums(x: Float64, offsets: Int64, decay: float) -> Float64:
 # ------------------------------------------------------------------------------------------------------- by name
 
 
-class _RowFunction(Protocol):
-    def __call__(self, rewards: Float32, group: Int64, valid: Bool, *, trajectory: Int64 | None = None) -> Float32: ...
+GAMMA = Setting("gamma", Fraction, "Discount.")
+LAM = Setting("lam", Fraction, "GAE's lambda.")
 
 
-class _CriticFunction(Protocol):
-    def __call__(
-        self, rewards: Float32, values: Float32, offsets: Int64, bootstrap: Float32, gamma: float, lam: float
-    ) -> tuple[Float32, Float32]: ...
-
-
-class _ReturnFunction(Protocol):
-    def __call__(self, rewards: Float32, offsets: Int64, gamma: float) -> Float32: ...
-
-
-@dataclass(frozen=True)
-class GroupBaseline:
+@dataclass(frozen=True, kw_only=True)
+class GroupBaseline(Declaration):
     """One advantage per row, against the other responses to the same prompt."""
 
-    function: _RowFunction
-    source: str
+    function: Callable[..., Float32]
+    """(rewards, group, valid, trajectory=..., and its settings), as `grpo`."""
+    forgets_scale: bool = False
+    """It divides by the spread of the group's rewards."""
     level: ClassVar[Literal["row"]] = "row"
     needs_group: ClassVar[bool] = True
     needs_critic: ClassVar[bool] = False
 
 
-@dataclass(frozen=True)
-class CriticBaseline:
+@dataclass(frozen=True, kw_only=True)
+class CriticBaseline(Declaration):
     """One advantage per token, against a critic's values; also returns what the critic should have said."""
 
-    function: _CriticFunction
-    source: str
+    function: Callable[..., tuple[Float32, Float32]]
+    """(rewards, values, offsets, bootstrap, and its settings), as `gae`."""
+    forgets_scale: ClassVar[bool] = False
     level: ClassVar[Literal["token"]] = "token"
     needs_group: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = True
 
 
-@dataclass(frozen=True)
-class NoBaseline:
+@dataclass(frozen=True, kw_only=True)
+class NoBaseline(Declaration):
     """One advantage per token, from its rewards alone."""
 
-    function: _ReturnFunction
-    source: str
+    function: Callable[..., Float32]
+    """(rewards, offsets, and its settings), as `discounted_returns`."""
+    forgets_scale: ClassVar[bool] = False
     level: ClassVar[Literal["token"]] = "token"
     needs_group: ClassVar[bool] = False
     needs_critic: ClassVar[bool] = False
@@ -249,11 +245,11 @@ class NoBaseline:
 
 Advantage = GroupBaseline | CriticBaseline | NoBaseline
 
-ADVANTAGES: dict[AdvantageName, Advantage] = {
-    "gae": CriticBaseline(gae, "arXiv:1506.02438"),
-    "grpo": GroupBaseline(grpo, "arXiv:2402.03300"),
-    "dr_grpo": GroupBaseline(subtract_group_mean, "arXiv:2503.20783"),
-    "rloo": GroupBaseline(rloo, "arXiv:2402.14740"),
-    "reinforce_plus_plus": NoBaseline(discounted_returns, "arXiv:2501.03262"),
-    "reinforce_plus_plus_baseline": GroupBaseline(subtract_group_mean, "arXiv:2501.03262"),
-}
+ADVANTAGES: dict[str, Advantage] = by_name(
+    CriticBaseline(name="gae", paper="arXiv:1506.02438", function=gae, reads={GAMMA: 1.0, LAM: 0.95}),
+    GroupBaseline(name="grpo", paper="arXiv:2402.03300", function=grpo, forgets_scale=True),
+    GroupBaseline(name="dr_grpo", paper="arXiv:2503.20783", function=subtract_group_mean),
+    GroupBaseline(name="rloo", paper="arXiv:2402.14740", function=rloo),
+    NoBaseline(name="reinforce_plus_plus", paper="arXiv:2501.03262", function=discounted_returns, reads={GAMMA: 1.0}),
+    GroupBaseline(name="reinforce_plus_plus_baseline", paper="arXiv:2501.03262", function=subtract_group_mean),
+)

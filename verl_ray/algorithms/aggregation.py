@@ -1,53 +1,15 @@
-"""How token losses become one number: every mode is one weight per row, loss = sum over t of weight[row(t)] * loss[t].
+"""How token losses become one number: loss = sum over t of weight[row(t)] * loss[t].
 
-Invariant: the weights of a mini-batch are computed once, from its global totals, before its rows are split. So the
-sum over any micro-batches, ranks and orders is the same, and no part of a mini-batch needs to know the others. What a
-token of weight 0 holds reaches neither the sum nor a gradient, also where it is not finite.
-Not here: the token losses (`losses.py`) and the sum over ranks (the engine).
+Invariant: what a token of weight 0 holds reaches neither the sum nor a gradient, also where it is not finite.
+Not here: the weights (`row_weights.py`), the token losses (`losses.py`) and the sum over ranks (the engine).
 """
 
 from __future__ import annotations
 
-from typing import Any, assert_never
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
-
-from verl_ray.config.algorithm import AggregationName
-from verl_ray.data.batch import Int64
-from verl_ray.data.stages import Float32
-
-
-def row_weights(
-    mode: AggregationName, tokens_per_row: Int64, *, total_tokens: int, total_rows: int, horizon: int | None
-) -> Float32:
-    """The weight of each token loss of a row, float32 [rows]; 0 for a row without response tokens.
-
-    `tokens_per_row` int64 [rows] counts the response tokens of the rows at hand; `total_tokens` and `total_rows` (rows
-    with at least one response token) are those of the whole mini-batch, over all ranks and micro-batches. `horizon` is
-    the constant length of seq_mean_token_sum_norm, and unused elsewhere.
-
-    token_mean: DAPO (arXiv:2503.14476, eq. 8). seq_mean_token_mean: GRPO (arXiv:2402.03300, eq. 3).
-    seq_mean_token_sum_norm: Dr. GRPO (arXiv:2503.20783, section 3.2), which divides by a constant length.
-    """
-    filled = tokens_per_row > 0
-    per_token = np.zeros(len(tokens_per_row), dtype=np.float64)
-    match mode:
-        case "token_mean":
-            per_token[filled] = 1 / max(total_tokens, 1)
-        case "token_sum":
-            per_token[filled] = 1
-        case "seq_mean_token_sum":
-            per_token[filled] = 1 / max(total_rows, 1)
-        case "seq_mean_token_sum_norm":
-            assert horizon is not None, "the configuration requires aggregation_horizon with seq_mean_token_sum_norm"
-            per_token[filled] = 1 / (max(total_rows, 1) * horizon)
-        case "seq_mean_token_mean":
-            per_token[filled] = 1 / (max(total_rows, 1) * tokens_per_row[filled])
-        case _:
-            assert_never(mode)
-    return per_token.astype(np.float32)
 
 
 def aggregate(token_values: Tensor, row: Tensor, weights: Tensor) -> Tensor:

@@ -10,13 +10,14 @@ Deliberately not here: which policies are compared and where the weights go (`ob
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_ray.config.algorithm import CorrectionConfig, CorrectionKind, CorrectionLevel
+from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS
+from verl_ray.config.algorithm import CorrectionConfig
 from verl_ray.ops.kl import MAX_EXPONENT
 from verl_ray.ops.rows import row_lengths, row_sums
 
@@ -39,8 +40,8 @@ def correct(config: CorrectionConfig, log_ratio: Tensor, row: Tensor) -> Weights
     policy to correct towards, and `row` int64 [T] says whose token it is."""
     kind, level, upper = config.kind, config.level, config.upper
     assert kind is not None and level is not None and upper is not None, "the configuration requires them of a form"
-    ratio = LEVELS[level](log_ratio.detach(), row).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
-    weight, kept = CORRECTIONS[kind](ratio, config.lower, upper)
+    ratio = LEVELS[level].function(log_ratio.detach(), row).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    weight, kept = CORRECTIONS[kind].function(ratio, config.lower, upper)
     low = 1 / upper if config.lower is None else config.lower
     # Fractions count whatever has one ratio, a token or a row. A row is shared out over its tokens, which are summed.
     share = torch.ones_like(ratio) if level == "token" else 1 / row_lengths(row)
@@ -103,25 +104,19 @@ def _inverse(largest: float) -> float:
 # ------------------------------------------------------------------------------------------------------- the levels
 
 
-def _of_token(log_ratio: Tensor, row: Tensor) -> Tensor:
+def of_token(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Of the token by itself."""
     return log_ratio
 
 
-def _of_sequence(log_ratio: Tensor, row: Tensor) -> Tensor:
+def of_sequence(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Of the response as a whole: the product over its tokens, which alone is unbiased."""
     return row_sums(log_ratio, row)
 
 
-def _geometric(log_ratio: Tensor, row: Tensor) -> Tensor:
+def geometric(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """The geometric mean over the response, which does not depend on its length."""
     return row_sums(log_ratio, row) / row_lengths(row)
-
-
-LEVELS: dict[CorrectionLevel, Callable[[Tensor, Tensor], Tensor]] = {
-    "token": _of_token,
-    "sequence": _of_sequence,
-    "geometric": _geometric,
-}
-"""The logarithm of the ratio that is bounded, [T]: of the token, of its response as a whole (the product over its
-tokens, which alone is unbiased), or the geometric mean over the response, which does not depend on its length."""
 
 
 # -------------------------------------------------------------------------------------------------------- the kinds
@@ -168,12 +163,3 @@ def reject(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Te
 def _within(ratio: Tensor, lower: float | None, upper: float) -> Tensor:
     assert lower is not None, "the configuration requires it of corrections with two bounds"
     return ~((ratio < lower) | (ratio > upper))
-
-
-CORRECTIONS: dict[CorrectionKind, Callable[[Tensor, float | None, float], tuple[Tensor, Tensor]]] = {
-    "tis": tis,
-    "mis": mis,
-    "icepop": icepop,
-    "reject": reject,
-}
-"""(ratio float32 [T], lower, upper) -> (weight float32 [T], kept bool [T])."""

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.algorithms.advantages import ADVANTAGES, CriticBaseline, GroupBaseline, complete
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Int64, offsets_of
 from verl_ray.data.stages import (
@@ -26,7 +27,6 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.errors import DataError
-from verl_ray.ops.kl import KL_ESTIMATORS
 
 
 def diverge(algorithm: AlgorithmConfig, rollouts: Rollouts, policy: LogProbs, reference: LogProbs) -> Divergence:
@@ -61,7 +61,8 @@ def judge(
     reward = np.where(rewarded, score if charge is None else score - charge, 0).astype(np.float32)
     advantage = np.zeros_like(reward)
     if isinstance(estimator, GroupBaseline):
-        advantage = estimator.function(reward, group_id, rewarded, trajectory=trajectory_id)
+        settings = estimator.settings(algorithm)
+        advantage = estimator.function(reward, group_id, rewarded, trajectory=trajectory_id, **settings)
 
     in_loss = rewarded
     if algorithm.truncated == "mask":
@@ -100,18 +101,15 @@ def assign(
     if isinstance(estimator, GroupBaseline):
         advantages = np.repeat(rewards.advantage, rollouts.response_length)
     elif isinstance(estimator, CriticBaseline):
-        if values is None or algorithm.gamma is None or algorithm.lam is None:
-            raise DataError(f"algorithm.advantage = {algorithm.advantage} needs the critic's values, gamma and lam")
+        if values is None:
+            raise DataError(f"algorithm.advantage = {algorithm.advantage} needs the critic's values")
         token_values = values.values[places]
         cut = (rollouts.finish == Finish.LENGTH) & (algorithm.truncated == "bootstrap")
         bootstrap = np.where(cut, values.final_value, 0).astype(np.float32)
-        advantages, returns = estimator.function(
-            token_rewards, token_values, offsets, bootstrap, algorithm.gamma, algorithm.lam
-        )
+        settings = estimator.settings(algorithm)
+        advantages, returns = estimator.function(token_rewards, token_values, offsets, bootstrap, **settings)
     else:
-        if algorithm.gamma is None:
-            raise DataError(f"algorithm.advantage = {algorithm.advantage} needs algorithm.gamma")
-        advantages = estimator.function(token_rewards, offsets, algorithm.gamma)
+        advantages = estimator.function(token_rewards, offsets, **estimator.settings(algorithm))
 
     def spread(per_response_token: Float32) -> Float32:
         flat = np.zeros(rollouts.num_tokens, np.float32)
@@ -138,7 +136,9 @@ def _kl(algorithm: AlgorithmConfig, rollouts: Rollouts, policy: LogProbs, refere
     if algorithm.kl.estimator is None:
         raise DataError("a divergence was asked for, but algorithm.kl.estimator is null")
     places = np.flatnonzero(rollouts.response_mask)
-    return KL_ESTIMATORS[algorithm.kl.estimator](policy.log_probs[places], reference.log_probs[places])
+    estimator = KL_ESTIMATORS[algorithm.kl.estimator]
+    divergence: Float32 = estimator.function(policy.log_probs[places], reference.log_probs[places])
+    return divergence
 
 
 def statistics(values: Float32, offsets: Int64) -> Statistics:

@@ -1,19 +1,16 @@
 """Losses of the policy and of the critic, one per response token.
 
 Invariant: losses and metrics are per token and not reduced; weights and sums belong to the caller
-(`aggregation.py`), so no mean depends on how a mini-batch was cut. Nothing here makes the host wait for the device.
+(`row_weights.py`), so no mean depends on how a mini-batch was cut. Nothing here makes the host wait for the device.
 Not here: entropy bonus and divergence, which are token values of their own (`ops/`), and aggregation.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
-
-from verl_ray.config.algorithm import AlgorithmConfig, PolicyLossName
 
 MAX_LOG_RATIO = 20.0
 """exp overflows float32 past 88, and inf times an advantage of 0 is NaN; e^20 is far beyond any clip range."""
@@ -32,17 +29,6 @@ class TokenLoss:
     metrics: dict[str, Tensor]
     maxima: dict[str, Tensor] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
-
-
-class PolicyLoss(Protocol):
-    """(log_probs, old_log_probs, advantages), float32 [T] each over response tokens, and the settings -> losses.
-
-    Where one update per batch makes old and new the same, `old_log_probs` is `log_probs.detach()`.
-    """
-
-    def __call__(
-        self, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig, /
-    ) -> TokenLoss: ...
 
 
 def ppo_clip(
@@ -124,17 +110,3 @@ def bradley_terry(chosen: Tensor, rejected: Tensor, margin: Tensor, *, label_smo
         "reward/rejected": rejected.detach(),
     }
     return TokenLoss(loss, metrics)
-
-
-def _configured_ppo_clip(
-    log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, config: AlgorithmConfig, /
-) -> TokenLoss:
-    low, high = config.clip_low, config.clip_high
-    assert low is not None and high is not None, "the configuration requires both with ppo_clip"
-    return ppo_clip(log_probs, old_log_probs, advantages, clip_low=low, clip_high=high, dual_clip=config.dual_clip)
-
-
-POLICY_LOSSES: dict[PolicyLossName, PolicyLoss] = {
-    "ppo_clip": _configured_ppo_clip,
-    "reinforce": lambda log_probs, old_log_probs, advantages, _: reinforce(log_probs, old_log_probs, advantages),
-}

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from verl_ray.ops.kl import KL_ESTIMATORS, MAX_EXPONENT
+from verl_ray.ops.kl import MAX_EXPONENT, k1, k3
 from verl_ray.ops.rows import row_lengths, row_sums
 
 COMPARED = "mismatch/"
@@ -36,8 +36,8 @@ def compare(log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor) -> tuple[
     trainer, rollout = log_probs.exp(), rollout_log_probs.exp()
     difference = (trainer - rollout).abs()
     of_tokens = {
-        "kl": KL_ESTIMATORS["k1"](rollout_log_probs, log_probs),
-        "k3_kl": KL_ESTIMATORS["k3"](rollout_log_probs, log_probs),
+        "kl": k1(rollout_log_probs, log_probs),
+        "k3_kl": k3(rollout_log_probs, log_probs),
         "chi2": _squared_less_one(log_ratio),
         "difference": difference,
         "difference_squared": difference * difference,

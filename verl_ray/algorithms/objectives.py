@@ -12,11 +12,11 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from verl_ray.algorithms.catalogue import KL_ESTIMATORS, POLICY_LOSSES
 from verl_ray.algorithms.correction import Weights, correct
-from verl_ray.algorithms.losses import POLICY_LOSSES, TokenLoss, bradley_terry, value_loss
+from verl_ray.algorithms.losses import TokenLoss, bradley_terry, value_loss
 from verl_ray.algorithms.mismatch import compare
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
-from verl_ray.ops.kl import KL_ESTIMATORS
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 
 
@@ -115,7 +115,7 @@ class PolicyObjective:
             assert estimator is not None, "the configuration requires one where there is a place"
             reference = _given(inputs.ref_log_probs, "ref_log_probs")
             # Tokens that are left out are cleared first: at log-probs of -inf, k2 has a gradient of 0 times infinity.
-            divergence = KL_ESTIMATORS[estimator](_only(log_probs, kept), _only(reference, kept))
+            divergence = KL_ESTIMATORS[estimator].function(_only(log_probs, kept), _only(reference, kept))
             loss = loss + self.kl_coefficient * divergence
             terms["actor/kl_loss"] = divergence.detach()
 
@@ -140,11 +140,13 @@ class PolicyObjective:
                 weights = correct(correction, (log_probs if form == "two_policy" else old) - sampler, inputs.row)
             if form == "two_policy":
                 old = sampler
-        found = POLICY_LOSSES[algorithm.policy_loss](log_probs, old, _given(inputs.advantages, "advantages"), algorithm)
+        declared = POLICY_LOSSES[algorithm.policy_loss]
+        advantages = _given(inputs.advantages, "advantages")
+        found: TokenLoss = declared.function(log_probs, old, advantages, **declared.settings(algorithm))
         loss = found.loss
         if weights is None:
             return TokenLoss(loss, found.metrics | means, maxima), None
-        if form == "three_policy" or algorithm.policy_loss == "reinforce":
+        if form == "three_policy" or not declared.has_ratio:
             loss = loss * weights.weight
         metrics = found.metrics | means | weights.means
         return TokenLoss(_only(loss, weights.kept), metrics, maxima | weights.maxima), weights.kept

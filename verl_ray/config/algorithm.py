@@ -1,25 +1,32 @@
 """The algorithm: advantages, losses and the divergence from the reference, by the names that YAML uses.
 
-Deliberately not here: the functions behind the names (`verl_ray/algorithms`), and which settings fit together
-(`rules/algorithm.py`).
+Invariant: names, and the settings that formulas read, are those that `verl_ray/algorithms` declares. Deliberately not
+here: the functions behind the names, and which settings fit together (`rules/algorithm.py`).
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, create_model
 
-from verl_ray.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
+from verl_ray.algorithms.advantages import ADVANTAGES
+from verl_ray.algorithms.catalogue import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LEVELS,
+    POLICY_LOSSES,
+    settings,
+)
+from verl_ray.algorithms.row_weights import AGGREGATIONS
+from verl_ray.config.section import NonNegative, NonNegativeFloat, OneOf, Positive, PositiveFloat, Section
 
-AdvantageName = Literal["gae", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-PolicyLossName = Literal["ppo_clip", "reinforce"]
-AggregationName = Literal[
-    "token_mean", "token_sum", "seq_mean_token_sum", "seq_mean_token_sum_norm", "seq_mean_token_mean"
-]
-KLEstimator = Literal["k1", "k2", "k3", "abs"]
-CorrectionKind = Literal["tis", "mis", "icepop", "reject"]
-CorrectionLevel = Literal["token", "sequence", "geometric"]
+AdvantageName = Annotated[str, OneOf(ADVANTAGES)]
+PolicyLossName = Annotated[str, OneOf(POLICY_LOSSES)]
+AggregationName = Annotated[str, OneOf(AGGREGATIONS)]
+KLEstimator = Annotated[str, OneOf(KL_ESTIMATORS)]
+CorrectionKind = Annotated[str, OneOf(CORRECTIONS)]
+CorrectionLevel = Annotated[str, OneOf(LEVELS)]
 MismatchMetric = Literal[
     "training/rollout_probs_diff_mean",
     "training/rollout_probs_diff_max",
@@ -76,25 +83,20 @@ class MismatchConfig(Section):
     waits until then."""
 
 
-class AlgorithmConfig(Section):
+_FIELDS: dict[str, Any] = {one.name: (one.kind | None, Field(description=one.meaning)) for one in settings()}
+_ReadByFormulas = create_model("_ReadByFormulas", __base__=Section, **_FIELDS)
+
+
+class AlgorithmConfig(_ReadByFormulas):
+    """With a field for every setting that is declared (`Declaration.reads`)."""
+
     name: str
     advantage: AdvantageName
-    gamma: Fraction | None
-    """Discount; for gae and reinforce_plus_plus only."""
-    lam: Fraction | None
-    """GAE's lambda; for gae only."""
     whiten_advantages: bool
     """Shift and scale the advantages of a step to mean 0 and standard deviation 1 over all response tokens."""
     policy_loss: PolicyLossName
-    clip_low: PositiveFloat | None
-    clip_high: PositiveFloat | None
-    """The ratio is clipped to [1 - clip_low, 1 + clip_high]; ppo_clip only."""
-    dual_clip: Annotated[float, Field(gt=1)] | None
-    """Lower bound of the surrogate at negative advantages, as a multiple of the advantage; null = none."""
     aggregation: AggregationName
     """How token losses become one number."""
-    aggregation_horizon: Positive | None
-    """Constant length of seq_mean_token_sum_norm; null elsewhere."""
     entropy_coefficient: NonNegativeFloat
     kl: KLConfig
     value_loss: ValueLossConfig | None

@@ -1,6 +1,7 @@
 """Estimators of a divergence between two policies from the log-probs of tokens that the first one sampled.
 
 Invariant: one formula serves NumPy arrays (the data plane) and torch tensors (the loss), element by element.
+All take (log_probs, ref_log_probs), two arrays of one shape, dtype and kind, and give one estimate per element.
 Not here: where the divergence is charged (reward or loss) and how much (`algorithms/kl_control.py`).
 
 Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p, KL(p || q) = E[log p(x) - log q(x)].
@@ -8,24 +9,16 @@ Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from verl_ray.config.algorithm import KLEstimator
-
 Array = TypeVar("Array", NDArray[np.float32], NDArray[np.float64], torch.Tensor)
 
 MAX_EXPONENT = 20.0
 """exp overflows float32 past 88, and one token at e^20 already outweighs any batch; exponents stop here."""
-
-
-class Estimator(Protocol):
-    """(log_probs, ref_log_probs), two arrays of one shape, dtype and kind -> one estimate per element."""
-
-    def __call__(self, log_probs: Array, ref_log_probs: Array) -> Array: ...
 
 
 def k1(log_probs: Array, ref_log_probs: Array) -> Array:
@@ -55,6 +48,3 @@ def k3(log_probs: Array, ref_log_probs: Array) -> Array:
 def absolute(log_probs: Array, ref_log_probs: Array) -> Array:
     """|log p - log q|: an upper bound of |k1| in the mean; biased."""
     return abs(log_probs - ref_log_probs)
-
-
-KL_ESTIMATORS: dict[KLEstimator, Estimator] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute}

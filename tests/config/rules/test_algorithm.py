@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from controllers.compose.composition import compose
+from controllers.compose.listing import groups
 from tests.config.rules.cases import INPUTS, Case
-from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.rules.algorithm import DISCOUNTED, GROUP_BASELINES
 from verl_ray.config.schema import RLConfig
 
 CASES = [
@@ -18,17 +17,23 @@ CASES = [
         "algorithm.advantage=grpo compares the responses",
         "at least 2",
     ),
-    Case("advantage_has_its_settings", "algorithm.lam=null", "algorithm.lam", "gae needs it", "0.95 is usual"),
+    Case("settings_are_read", "algorithm.lam=null", "algorithm.lam", "gae needs it", "0.95 is usual"),
     Case(
-        "advantage_has_its_settings",
+        "settings_are_read",
         "algorithm=grpo algorithm.gamma=1.0",
         "algorithm.gamma",
         "algorithm.advantage=grpo does not use it",
         "null",
     ),
-    Case("gae_has_a_critic", "algorithm.value_loss=null", "algorithm.value_loss", "gae needs a critic", "clip: 0.2"),
     Case(
-        "gae_has_a_critic",
+        "critic_is_needed_and_there",
+        "algorithm.value_loss=null",
+        "algorithm.value_loss",
+        "gae needs a critic",
+        "clip: 0.2",
+    ),
+    Case(
+        "critic_is_needed_and_there",
         "'algorithm=grpo' 'algorithm.value_loss={clip: null, aggregation: token_mean}'",
         "algorithm.value_loss",
         "grpo uses no critic",
@@ -41,9 +46,9 @@ CASES = [
         "the expected gradient of k1 is zero",
         "k2 or k3",
     ),
-    Case("reinforce_updates_once", "algorithm=rloo actor.epochs=2", "actor.epochs", "no ratio", "ppo_clip"),
+    Case("losses_without_a_ratio_update_once", "algorithm=rloo actor.epochs=2", "actor.epochs", "no ratio", "ppo_clip"),
     Case(
-        "reinforce_updates_once",
+        "losses_without_a_ratio_update_once",
         "algorithm=rloo actor.mini_batch_size=128",
         "actor.mini_batch_size",
         "no ratio",
@@ -78,23 +83,29 @@ CASES = [
         "steers a penalty in the reward",
         "algorithm.kl.place=reward",
     ),
-    Case("clipping_belongs_to_ppo", "algorithm.clip_low=null", "algorithm.clip_low", "ppo_clip needs it", "0.2"),
     Case(
-        "clipping_belongs_to_ppo",
+        "settings_are_read",
+        "algorithm.clip_low=null",
+        "algorithm.clip_low",
+        "ppo_clip needs it",
+        "0.2",
+    ),
+    Case(
+        "settings_are_read",
         "algorithm=rloo algorithm.dual_clip=3.0",
         "algorithm.dual_clip",
         "algorithm.policy_loss=reinforce does not use it",
         "null",
     ),
     Case(
-        "horizon_belongs_to_its_aggregation",
+        "settings_are_read",
         "algorithm.aggregation=seq_mean_token_sum_norm",
         "algorithm.aggregation_horizon",
         "seq_mean_token_sum_norm needs it",
         "8 is usual",
     ),
     Case(
-        "horizon_belongs_to_its_aggregation",
+        "value_losses_have_no_horizon",
         "algorithm.value_loss.aggregation=seq_mean_token_sum_norm",
         "algorithm.value_loss.aggregation",
         "no horizon to normalise by",
@@ -111,17 +122,10 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(
-    "algorithm", ["ppo", "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"]
-)
+@pytest.mark.parametrize("algorithm", groups()["algorithm"])
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
     config = compose(root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)])
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
     assert config.has_critic == (algorithm == "ppo")
-
-
-def test_the_rules_know_the_advantages_that_exist() -> None:
-    assert {name for name, advantage in ADVANTAGES.items() if advantage.needs_group} == GROUP_BASELINES
-    assert {name for name, advantage in ADVANTAGES.items() if advantage.level == "token"} == DISCOUNTED

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_ray.algorithms.catalogue import CORRECTIONS, POLICY_LOSSES
 from verl_ray.config.rules.rule import Overridden, iff
 from verl_ray.config.schema import RLConfig
+from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-
-TWO_SIDED = frozenset({"icepop", "reject"})
-"""Kinds of correction with a lower bound."""
 
 
 def correction_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:
@@ -21,22 +20,26 @@ def correction_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]
     form, kind = correction.form, correction.kind
     if form == "none" and kind is not None:
         yield from iff(False, f"{key}.kind", kind, f"{key}.form=none", None)
-    bare = form == "two_policy" and config.algorithm.policy_loss == "ppo_clip"
+    bare = form == "two_policy" and POLICY_LOSSES[config.algorithm.policy_loss].has_ratio
     if form != "none" and kind is None and not bare:
         loss = f" with algorithm.policy_loss={config.algorithm.policy_loss}" if form == "two_policy" else ""
         yield from iff(True, f"{key}.kind", kind, f"{key}.form={form}{loss}", "tis")
     because = f"{key}.kind={'null' if kind is None else kind}"
     yield from iff(kind is not None, f"{key}.level", correction.level, because, "token")
-    yield from iff(kind in TWO_SIDED, f"{key}.lower", correction.lower, because, 0.5)
+    two_sided = kind is not None and CORRECTIONS[kind].two_sided
+    yield from iff(two_sided, f"{key}.lower", correction.lower, because, 0.5)
     yield from iff(kind is not None, f"{key}.upper", correction.upper, because, 2.0)
 
 
 def weights_are_not_applied_twice(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    correction = config.algorithm.correction
-    if (correction.form, correction.kind, config.algorithm.policy_loss) == ("two_policy", "tis", "ppo_clip"):
-        rule = "in the two-policy form the ratio of ppo_clip is the weight already, and clip_high truncates it"
-        fix = "Use null; mis, icepop or reject to leave tokens out; or algorithm.correction.form=three_policy."
-        yield Problem("algorithm.correction.kind", "tis", rule, fix)
+    correction, loss = config.algorithm.correction, config.algorithm.policy_loss
+    if correction.form != "two_policy" or correction.kind is None or not POLICY_LOSSES[loss].has_ratio:
+        return
+    if not CORRECTIONS[correction.kind].leaves_out:
+        others = either(one.name for one in CORRECTIONS.values() if one.leaves_out)
+        rule = f"in the two-policy form the ratio of {loss} is the weight already, and the loss bounds it"
+        fix = f"Use null; {others} to leave tokens out; or algorithm.correction.form=three_policy."
+        yield Problem("algorithm.correction.kind", correction.kind, rule, fix)
 
 
 def mismatch_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:

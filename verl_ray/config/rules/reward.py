@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 from jinja2 import Environment, TemplateError, meta
 
+from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.reward import FunctionReward, HttpReward, MixedReward
-from verl_ray.config.rules.algorithm import GROUP_BASELINES
 from verl_ray.config.rules.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.config.rules.rule import Overridden
 from verl_ray.config.schema import RLConfig
@@ -57,11 +57,13 @@ def requests_end_before_their_batch(config: RLConfig, _: Overridden) -> Iterator
 
 
 def normalised_scores_matter(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    """Group baselines subtract a mean of their own."""
-    if config.algorithm.advantage not in GROUP_BASELINES or isinstance(config.reward, MixedReward):
+    """Some group baselines divide by a deviation of their own."""
+    advantage = ADVANTAGES[config.algorithm.advantage]
+    if not advantage.forgets_scale or isinstance(config.reward, MixedReward):
         return
-    if config.reward.normalise != "none" and config.reward.clip is None and config.algorithm.advantage == "grpo":
-        rule = "algorithm.advantage=grpo compares within a group and divides by its deviation, which undoes this"
+    if config.reward.normalise != "none" and config.reward.clip is None:
+        because = f"algorithm.advantage={advantage.name}"
+        rule = f"{because} compares within a group and divides by its deviation, which undoes this"
         fix = "Set it to none, or give reward.clip as well."
         yield Problem("reward.normalise", config.reward.normalise, rule, fix)
 

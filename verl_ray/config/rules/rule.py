@@ -6,6 +6,7 @@ any rule, and the list of them (the package).
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
@@ -43,6 +44,12 @@ def ignored(keys: list[str], config: Config, reason: str, fix: str = "Leave it o
     """Settings that the user made and the run would not look at."""
     for key in keys:
         yield Problem(key, _value(config, key), f"this setting would be ignored: {reason}", fix)
+
+
+def resolved(config: Config, value: object) -> object:
+    """The value itself; of `${key}`, what the configuration has there."""
+    found = re.fullmatch(r"\$\{([\w.]+)\}", value) if isinstance(value, str) else None
+    return _value(config, found[1]) if found else value
 
 
 def _value(config: Config, key: str) -> object:
