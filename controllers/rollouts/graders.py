@@ -38,6 +38,10 @@ class Piece:
         """One of each grader."""
         return list(self._calls.values())
 
+    def references(self) -> list[Any]:
+        """What the scores are made of, as far as it is still to be waited for."""
+        return [reference for call in self._calls.values() for reference in call.references()]
+
     def poll(self) -> Experience | None:
         """With all of its scores, once they are there; returns at once, and raises what a grader raised."""
         there = [call.poll() for call in self._calls.values()]

@@ -82,8 +82,7 @@ class Producer:
 
     def references(self) -> list[Any]:
         """Pieces to come, and scores to come."""
-        scoring = [reference for call in self._calls() for reference in call.references()]
-        return [*self._replicas.references(), *scoring]
+        return [*self._replicas.references(), *self._scores_to_come()]
 
     def advance(self, timeout_s: float = 0.0) -> None:
         """Hand on what is finished: responses to the graders, and scored ones to their buffers. Waits for something to
@@ -96,22 +95,27 @@ class Producer:
             while one.drawing.finished:
                 piece = one.drawing.finished.popleft()
                 one.scoring.append(self._graders.score(piece, one.drawing.generation.purpose))
-            one.scoring = [piece for piece in one.scoring if not self._hand_on(piece, one.buffer)]
+        self._hand_on_scored()
         self._open = [one for one in self._open if not one.is_over]
 
         if time.monotonic() - self._looked_s >= TICK_S:
             self._looked_s = time.monotonic()
-            look_after(self._calls())
+            look_after([call for one in self._open for piece in one.scoring for call in piece.calls])
 
-    def _hand_on(self, piece: Piece, buffer: RolloutBuffer) -> bool:
-        """Whether it is scored, and in the buffer."""
-        scored = piece.poll()
-        if scored is not None:
-            buffer.put(scored)
-        return scored is not None
+    def _hand_on_scored(self) -> None:
+        """To their buffers."""
+        coming = self._scores_to_come()
+        there = set(wait(coming, len(coming), 0.0)) if coming else set()
+        for one in self._open:
+            ready = [piece for piece in one.scoring if not there.isdisjoint(piece.references())]
+            for piece in ready:
+                scored = piece.poll()
+                if scored is not None:
+                    one.buffer.put(scored)
+                    one.scoring.remove(piece)
 
-    def _calls(self) -> list[Any]:
-        return [call for one in self._open for piece in one.scoring for call in piece.calls]
+    def _scores_to_come(self) -> list[Any]:
+        return [reference for one in self._open for piece in one.scoring for reference in piece.references()]
 
     # ------------------------------------------------------------------------------------------------- what to draw
 
