@@ -59,24 +59,27 @@ class Producer:
         self._open.append(_Production(self._replicas.draw(prompts, what), buffer))
 
     def take(self, prompts: Prompts, buffer: RolloutBuffer, policy_version: int, timers: Timers) -> Experience:
-        """The groups of these prompts, for the policy that learns next; waits until all are there.
+        """The groups of these prompts, for the policy that learns next; waits until all are there. Whatever ends the
+        wait early ends the drawing, too.
 
         Raises:
             RewardError: more scores failed than max_failed_fraction allows.
             DataError: they were drawn from a policy that is too old.
         """
-        with timers("gen"), timers.waiting():
-            while buffer.missing(prompts.group_id) and not all(one.is_drawn for one in self._open):
-                self.advance(TICK_S)
-        with timers("reward"), timers.waiting():
-            experience = buffer.take(prompts.group_id, policy_version, lambda: self.advance(TICK_S))
+        ordinals = prompts.group_id
+        try:
+            with timers("gen"), timers.waiting():
+                while buffer.missing(ordinals) and not all(one.is_drawn for one in self._open):
+                    self.advance(TICK_S)
+            with timers("reward"), timers.waiting():
+                experience = buffer.take(ordinals, policy_version, lambda: self.advance(TICK_S))
+        except BaseException:
+            self._replicas.stop_drawing()
+            self._open.clear()
+            buffer.drop(ordinals)
+            raise
         self._graders.refuse_broken(experience.scores)
         return experience
-
-    def give_up(self) -> None:
-        """Nobody waits for what is being drawn and scored."""
-        self._replicas.stop_drawing()
-        self._open.clear()
 
     # --------------------------------------------------------------------------------------------------- background
 

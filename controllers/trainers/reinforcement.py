@@ -81,13 +81,8 @@ class Trainer:
     def produce(self) -> Experience:
         """prompts -> generate -> score, each response as soon as it is finished -> buffer -> this step's groups."""
         batch = self.prompts.next_batch(self.config.data.prompts_per_step)
-        try:
-            self.producer.begin(batch, self.producer.training(), self.buffer)
-            return self.producer.take(batch, self.buffer, self.policy_version, self.timers)
-        except BaseException:
-            self.producer.give_up()
-            self.buffer.drop(batch.group_id)
-            raise
+        self.producer.begin(batch, self.producer.training(), self.buffer)
+        return self.producer.take(batch, self.buffer, self.policy_version, self.timers)
 
     def publish(self, version: int) -> Metrics:
         """The new policy into every rollout replica, verified, under its version."""
