@@ -14,6 +14,7 @@ from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.host import steering
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.rollout import WireName
 from verl_ray.data.stages import (
     Credit,
     Divergence,
@@ -34,7 +35,7 @@ from verl_ray.ops.outputs import Outputs
 from verl_ray.rollout.base import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route, Sender, Sent
-from verl_ray.weight_sync.wires import SENDERS, WireName
+from verl_ray.weight_sync.wires import SENDERS
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,7 +21,7 @@ from verl_ray.data.conversations import tokenize
 from verl_ray.data.files import Content, Message
 from verl_ray.data.prompts import as_messages, prompt_text
 from verl_ray.data.stages import Bool, Finish, Float32, Rollouts, Rows, Scores, TrainingBatch
-from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial, wants_chat_template
+from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
 from verl_ray.ops.outputs import Outputs
@@ -73,13 +73,12 @@ class RewardModelGrader(RewardModelWorker, Grader):
         context: WorkerContext,
         spec: EngineSpec,
         policy_path: str,
-        apply_chat_template: bool | Literal["auto"] = "auto",
+        apply_chat_template: bool,
     ) -> None:
         """`apply_chat_template`: whether the policy's prompts went through its template (data.apply_chat_template)."""
         super().__init__(context, spec)
         self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(spec.model_path)
-        templated = wants_chat_template(self._policy, apply_chat_template)
-        self._shared = same_tokens(self._policy, self._own) and templated == bool(self._own.chat_template)
+        self._shared = same_tokens(self._policy, self._own) and apply_chat_template == bool(self._own.chat_template)
         together = spec.backend.micro_batch_tokens_per_rank * spec.backend.token_slices
         self._longest, self._limit = min(
             (self.engine.max_positions, "max_position_embeddings"),

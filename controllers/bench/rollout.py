@@ -20,8 +20,7 @@ from statistics import median
 from typing import Any
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.devices.residency import Sharing
-from controllers.system.build import Shape, own_replicas, plan_processes, rollout_spec
+from controllers.system.build import Shape, own_replicas, plan_processes, resolve_on, rollout_spec
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
@@ -63,6 +62,7 @@ def measure(config: RLConfig, session: Session, prompts: Prompts, replicas: int,
     """Tokens per second of so many replicas and of as many offline engines, in turns."""
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"num_replicas": replicas})})
     shape = Shape.of(session)
+    config = resolve_on(config, shape)
     plan = plan_processes(config, shape)
     roles = {name: role for name, role in plan.roles.items() if name in ROLES}
     homes = {role.processes for role in roles.values()}
@@ -110,7 +110,7 @@ def offline(
     """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
     from verl_ray.rollout.vllm_engine import environment
 
-    spec = rollout_spec(config, Sharing.of(config, on_gpus=False))
+    spec = rollout_spec(config)
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]
     cpu = {"enforce_eager": True, "enable_chunked_prefill": False}  # as our engine
     visible = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")

@@ -25,7 +25,7 @@ import psutil
 from controllers.bench.floor import Floor
 from controllers.compose.composition import compose
 from controllers.rollouts.producer import Producer
-from controllers.system.build import Shape, System, plan_processes, start
+from controllers.system.build import Shape, System, resolve_on, start
 from controllers.trainers.preparation import prepare
 from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.session import Session
@@ -140,7 +140,8 @@ def main(argv: list[str]) -> int:
     began = time.perf_counter()
     with Session.open(config.ray.address) as session:
         stop_on_signals()  # again: Ray's own handler exits without a message
-        threads = max(one.threads_per_rank for one in plan_processes(config, Shape.of(session)).sets)
+        config = resolve_on(config, Shape.of(session))
+        threads = max(config.run.threads["trainers"], config.run.threads["engines"])
         with start(config, session) as system:
             bench = Bench(config, system)
             bench.steps(1, forced=False)
@@ -180,7 +181,7 @@ def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
         return
     if warm_start:
         with Session.open(config.ray.address) as session:
-            prepare(config, session)
+            prepare(resolve_on(config, Shape.of(session)), session)
         return
     wanted = config.prepare
     assert wanted is not None

@@ -19,16 +19,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, cast, get_args
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.system.build import Shape, own_replicas, plan_processes
+from controllers.system.build import Shape, own_replicas, plan_processes, resolve_on
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.backends import BACKENDS
+from verl_ray.config.rollout import WireName
 from verl_ray.config.schema import RLConfig
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
@@ -129,6 +130,7 @@ def measure(model: str, backend: str, folder: Path, repeats: int, overrides: Seq
     with Session.open(config.ray.address) as session:
         stop_on_signals()
         shape = Shape.of(session)
+        config = resolve_on(config, shape)
         plan = plan_processes(config, shape)
         roles = {name: role for name, role in plan.roles.items() if name in ROLES}
         roles["rollout"] = replace(roles["rollout"], factory=MeasuredWorker)
@@ -226,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="hand-overs that count (5)")
     parser.add_argument("--backend", choices=tuple(BACKENDS), default="engine", help="of the actor (engine)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides (float32)")
-    wires = ("auto", "shared_memory", "cuda_ipc", "broadcast", "disk")
+    wires = ("auto", *get_args(WireName))
     parser.add_argument("--transport", choices=wires, default="auto", help="rollout.sync.transport (auto)")
     parser.add_argument("--dir", default="outputs/bench", help="where its inputs are kept (outputs/bench)")
     return parser

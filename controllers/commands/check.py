@@ -17,10 +17,12 @@ from controllers.compose.composition import examine
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.backends import MegatronBackend
 from verl_ray.config.layouts import described
+from verl_ray.config.resolve import Resolution, resolutions, resolve
 from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
@@ -62,8 +64,12 @@ def check(config_name: str, overrides: Sequence[str], config_dir: str | None) ->
     """Print what the run would be, and return 0; raise ConfigError with all problems otherwise."""
     config, findings = checked(config_name, overrides, config_dir)
     machine = machine_of(config)
-    predicted = memory_plan(config, on_gpus=machine is not None and machine.gpus > 0)
-    print_tables(_batch_table(config), _role_table(config), memory_table(predicted))
+    facts = facts_here(config, machine)
+    predicted = memory_plan(resolve(config, facts), on_gpus=facts.gpus > 0)
+    print_tables(_batch_table(config), _role_table(config))
+    if machine is not None:
+        print_tables(_auto_table(resolutions(config, facts)))
+    print_tables(memory_table(predicted))
     for line in _resources(machine):
         print(line)
     print_warnings(findings.warnings, sys.stdout)
@@ -131,6 +137,15 @@ def _role_table(config: Config) -> Table:
     return table
 
 
+def _auto_table(found: Sequence[Resolution]) -> Table:
+    table = Table(title="auto: what these settings become here", title_justify="left")
+    for heading in ("key", "value", "because"):
+        table.add_column(heading, overflow="fold")
+    for one in found:
+        table.add_row(one.key, json.dumps(one.value).replace('"', ""), one.because)
+    return table
+
+
 def _backend(role: ModelRole) -> str:
     """Its name, and how it shares the model out."""
     backend = role.backend
@@ -139,7 +154,7 @@ def _backend(role: ModelRole) -> str:
 
 def _resources(machine: Machine | None) -> list[str]:
     if machine is None:
-        return ["resources: asked of the cluster when the run starts"]
+        return ["resources: asked of the cluster when the run starts, and so is what auto stands for"]
     return [
         f"this machine: {machine.cores} cores, {machine.gpus} GPUs, {machine.memory_bytes / 2**30:.1f} GiB memory, "
         f"{machine.shm_free_bytes / 2**30:.1f} GiB free in /dev/shm"

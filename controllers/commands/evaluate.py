@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from controllers.run.recovery import Recovery
 from controllers.run.session import open_session
-from controllers.system.build import start
+from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.base import Evaluation
 from controllers.trainers.tasks import task_of
 from verl_ray.config.schema import Config
@@ -25,13 +25,16 @@ def evaluate(config: Config) -> int:
     return 0
 
 
-def evaluation_of(config: Config) -> Evaluation:
+def evaluation_of(given: Config) -> Evaluation:
     """What the command finds."""
-    recovery, task = Recovery(config), task_of(config)
+    recovery = Recovery(given)
     if recovery.step is None:
-        task.refuse_untrained()
-    make_trainer = task.read(trains=False)
-    with open_session(config) as session, start(config, session, learns=False) as system:
-        trainer = make_trainer(system)
-        trainer.begin(recovery.restore(trainer))
-        return trainer.evaluate()
+        task_of(given).refuse_untrained()
+    with open_session(given) as session:
+        config = resolve_on(given, Shape.of(session), checkpoint=recovery.path, learns=False)
+        recovery.settle(config)
+        make_trainer = task_of(config).read(trains=False)
+        with start(config, session, learns=False) as system:
+            trainer = make_trainer(system)
+            trainer.begin(recovery.restore(trainer))
+            return trainer.evaluate()

@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from controllers.system.build import Shape, plan_processes
+from controllers.system.build import Shape, plan_processes, resolve_on
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
@@ -19,6 +19,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.load import parse
 from verl_ray.config.renamed import renewed
+from verl_ray.config.resolve import shared_anew
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from workers.model_worker import ModelWorker
@@ -38,7 +39,8 @@ def main(argv: list[str]) -> int:
         raise ConfigError([Problem("DIR", str(target), "this directory is not empty", "Give one that is, or is new.")])
     with Session.open(given.address) as session, tempfile.TemporaryDirectory() as logs:
         stop_on_signals()  # again: Ray's own handler exits without a message
-        plan = plan_processes(config, Shape.of(session))
+        shape = Shape.of(session)
+        plan = plan_processes(resolve_on(shared_anew(config), shape), shape)
         wanted = plan.roles[role]
         sets = [one for one in plan.sets if one.name == wanted.processes]
         with start_groups(sets, [wanted], stall_s=config.run.stall_s, log_dir=Path(logs)) as groups:

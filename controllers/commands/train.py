@@ -15,7 +15,7 @@ from controllers.run.loop import Loop
 from controllers.run.recovery import Recovery, claim
 from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
-from controllers.system.build import Shape, start
+from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.tasks import task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import noting
@@ -36,8 +36,10 @@ def train(config: Config) -> int:
             return run(config, session, recovery)
 
 
-def run(config: Config, session: Session, recovery: Recovery) -> int:
+def run(given: Config, session: Session, recovery: Recovery) -> int:
     """One job on an open cluster, from its newest checkpoint or from the beginning."""
+    config = resolve_on(given, Shape.of(session), checkpoint=recovery.path)
+    recovery.settle(config)
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
     print_tables(memory_table(memory_plan(config, on_gpus=Shape.of(session).gpus > 0)))
     task = task_of(config)

@@ -14,7 +14,8 @@ from typing import Any, Literal, Self
 
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.schema import Offloaded, RLConfig
+from verl_ray.config.section import resolved
 from verl_ray.rollout.base import Part
 from workers.actor import ActorWorker
 from workers.model_worker import ModelWorker
@@ -39,11 +40,8 @@ class Sharing:
     def of(cls, config: RLConfig, *, on_gpus: bool) -> Self:
         """`on_gpus`: whether the run has any; without them nothing is moved, and engines sleep only if told to."""
         devices = on_gpus and config.placement.kind == "colocated"
-        frees = config.rollout.frees(shares_a_gpu=devices)
-        sleeps: Part | None = None if frees == "never" else frees
-        if not devices or config.placement.offload == "none":
-            return cls(devices, sleeps, "nothing")
-        return cls(devices, sleeps, "all" if config.placement.offloads_weights else "optimizer")
+        offload: Offloaded = resolved(config.placement.offload)
+        return cls(devices, config.rollout.frees, offload if devices and offload != "none" else "nothing")
 
     @property
     def engines_start_first(self) -> bool:

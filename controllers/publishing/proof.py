@@ -6,36 +6,33 @@ gets them, however late. Deliberately not here: fingerprints, which every sync c
 
 from __future__ import annotations
 
+from typing import Literal
+
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RLConfig
+from verl_ray.config.section import resolved
 from verl_ray.rollout.base import Probe
 from workers.actor import ActorWorker
 
 PROBE_TOKENS = 16
-PROBE_EVERY = {False: 1, True: 10}
-"""Syncs from one probe to the next, without and with GPUs: on a CPU vLLM packs every weight that it receives."""
-PROBE_TOLERANCE = 1e-3
-"""Largest difference of a log-prob, where both sides compute in float32."""
 ROUNDED_TOLERANCE = (0.1, 1.0)
-"""The same where one of them rounds. The first probe of a run, of weights that were sent as a whole, may find as much
-as the larger; it shows how much rounding does, and later ones may find so many times as much, within these limits."""
+"""Largest difference of a log-prob where rollout.sync.probe_tolerance=measured. The first probe of a run, of weights
+that were sent as a whole, may find as much as the larger; it shows how much rounding does, and later ones may find so
+many times as much, within these limits."""
 TIMES_THE_FIRST = 5
 
 
 class Proof:
     """When it is due, how much may differ, and the probe of the present version."""
 
-    def __init__(self, actor: WorkerGroup[ActorWorker], config: RLConfig, *, has_gpus: bool) -> None:
+    def __init__(self, actor: WorkerGroup[ActorWorker], config: RLConfig) -> None:
         self._actor = actor
         rollout = config.rollout
-        self._every = PROBE_EVERY[has_gpus] if rollout.sync.probe_every == "auto" else rollout.sync.probe_every
-        dtypes = frozenset((config.actor.backend.dtype, rollout.dtype))
-        given = rollout.sync.probe_tolerance
-        self._measures_rounding = given == "auto" and dtypes != {"float32"}
-        self._tolerance = PROBE_TOLERANCE if given == "auto" else given
-        if self._measures_rounding:
-            self._tolerance = ROUNDED_TOLERANCE[1]
+        self._every: int = resolved(rollout.sync.probe_every)
+        tolerance: float | Literal["measured"] = resolved(rollout.sync.probe_tolerance)
+        self._measures_rounding = tolerance == "measured"
+        self._tolerance = ROUNDED_TOLERANCE[1] if tolerance == "measured" else tolerance
         self._longest = min(PROBE_TOKENS, config.data.max_prompt_tokens + rollout.max_response_tokens - 1)
         self._kept: tuple[int, Probe] | None = None
 

@@ -73,7 +73,7 @@ class Publisher:
     ) -> None:
         self._residency = residency
         self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=residency.sharing.devices)
-        self._proof = Proof(actor, config, has_gpus=has_gpus)
+        self._proof = Proof(actor, config)
         self._delta = config.rollout.sync.delta
         self._syncs = 0
 

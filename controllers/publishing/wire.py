@@ -13,13 +13,15 @@ from typing import Any
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import PATIENCE, Facts
+from verl_ray.config.rollout import WireName
 from verl_ray.config.schema import RLConfig
+from verl_ray.config.section import resolved
 from verl_ray.errors import WeightSyncError, WorkerError
-from verl_ray.weight_sync.buckets import Bucket, aligned_bytes, plan_buckets
+from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest, as_loaded
 from verl_ray.weight_sync.transport import Route, Sent
-from verl_ray.weight_sync.wires import Layout, choose
+from verl_ray.weight_sync.wires import Layout, carried_from
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
@@ -38,11 +40,10 @@ class WeightWire:
     ) -> None:
         """`shares_gpus`: whether rollout engines run on the actor's GPUs."""
         self._actor, self._config = actor, config.rollout
-        self._apart = config.sends_adapter_alone(shares_a_gpu=shares_gpus)
+        self._apart = config.sends_adapter_alone
         self._manifest = as_loaded(actor.rank_zero(ActorWorker.manifest, self._apart).result(), config.rollout.dtype)
         self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
-        sent = sum(aligned_bytes(parameter) for parameter in self._manifest.sent)
-        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes(sent))
+        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes)
         self._is_open = False
         self._ends: tuple[object, ...] = ()
         self._synced_ends: tuple[object, ...] = ()
@@ -100,7 +101,8 @@ class WeightWire:
         sync, parallel = self._config.sync, self._config.tensor_parallel
         home = _facts(self._actor)
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
-        name, over = choose(sync.transport, Layout([one.host_name for one in home], hosts, **self._gpus))
+        name: WireName = resolved(sync.transport)
+        over = carried_from(name, Layout([one.host_name for one in home], hosts, **self._gpus))
         route = Route(
             self._buckets,
             receivers=sum(replica.num_ranks for replica in replicas) * parallel,

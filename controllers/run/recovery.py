@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from controllers.trainers.base import Resumable
-from verl_ray.checkpoint.changes import changed_keys
+from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.signals import finishing, leave_closed_outputs, stop_requested
@@ -80,7 +80,7 @@ class Recovery:
     """
 
     def __init__(self, config: Config) -> None:
-        self._tree = to_tree(config)
+        self._tree = to_tree(config)  # `resolved` has the last word
         self._drawn_per_step = config.drawn_per_step
         self._store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
         self._behind = config.run.checkpoint_behind
@@ -97,13 +97,26 @@ class Recovery:
         self.spoiled: int | None = None
         """The step that failed after its update had begun: what the roles hold now is of no step. None = none did."""
         if self._checkpoint is not None:
-            self._compare(self._checkpoint)
+            for one in self._changes(self._checkpoint):
+                self._tell(one, self._checkpoint)
             self._check_cursor(self._checkpoint.step, self._checkpoint.state["trainer"])
 
     @property
     def step(self) -> int | None:
         """Finished steps of the checkpoint; None = the run begins."""
         return None if self._checkpoint is None else self._checkpoint.step
+
+    @property
+    def path(self) -> str | None:
+        """The checkpoint that the run goes on from."""
+        return None if self._checkpoint is None else str(self._checkpoint.path)
+
+    def settle(self, resolved: Config) -> None:
+        """What the configuration has become on this cluster, which every checkpoint holds. Raises ConfigError if what a
+        setting stands for has changed since the checkpoint, in a key that may not."""
+        self._tree = to_tree(resolved)
+        if self._checkpoint is not None:
+            self._changes(self._checkpoint)
 
     @property
     def recorded_step(self) -> int | None:
@@ -310,7 +323,7 @@ class Recovery:
                 "checkpoint: run.resume=PATH"
             )
 
-    def _compare(self, checkpoint: Checkpoint) -> None:
+    def _changes(self, checkpoint: Checkpoint) -> list[Change]:
         allowed, refused = changed_keys(checkpoint.config, self._tree)
         if refused:
             fix = "set it back, or start anew in another run.dir"
@@ -318,11 +331,9 @@ class Recovery:
             raise ConfigError(
                 [Problem(one.key, one.now, f"was {one.saved!r} {when}; {one.refused}", fix) for one in refused]
             )
-        for one in allowed:
-            print(f"changed since {checkpoint.path.name}: {one}", flush=True)
-            if one.key == "run.total_steps" and "cosine" in str(self._tree):
-                print(
-                    "warning: cosine schedules now end at another step, so the learning rate jumps",
-                    file=sys.stderr,
-                    flush=True,
-                )
+        return allowed
+
+    def _tell(self, change: Change, checkpoint: Checkpoint) -> None:
+        print(f"changed since {checkpoint.path.name}: {change}", flush=True)
+        if change.key == "run.total_steps" and "cosine" in str(self._tree):
+            _say("warning: cosine schedules now end at another step, so the learning rate jumps")

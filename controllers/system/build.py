@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from controllers.devices.residency import Residency, Sharing
 from controllers.publishing.publisher import Publisher
@@ -23,11 +23,13 @@ from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
+from verl_ray.config.resolve import resolve
 from verl_ray.config.reward import HELD_OUT, FunctionReward, HttpReward, JudgeReward, ModelReward, SingleReward
 from verl_ray.config.roles import ModelRole, SupervisedRole, TrainedRole
-from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.section import resolved
 from verl_ray.engine.base import EngineSpec
+from verl_ray.preflight.facts import facts_of
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -38,6 +40,8 @@ from workers.rollout import RolloutSpec, RolloutWorker
 
 ROLES = ("actor", "critic", "reference", "rollout")
 SHARED = "shared"  # the bundles that colocated processes sit in
+
+C = TypeVar("C", bound=Config)
 
 
 @dataclass(frozen=True)
@@ -64,6 +68,17 @@ class Shape:
         """By Ray's names of resources."""
         shapes = zip(self.cores, self.gpus_per_node, strict=True)
         return [{"CPU": float(cores), "GPU": float(gpus)} for cores, gpus in shapes]
+
+
+def resolve_on(config: C, shape: Shape, *, checkpoint: str | None = None, learns: bool = True) -> C:
+    """The configuration with every `auto` replaced by what it stands for on this cluster.
+
+    Args:
+        checkpoint: from which the run goes on, if it does.
+        learns: False = for one evaluation alone.
+    """
+    facts = facts_of(config, cores=shape.cores, gpus=shape.gpus_per_node, checkpoint=checkpoint, learns=learns)
+    return resolve(config, facts)
 
 
 @dataclass(frozen=True)
@@ -152,7 +167,7 @@ def own_replicas(
 
 
 def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
-    """Process sets and roles of a job.
+    """Process sets and roles of a job, whose configuration is resolved.
 
     Colocated, the model roles of one backend share a process per rank; different backends never share one. The
     rollout engine has processes of its own, in the same bundles. Functions, services and judges have bundles of their
@@ -173,10 +188,11 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     counts |= {
         name: one.engine.num_replicas if isinstance(one, JudgeReward) else one.num_ranks for name, one in texts.items()
     }
-    threads = threads_per_rank(config, counts, shape)
 
     def one(name: str, gpus: int, process_group: bool, bundles: str, *, replicas: bool = False) -> ProcessSet:
-        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads.get(name, 1), process_group, replicas)
+        is_engine = name == "rollout" or isinstance(texts.get(name), JudgeReward)
+        threads = config.run.threads["engines" if is_engine else "graders" if name in texts else "trainers"]
+        return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads, process_group, replicas)
 
     sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
     roles: dict[str, Role[Any]] = {
@@ -186,10 +202,9 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     }
     if isinstance(config, RLConfig):
         bundles = SHARED if colocated else "rollout"
-        sharing = Sharing.of(config, on_gpus=bool(gpu))
-        spec = rollout_spec(config, sharing)
+        spec = rollout_spec(config)
         engines = one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True)
-        sets.append(replace(engines, built_first=sharing.engines_start_first))
+        sets.append(replace(engines, built_first=Sharing.of(config, on_gpus=bool(gpu)).engines_start_first))
         roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
         policy = config.actor.model.path
         for name, grader in graders.items():
@@ -198,7 +213,7 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
                     name,
                     home[name],
                     RewardModelGrader,
-                    (engine_spec(name, grader, config), policy, config.data.apply_chat_template),
+                    (engine_spec(name, grader, config), policy, resolved(config.data.apply_chat_template)),
                 )
             elif isinstance(grader, JudgeReward):
                 sets.append(one(name, gpu * grader.engine.tensor_parallel, False, name))
@@ -238,28 +253,6 @@ def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
     return (config.graders if learns else {}) | {HELD_OUT: held_out}
 
 
-def threads_per_rank(config: Config, counts: Mapping[str, int], shape: Shape) -> dict[str, int]:
-    """CPU threads of each process of a set.
-
-    Trainers and rollout engines take turns, so each may use all cores of its node; processes of one set, sets of
-    trainers, and judges beside rollouts work at the same time and divide them. Graders of texts need no more than one.
-    """
-    if config.run.threads_per_rank != "auto":
-        return dict.fromkeys(counts, config.run.threads_per_rank)
-    engines: dict[str, RolloutEngineConfig] = {}
-    texts: set[str] = set()
-    if isinstance(config, RLConfig):
-        engines = {"rollout": config.rollout} | {name: judge.engine for name, judge in config.judges.items()}
-        texts = {name for name, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)}
-        texts.add(HELD_OUT)
-    drawing = sum(count * engines[name].tensor_parallel for name, count in counts.items() if name in engines)
-    training = sum(count for name, count in counts.items() if name not in engines and name not in texts)
-    cores = min(shape.cores)
-    return {
-        name: 1 if name in texts else max(1, cores // (drawing if name in engines else training)) for name in counts
-    }
-
-
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
     learning = role if isinstance(role, SupervisedRole) else None
     return EngineSpec(
@@ -291,9 +284,9 @@ def updates_per_step(role: SupervisedRole, config: Config) -> int:
     return role.epochs * -(-rows // (role.mini_batch_size or rows))
 
 
-def rollout_spec(config: RLConfig, sharing: Sharing) -> RolloutSpec:
+def rollout_spec(config: RLConfig) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    lora = config.actor.lora if config.sends_adapter_alone(shares_a_gpu=sharing.devices) else None
+    lora = config.actor.lora if config.sends_adapter_alone else None
     return RolloutSpec(
-        config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, sharing.sleeps
+        config.actor.model.path, config.rollout, longest, config.run.seed, config.run.name, lora, config.rollout.frees
     )

@@ -11,12 +11,13 @@ import json
 import shutil
 from pathlib import Path
 
-from controllers.system.build import start
+from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.sft import SFTTrainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, heed_signals, noting, telling
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig
+from verl_ray.config.resolve import shared_anew
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import RLConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
@@ -73,6 +74,7 @@ def _warm_start(
 ) -> None:
     warm = wanted.warm_start
     job = supervised_job(config, wanted, folder, train, validation)
+    job = resolve_on(shared_anew(job), Shape.of(session))
     tokenizer = load_tokenizer(folder / "tokenizer")
     limits = {"max_tokens": job.sft.max_tokens, "seed": config.run.seed}
     outlook = Outlook("stopping; the warm start begins anew next time, there is nothing to save yet", "")

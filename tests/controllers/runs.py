@@ -16,7 +16,7 @@ from unittest import mock
 
 from controllers.command_line import main
 from controllers.compose.composition import compose
-from controllers.system.build import Shape, System, own_replicas, plan_processes
+from controllers.system.build import Shape, System, own_replicas, plan_processes, resolve_on
 from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
@@ -82,7 +82,7 @@ class Inputs:
     def supervised(self, run_dir: Path, *changes: str) -> SFTConfig:
         config = compose("sft", [*self.overrides(run_dir), *changes])
         assert isinstance(config, SFTConfig)
-        return config
+        return resolve_on(config, SHAPE)
 
     def graded_by(self, function: str, folder: Path) -> Path:
         """The training problems under another data source."""
@@ -142,7 +142,7 @@ class Samplers:
 
 def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups, dict[str, WorkerGroup]]:
     """Start only the sampling roles of a job, or only the others."""
-    plan = plan_processes(config, SHAPE)
+    plan = plan_processes(resolve_on(config, SHAPE), SHAPE)
     sets = [replace(one, cpus_per_rank=0.25) for one in plan.sets if (one.name in SAMPLING) == sampling]
     roles = {name: role for name, role in plan.roles.items() if (name in SAMPLING) == sampling}
     groups = start_groups(sets, list(roles.values()), stall_s=240, log_dir=folder / "logs")
@@ -151,7 +151,7 @@ def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups,
 
 def replicas_of(config: RLConfig, groups: Groups) -> Sequence[WorkerGroup[RolloutWorker]]:
     """The rollout replicas that `start_some` started."""
-    return groups.replicas(plan_processes(config, SHAPE).roles["rollout"])
+    return groups.replicas(plan_processes(resolve_on(config, SHAPE), SHAPE).roles["rollout"])
 
 
 @contextmanager
@@ -164,6 +164,7 @@ def training(config: RLConfig, samplers: Samplers) -> Iterator[Trainer]:
 
 def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], samplers: Samplers) -> Trainer:
     """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
+    config = resolve_on(config, SHAPE)
     used = {name: group for name, group in roles.items() if name in config.model_roles}
     models = [used[name] for name in ("actor", "critic", "reference") if name in used]
     replicas = own_replicas(config, samplers.rollout, used["actor"], models, on_gpus=False)

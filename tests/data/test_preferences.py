@@ -37,7 +37,8 @@ def source(
 ) -> PreferenceSource:
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    config = PreferenceDataConfig.model_validate({**FILES, "apply_chat_template": "auto", "unusable": "refuse", **data})
+    values = {**FILES, "apply_chat_template": bool(tokenizer.chat_template), "unusable": "refuse", **data}
+    config = PreferenceDataConfig.model_validate(values)
     return PreferenceSource(str(path), tokenizer, config, max_tokens=max_tokens, seed=0, margin=margin)
 
 
@@ -71,7 +72,7 @@ def test_a_chat_pair_is_what_rollouts_would_be(tmp_path: Path, chat: Any) -> Non
     assert spelt(rows, chat) == [f"{opening}2<|im_end|>", f"{opening}3<|im_end|>"] * 3
     assert (rows.tokens[rows.offsets[1:] - 1] == chat.eos_token_id).all()
     (tmp_path / "turns.jsonl").write_text("".join(json.dumps({"messages": [USER, x]}) + "\n" for x in (TWO, THREE)))
-    config = DataFilesConfig.model_validate({**FILES, "apply_chat_template": "auto"})
+    config = DataFilesConfig.model_validate({**FILES, "apply_chat_template": True})
     demonstrations = SupervisedSource(str(tmp_path / "turns.jsonl"), chat, config, max_tokens=64, seed=0).all()
     assert rows.tokens.tolist() == demonstrations.tokens.tolist() * 3
 

@@ -28,7 +28,7 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def config(**changes: object) -> DataConfig:
     values = {"train_path": "-", "validation_path": None, "prompts_per_step": 4, "max_prompt_tokens": 64}
-    values |= {"overlong": "refuse", "shuffle": True, "apply_chat_template": "auto", **changes}
+    values |= {"overlong": "refuse", "shuffle": True, "apply_chat_template": False, **changes}
     return DataConfig.model_validate(values)
 
 
@@ -110,7 +110,7 @@ def test_overlong_prompts_are_refused_or_counted(tmp_path: Path, characters: Any
 
 def test_chat_template_is_applied_as_asked(tmp_path: Path, chat: Any) -> None:
     path = write(tmp_path, {"prompt": CHAT, "answer": "2"}, {"prompt": "1+1?", "answer": "2"})
-    both = PromptSource(path, chat, config(), seed=0).all()
+    both = PromptSource(path, chat, config(apply_chat_template=True), seed=0).all()
     # A plain text is what a user says; the template's specials stand once, as single tokens.
     assert texts(both, chat) == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"] * 2
     plain = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
@@ -119,9 +119,9 @@ def test_chat_template_is_applied_as_asked(tmp_path: Path, chat: Any) -> None:
 
 def test_messages_without_a_template_are_refused(tmp_path: Path, characters: Any, chat: Any) -> None:
     path = write(tmp_path, {"prompt": CHAT, "answer": "2"})
-    for tokenizer, choice in ((characters, "auto"), (chat, False)):
+    for tokenizer in (characters, chat):
         with pytest.raises(DataError, match="line 1: found chat messages, but no chat template is applied"):
-            PromptSource(path, tokenizer, config(apply_chat_template=choice), seed=0)
+            PromptSource(path, tokenizer, config(apply_chat_template=False), seed=0)
 
 
 def test_nothing_to_draw_is_refused(tmp_path: Path, characters: Any) -> None:

@@ -29,13 +29,14 @@ def chat(tmp_path: Path) -> Any:
 
 def config(**changes: object) -> DataConfig:
     values = {"train_path": "-", "validation_path": None, "prompts_per_step": 4, "max_prompt_tokens": 64}
-    values |= {"overlong": "refuse", "shuffle": False, "apply_chat_template": "auto", **changes}
+    values |= {"overlong": "refuse", "shuffle": False, "apply_chat_template": False, **changes}
     return DataConfig.model_validate(values)
 
 
 def source(tmp_path: Path, tokenizer: Any, *records: dict[str, object], max_tokens: int = 64, **data: object) -> Any:
     path = tmp_path / "turns.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    data = {"apply_chat_template": bool(tokenizer.chat_template)} | data
     return SupervisedSource(str(path), tokenizer, config(**data), max_tokens=max_tokens, seed=0)
 
 
@@ -61,7 +62,7 @@ def test_a_chat_turn_follows_what_a_rollout_starts_from(tmp_path: Path, chat: An
     records = [{"prompt": [USER], "response": "2"}, {"prompt": "1+1?", "response": "2"}, {"messages": [USER, TWO]}]
     rows = source(tmp_path, chat, *records).all()
     (tmp_path / "prompts.jsonl").write_text(json.dumps({"prompt": [USER], "answer": "2"}))
-    prompt = PromptSource(str(tmp_path / "prompts.jsonl"), chat, config(), seed=0).all()
+    prompt = PromptSource(str(tmp_path / "prompts.jsonl"), chat, config(apply_chat_template=True), seed=0).all()
     for row in range(3):
         one = rows.select([row])
         assert one.tokens[~one.response_mask].tolist() == prompt.tokens.tolist()

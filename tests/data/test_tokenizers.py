@@ -15,10 +15,10 @@ from verl_ray.data.tokenizers import (
     encode,
     load_tokenizer,
     render,
+    require_chat_template,
     same_tokens,
     train_bpe,
     unspecial,
-    wants_chat_template,
 )
 from verl_ray.errors import DataError, ModelError
 
@@ -64,12 +64,10 @@ def test_chat_template(tmp_path: Path) -> None:
     assert texts == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"]
     ids = encode(tokenizer, texts, special=False, where=str)[0]
     assert np.isin(ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 3
-    assert wants_chat_template(load_tokenizer(tmp_path / "chat"), "auto") is True
-    assert wants_chat_template(tokenizer, False) is False
+    require_chat_template(load_tokenizer(tmp_path / "chat"))
     plain = character_tokenizer(tmp_path / "plain", "01")
-    assert wants_chat_template(plain, "auto") is False
     with pytest.raises(DataError, match=r"data\.apply_chat_template = true, .* has no chat template"):
-        wants_chat_template(plain, True)
+        require_chat_template(plain)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(DataError, match=r"0: the chat template refuses the messages .*no system messages"):
         render(tokenizer, conversations, add_generation_prompt=True, where=str)

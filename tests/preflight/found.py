@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TypeVar
 
 from controllers.compose.composition import compose
+from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
+from verl_ray.preflight.facts import facts_of
 from verl_ray.preflight.findings import Findings
 from verl_ray.preflight.machine import GIB, Machine
+from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+
+C = TypeVar("C", bound=Config)
 
 NO_GAIN = "prepare.min_gain=0"  # of an accuracy that these rewards do not measure
 BIG = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB)
@@ -21,6 +27,16 @@ def ppo(model: Path, data: Path, *overrides: str) -> Config:
 def judged(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
     sizes = ["reward.max_prompt_tokens=1024", "reward.max_response_tokens=512"]
     return ppo(model, data, "reward=judge", f"reward.model.path={judge}", *sizes, *overrides)
+
+
+def settled(config: C, *, gpus: int = 0) -> C:
+    """On a machine with four cores."""
+    return resolve(config, facts_of(config, cores=[4], gpus=[gpus], checkpoint=None))
+
+
+def planned(config: Config, *, on_gpus: bool) -> MemoryPlan:
+    """The memory plan of a configuration on one machine."""
+    return memory_plan(settled(config, gpus=8 if on_gpus else 0), on_gpus=on_gpus)
 
 
 def found(findings: Findings) -> dict[str, str]:

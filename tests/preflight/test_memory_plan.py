@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 from controllers.compose.composition import compose
-from tests.preflight.found import NO_GAIN, judged, ppo
+from tests.preflight.found import NO_GAIN, judged, planned, ppo, settled
 from verl_ray.config.schema import RLConfig
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan, Phase, memory_plan, wire_bytes
+from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan, Phase, wire_bytes
 from verl_ray.preflight.memory_table import memory_table, print_tables
 
 
 def made(*overrides: str, on_gpus: bool = True) -> MemoryPlan:
     """Of a run that makes its model, of 789,888 parameters: 256 rows of at most 16 + 8 tokens."""
-    return memory_plan(compose("quickstart", list(overrides)), on_gpus=on_gpus)
+    return planned(compose("quickstart", list(overrides)), on_gpus=on_gpus)
 
 
 PARAMETERS = 4 * (2 * 128 * 192 + 64 + 3 * 128 * 384 + 256) + 128 + 14 * 128
@@ -105,10 +105,10 @@ def test_on_a_cpu_everything_is_the_hosts_on_all_ranks() -> None:
 
 
 def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
-    config = compose("quickstart")
+    config = settled(compose("quickstart"))
     assert isinstance(config, RLConfig)
     assert wire_bytes(config) == 2 * 4 * PARAMETERS
-    apart = compose("quickstart", ["rollout.sync.transport=broadcast"])
+    apart = settled(compose("quickstart", ["rollout.sync.transport=broadcast"]))
     assert isinstance(apart, RLConfig) and wire_bytes(apart) == 0
     # Of two slots one bucket fills one; of buckets of 1 MiB, two are full; what was sent last is kept beside them.
     small, changes = "rollout.sync.bucket_mib=1", ("rollout.sync.transport=broadcast", "rollout.sync.delta=true")
@@ -150,25 +150,25 @@ def test_32b_is_published_on_gpus_of_80_gb(tmp_path: Path) -> None:
 
     # A rank has an eighth of the weights, 16 GB in float32, and twice as much of moments; an engine all, in bfloat16.
     shard, engine = 16 * 10**9, 64 * 10**9
-    found = memory_plan(config, on_gpus=True)
+    found = planned(config, on_gpus=True)
     assert found.device("publish", certain=True) == shard + engine
     assert found.device("generate", certain=True) == engine + 8 * GIB
     moved = sum(found.uses[role]["publish"].of("optimizer") for role in ("actor", "critic"))
     assert moved == 4 * shard and found.machine("publish") > 8 * (moved + 2 * shard)  # on the host, of eight ranks
-    group = memory_plan(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
+    group = planned(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
     assert group.fullest(on_device=True, certain=True)[1] == shard + engine  # before, it was 128 GB
 
 
 def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:
-    found = memory_plan(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
+    found = planned(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
     assert held(found, "reward") == dict.fromkeys(found.phases, 3 * GIB + 4 * 120)
-    graded = memory_plan(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
+    graded = planned(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
     assert held(graded, "reward")["generate"] == 480  # its weights stay on the device
     assert not graded.is_told("reward", "generate") or graded.predicted("reward", "generate") > 0
 
 
 def test_a_supervised_run_has_two_phases(model: Path, data: Path) -> None:
-    found = memory_plan(
+    found = planned(
         compose("sft", [f"model.path={model}", f"data.train_path={data}/train.jsonl", "data.validation_path=null",
                         "run.evaluate_every=0"]),
         on_gpus=False,

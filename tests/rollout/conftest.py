@@ -50,7 +50,7 @@ def rollout_config() -> Callable[..., RolloutConfig]:
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
             "sleep": "never", "vllm_args": {}, "in_flight": 64,
             "sync": {
-                "transport": "auto", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "auto",
+                "transport": "shared_memory", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "merged",
                 "probe_every": 1, "probe_tolerance": 1e-3,
             },
             "health": {"interval_s": 5.0, "deadline_s": 30.0, "max_restarts": 0},

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 from tests.weight_sync.ends import BUCKETS, CPU, MANIFEST, Ends, joined, made, retyped
+from verl_ray.config.rollout import WireName
 from verl_ray.errors import WeightSyncError
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.transport import Route
-from verl_ray.weight_sync.wires import Layout, WireName, choose
+from verl_ray.weight_sync.wires import Layout, carried_from
 
 WIRES: list[tuple[WireName, bool]] = [
     ("shared_memory", False), ("broadcast", False), ("broadcast", True), ("disk", False), ("disk", True),
@@ -128,22 +129,16 @@ ONE = Layout(["a"], ["a"], gpus=False, shares_gpus=False)
 TWO = Layout(["a", "b"], ["b"], gpus=False, shares_gpus=False)
 
 
-def test_auto_takes_what_has_run() -> None:
-    assert choose("auto", ONE) == ("shared_memory", "cpu")
-    assert choose("auto", TWO) == ("broadcast", "cpu")
-    on_gpus = replace(ONE, gpus=True, shares_gpus=True)
-    assert choose("auto", on_gpus) == ("shared_memory", "cpu")
-    assert choose("auto", replace(TWO, gpus=True)) == ("broadcast", "cpu")
-
-
-def test_a_named_wire_is_taken_or_refused() -> None:
-    assert choose("disk", TWO) == ("disk", "cpu")
-    assert choose("broadcast", replace(TWO, gpus=True)) == ("broadcast", "cuda")
-    assert choose("broadcast", replace(TWO, gpus=True, shares_gpus=True)) == ("broadcast", "cpu")
-    assert choose("cuda_ipc", replace(TWO, gpus=True, shares_gpus=True)) == ("cuda_ipc", "cuda")
+def test_a_wire_joins_its_ends_or_is_refused() -> None:
+    on_gpus, shared = replace(TWO, gpus=True), replace(TWO, gpus=True, shares_gpus=True)
+    assert carried_from("shared_memory", replace(shared, actor_hosts=["b"])) == "cpu"
+    assert carried_from("disk", on_gpus) == carried_from("host_broadcast", on_gpus) == "cpu"
+    assert carried_from("broadcast", on_gpus) == "cuda"
+    assert carried_from("broadcast", shared) == carried_from("broadcast", TWO) == "cpu"
+    assert carried_from("cuda_ipc", shared) == "cuda"
     with pytest.raises(WeightSyncError, match=r"shared_memory joins processes of one node; .* run on \['a', 'b'\]"):
-        choose("shared_memory", TWO)
+        carried_from("shared_memory", TWO)
     with pytest.raises(WeightSyncError, match="actor and rollout do not share any"):
-        choose("cuda_ipc", replace(ONE, gpus=True))
+        carried_from("cuda_ipc", replace(ONE, gpus=True))
     with pytest.raises(WeightSyncError, match="the actor is not on a GPU"):
         CudaIpcSender(Route(BUCKETS, 1, 1.0), 0, CPU)

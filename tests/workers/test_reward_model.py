@@ -33,6 +33,7 @@ from verl_ray.data.stages import Finish, Rows, Scores, TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.models.tiny import Architecture, make_tiny
+from verl_ray.preflight.facts import has_chat_template
 from verl_ray.rewards.health import Health
 from workers.reward_model import RewardModelGrader, RewardModelWorker, retemplated, without_padding
 
@@ -61,7 +62,9 @@ def reward_model(folder: Path) -> Make:
 @pytest.fixture
 def grader(folder: Path, tmp_path: Path) -> Grader:
     def make(model: Path, policy: str, cap: int = 4096) -> RewardModelGrader:
-        return RewardModelGrader(context(tmp_path), spec(model, cap), str(folder / policy))
+        return RewardModelGrader(
+            context(tmp_path), spec(model, cap), str(folder / policy), has_chat_template(str(folder / policy))
+        )
 
     return make
 

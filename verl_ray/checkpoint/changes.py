@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from verl_ray.config.resolve import AUTO_KEYS
+
 _ROWS = "the data cursor counts the rows that it leads to"
 _STEP = "the steps that are done were made of it, and so is the length of the schedule"
 _MODEL = "the saved parameters are those of this model"
@@ -66,7 +68,8 @@ class Change:
 def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
     """(allowed, refused) changes from the configuration of a checkpoint to that of this run, both as plain trees.
 
-    Paths below run.dir are compared from there, so that a run's folder can be moved.
+    Paths below run.dir are compared from there, so that a run's folder can be moved. Where one side says `auto`, the
+    user has left it to the run, so nothing was changed; and where a run begins is no setting of what it does.
     """
     changes = [
         Change(key, before, after, next((why for pattern, why in FIXED if fnmatchcase(key, pattern)), None))
@@ -80,7 +83,7 @@ def _differences(saved: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, 
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
         for key in saved.keys() | now.keys():
             yield from _differences(saved.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif saved != now:
+    elif saved != now and prefix != "run.resume" and not (prefix in AUTO_KEYS and "auto" in (saved, now)):
         yield prefix, saved, now
 
 

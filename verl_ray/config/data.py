@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_ray.config.section import Positive, Section
+from verl_ray.config.section import Auto, Positive, Section
 
 
 class DataFilesConfig(Section):
@@ -21,7 +21,7 @@ class DataFilesConfig(Section):
     """What happens to a longer prompt or row: the run refuses to start, or it is left out and counted."""
     shuffle: bool
     """Draw in an order seeded by run.seed and the epoch, instead of the file's order."""
-    apply_chat_template: bool | Literal["auto"]
+    apply_chat_template: bool | Auto
     """Whether prompts go through the tokenizer's chat template; auto = when it has one."""
 
 

@@ -76,7 +76,8 @@ def _problems(errors: list[ErrorDetails], tree: Mapping[str, object], kind: type
     by_key: dict[str, list[ErrorDetails]] = {}
     for error in errors:
         by_key.setdefault(_key(error, tree), []).append(error)
-    return [_problem(key, alternatives, kind) for key, alternatives in by_key.items()]
+    outer = {key for key in by_key if any(other.startswith(f"{key}.") for other in by_key)}  # what is inside says more
+    return [_problem(key, alternatives, kind) for key, alternatives in by_key.items() if key not in outer]
 
 
 def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
@@ -186,6 +187,8 @@ def _fix(error: ErrorDetails) -> str:
             return "true or false"
         case "string_type":
             return "a text"
+        case "dict_type":
+            return "a section of keys"
         case "none_required":
             return "null"
         case _:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
+from verl_ray.config.section import Auto, NonNegative, Positive, PositiveFloat, Section, Temperature, resolved
 
 VLLM_BATCHED_TOKENS = 8192
 """Tokens of a batch of the rollout engine, unless max_num_batched_tokens in its vllm_args says another number."""
@@ -23,7 +23,8 @@ VLLM_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 HEAD = "lm_head"
 """What vLLM calls the layer that makes logits."""
 
-TransportName = Literal["auto", "shared_memory", "cuda_ipc", "broadcast", "disk"]
+WireName = Literal["shared_memory", "cuda_ipc", "broadcast", "host_broadcast", "disk"]
+Freed = Literal["never", "kv_cache", "weights"]
 
 
 class RolloutEngineConfig(Section):
@@ -43,32 +44,32 @@ class RolloutEngineConfig(Section):
 class SyncConfig(Section):
     """How weights reach the replicas, and how that is proved."""
 
-    transport: TransportName
-    """auto = shared memory where actor and rollout run on one node, else broadcast between hosts; it never takes what
-    has not run on a GPU yet: cuda_ipc, and broadcast between GPUs of their own."""
-    bucket_mib: Positive | Literal["auto"]
+    transport: WireName | Auto
+    """broadcast = between GPUs where actor and rollout have their own, else between hosts; host_broadcast = always
+    between hosts; auto = shared memory where the cluster is one node, else host_broadcast: it never takes what has not
+    run on a GPU yet."""
+    bucket_mib: Positive | Auto
     """What travels at once, and two of them are under way; a single larger tensor takes more. auto = a twelfth of the
     model, from 16 to 512: so little has to come before the first can be loaded, and few calls are made."""
     delta: bool
-    """After the first sync send only what changed, over broadcast or disk; the actor's rank 0 and every rollout rank
+    """After the first sync send only what changed, over a broadcast or disk; the actor's rank 0 and every rollout rank
     keep a copy of the weights in host memory."""
-    adapter: Literal["auto", "alone", "merged"]
+    adapter: Literal["alone", "merged"] | Auto
     """How a LoRA adapter leaves the actor: after the first sync alone, for the model that the replicas keep; or merged
     into its weights. auto = alone, unless the replicas free their weights while the trainer works."""
     folder: str
     """Where transport=disk puts its files; all nodes must see it."""
-    probe_every: Positive | Literal["auto"]
+    probe_every: Positive | Auto
     """Syncs from one comparison of log-probs, of fixed tokens with the trainer's, to the next; auto = every one on a
     CPU, every tenth on GPUs. Fingerprints are compared at every sync."""
-    probe_tolerance: PositiveFloat | Literal["auto"]
-    """The largest difference of a log-prob; auto = 0.001 where trainer and rollout compute in float32, else five times
-    what the first sync of the run shows, at least 0.1 and at most 1."""
+    probe_tolerance: PositiveFloat | Literal["measured"] | Auto
+    """The largest difference of a log-prob; measured = five times what the first sync of the run shows, at least 0.1
+    and at most 1; auto = 0.001 where trainer and rollout compute in float32, else measured."""
 
-    def bucket_bytes(self, sent: int) -> int:
-        """What travels at once of `sent` bytes."""
-        if self.bucket_mib == "auto":
-            return min(max(sent // 12, 16 << 20), 512 << 20)
-        return self.bucket_mib << 20
+    @property
+    def bucket_bytes(self) -> int:
+        """What travels at once."""
+        return resolved(self.bucket_mib) << 20
 
 
 class HealthConfig(Section):
@@ -116,14 +117,13 @@ class RolloutConfig(RolloutEngineConfig):
     sync: SyncConfig
     health: HealthConfig
     endpoint: EndpointConfig
-    sleep: Literal["auto", "never", "kv_cache", "weights"]
+    sleep: Freed | Auto
     """What a replica frees while the trainer works: nothing, the cache, or the weights too, which are then not copied
     anywhere (vLLM's sleep level 2): each sync brings new ones. auto = weights (kv_cache with sync.adapter=alone) on a
     GPU it shares with the trainer, else never."""
 
-    def frees(self, *, shares_a_gpu: bool) -> Literal["never", "kv_cache", "weights"]:
-        """What `sleep` amounts to."""
-        if self.sleep == "auto":
-            keeps: Literal["kv_cache", "weights"] = "kv_cache" if self.sync.adapter == "alone" else "weights"
-            return keeps if shares_a_gpu else "never"
-        return self.sleep
+    @property
+    def frees(self) -> Literal["kv_cache", "weights"] | None:
+        """What `sleep` gives back, once it is resolved; None = nothing."""
+        sleep: Freed = resolved(self.sleep)
+        return None if sleep == "never" else sleep

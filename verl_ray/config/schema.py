@@ -18,9 +18,10 @@ from verl_ray.config.data import DataConfig, DataFilesConfig, PreferenceDataConf
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import JudgeReward, MixedReward, ModelReward, Reward, SingleReward
 from verl_ray.config.roles import ModelConfig, ModelRole, ReferenceRole, SupervisedRole, TrainedRole
-from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS, RolloutConfig
+from verl_ray.config.rollout import RolloutConfig
 from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
 from verl_ray.config.section import (
+    Auto,
     Fraction,
     NonNegative,
     NonNegativeFloat,
@@ -28,7 +29,10 @@ from verl_ray.config.section import (
     PositiveFloat,
     Section,
     Temperature,
+    resolved,
 )
+
+Offloaded = Literal["all", "optimizer", "none"]
 
 
 class EvaluationConfig(Section):
@@ -49,14 +53,9 @@ class EvaluationConfig(Section):
 class PlacementConfig(Section):
     kind: Literal["colocated", "separate"]
     """Whether actor, critic, reference and rollout share bundles (and devices), or have their own."""
-    offload: Literal["auto", "all", "optimizer", "none"]
+    offload: Offloaded | Auto
     """What actor, critic and reference keep on the host while rollouts are drawn on the GPUs that they share: their
-    whole state, their optimizers' alone, or nothing. auto = all."""
-
-    @property
-    def offloads_weights(self) -> bool:
-        """Whether weights are on the host then, too."""
-        return self.offload in ("auto", "all")
+    whole state, their optimizers' alone, or nothing. auto = all, and nothing where they share none."""
 
 
 class RLConfig(Section):
@@ -99,13 +98,10 @@ class RLConfig(Section):
         adapted = self.actor.lora.rank > 0 and self.reference.model.path == self.actor.model.path
         return adapted and self.algorithm.kl.place != "none"
 
-    def sends_adapter_alone(self, *, shares_a_gpu: bool) -> bool:
+    @property
+    def sends_adapter_alone(self) -> bool:
         """Whether the replicas are sent the model once, and then the actor's adapter only."""
-        lora = self.actor.lora
-        can = 0 < lora.rank <= VLLM_LORA_RANKS[-1] and HEAD not in lora.targets
-        if not can or self.rollout.sync.adapter == "merged":
-            return False
-        return self.rollout.frees(shares_a_gpu=shares_a_gpu) != "weights"
+        return resolved(self.rollout.sync.adapter) == "alone"
 
     @property
     def graders(self) -> dict[str, SingleReward]:

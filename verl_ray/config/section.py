@@ -1,12 +1,13 @@
 """What every class of the configuration is built from: a frozen section, and numbers with their ranges.
 
-Invariant: a section has no defaults and refuses keys it does not know. Deliberately not here: any setting.
+Invariant: a section has no defaults and refuses keys it does not know. Deliberately not here: any setting, and what
+`auto` stands for (`resolve.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import CoreSchema, core_schema
@@ -18,6 +19,17 @@ NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's range; random streams made from it fit torch's 64 bits
 Temperature = Annotated[float, Field(ge=0, le=2)]  # vLLM's range
+
+Auto = Literal["auto"]
+"""The value of a setting that the run is to choose by itself."""
+
+T = TypeVar("T")
+
+
+def resolved(value: T | Auto) -> T:
+    """The value of a setting that may be `auto`, in a configuration that `resolve` has been through."""
+    assert value != "auto", "a setting is read before the configuration is resolved"
+    return value
 
 
 class Section(BaseModel):

@@ -16,7 +16,7 @@ from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.files import Content, Message
 from verl_ray.data.prompts import as_messages
 from verl_ray.data.stages import Bool
-from verl_ray.data.tokenizers import encode, render, wants_chat_template
+from verl_ray.data.tokenizers import encode, render, require_chat_template
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ def tokenize(
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
-    apply_chat_template: bool | Literal["auto"],
+    apply_chat_template: bool,
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
     """Rows of prompt and response: their tokens int32, and a mask bool [tokens], True on responses.
@@ -39,7 +39,8 @@ def tokenize(
     Raises:
         DataError: the tokenizer or its chat template does not fit a content; a prompt without tokens.
     """
-    if wants_chat_template(tokenizer, apply_chat_template):
+    if apply_chat_template:
+        require_chat_template(tokenizer)
         tokens, mask = _tokenize_chat(contents, where, tokenizer, responses)
     else:
         tokens, mask = _tokenize_text(contents, where, tokenizer)

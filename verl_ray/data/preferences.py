@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.config.data import PreferenceDataConfig
+from verl_ray.config.section import resolved
 from verl_ray.data.batch import Batch, Ragged, ragged, row
 from verl_ray.data.conversations import alternate, tokenize
 from verl_ray.data.cursor import Cursor, CursorState
@@ -163,7 +164,7 @@ def _tokenize(
         [_without_specials(content, tokenizer) for content in sides],
         [f"{record.where}, {side}" for record in records],
         tokenizer,
-        apply_chat_template=config.apply_chat_template,
+        apply_chat_template=resolved(config.apply_chat_template),
         responses="last",
     )
     return tokens

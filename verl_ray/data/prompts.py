@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from verl_ray.config.data import DataConfig
+from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import Message, PromptRecord, read_prompts
 from verl_ray.data.stages import Prompts
-from verl_ray.data.tokenizers import encode, render, wants_chat_template
+from verl_ray.data.tokenizers import encode, render, require_chat_template
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class PromptSource:
         records = read_prompts(path)
         if not records:
             raise DataError(f"{path} holds no records; expected at least one prompt")
-        tokens = _tokenize(records, tokenizer, config.apply_chat_template)
+        tokens = _tokenize(records, tokenizer, apply_chat_template=resolved(config.apply_chat_template))
         rows = fitting_rows(
             tokens.lengths,
             [record.where for record in records],
@@ -108,12 +109,13 @@ def fitting_rows(
 
 
 def _tokenize(
-    records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, choice: bool | Literal["auto"]
+    records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
 ) -> Ragged:
     def where(index: int) -> str:
         return records[index].where
 
-    if wants_chat_template(tokenizer, choice):
+    if apply_chat_template:
+        require_chat_template(tokenizer)
         conversations = [as_messages(record.prompt) for record in records]
         texts = render(tokenizer, conversations, add_generation_prompt=True, where=where)
         return encode(tokenizer, texts, special=False, where=where)  # the template wrote the specials

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.section import resolved
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.files import read_supervised
@@ -43,7 +44,7 @@ class SupervisedSource:
             [record.content for record in records],
             where,
             tokenizer,
-            apply_chat_template=config.apply_chat_template,
+            apply_chat_template=resolved(config.apply_chat_template),
             responses="all",
         )
         rows = fitting_rows(

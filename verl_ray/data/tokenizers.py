@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -140,18 +140,13 @@ def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
     return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
 
 
-def wants_chat_template(tokenizer: PreTrainedTokenizerBase, choice: bool | Literal["auto"]) -> bool:
-    """Whether prompts go through the tokenizer's chat template (`data.apply_chat_template`).
-
-    Raises:
-        DataError: it was asked for, and there is none.
-    """
-    if choice is True and not tokenizer.chat_template:
+def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise DataError if prompts are to go through a chat template that the tokenizer does not have."""
+    if not tokenizer.chat_template:
         raise DataError(
             f"data.apply_chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template; "
             "set data.apply_chat_template=false, or choose a chat model"
         )
-    return bool(tokenizer.chat_template) if choice == "auto" else choice
 
 
 def render(

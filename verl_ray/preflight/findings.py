@@ -16,12 +16,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_ray.config.resolve import resolve
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
 from verl_ray.paths import in_ray_package, near, nearest_existing
+from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.megatron_models import megatron_problems
 from verl_ray.preflight.model_directories import model_problems
@@ -61,8 +63,9 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
         findings.problems += [problem for key, url in urls if (problem := url_problem(url, key)) is not None]
         findings.problems += _endpoint_problems(config, machine)
         findings.warnings += _endpoint_warnings(config)
-    findings.problems += resource_problems(config, machine)
-    findings.warnings += resource_warnings(config, machine)
+    planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+    findings.problems += resource_problems(planned, machine)
+    findings.warnings += resource_warnings(planned, machine)
     return findings
 
 

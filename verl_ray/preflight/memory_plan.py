@@ -21,6 +21,7 @@ from verl_ray.config.backends import FsdpBackend, MegatronFsdpBackend
 from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import CERTAIN, Bytes, Footprint, Part, Work, engine_footprint, footprint
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.model_directories import Engine, engines, reads_values
@@ -164,7 +165,7 @@ class MemoryPlan:
 
 
 def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
-    """Of a run on a machine of this kind."""
+    """Of a run on a machine of this kind, for which its configuration is resolved."""
     rl = config if isinstance(config, RLConfig) else None
     colocated = rl is not None and rl.placement.kind == "colocated"
     device = "cuda" if on_gpus else "cpu"
@@ -182,10 +183,10 @@ def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
         uses[name] = dict(_trainer(own, role, grades=grades, sends=sends, leaves=leaves, on_gpus=on_gpus))
     for section, engine in engines(config).items():
         name = section.removesuffix(".engine")
-        uses[name] = dict(_engine(name, engine, config, shares=on_gpus and colocated, device=device))
+        uses[name] = dict(_engine(name, engine, config, device=device))
     if rl is not None and on_gpus and rl.rollout.sync.delta:
         for name in ("actor", ROLLOUT):  # both ends keep what was sent last
-            kept: Bytes = {"buffers": _sent_bytes(rl)}
+            kept: Bytes = {"buffers": sent_bytes(rl)}
             uses[name] = {phase: replace(use, host={**use.host, **kept}) for phase, use in uses[name].items()}
     phases = PHASES if rl is not None else PHASES[1:3]
     return MemoryPlan(on_gpus, phases, tuple(_processes(config)), uses)
@@ -199,13 +200,12 @@ def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
 
 def wire_bytes(config: RLConfig) -> int:
     """Shared memory through which weights travel."""
-    if config.rollout.sync.transport not in ("auto", "shared_memory"):
+    if config.rollout.sync.transport != "shared_memory":
         return 0
-    sent = _sent_bytes(config)
-    return SLOTS * min(sent, config.rollout.sync.bucket_bytes(sent))
+    return SLOTS * min(sent_bytes(config), config.rollout.sync.bucket_bytes)
 
 
-def _sent_bytes(config: RLConfig) -> int:
+def sent_bytes(config: RLConfig) -> int:
     """All weights, as the trainer holds them or the rollout engines will, whichever is narrower."""
     actor = config.actor
     megatron = actor.backend.kind == "megatron" and actor.backend.dtype == "bfloat16"
@@ -216,8 +216,8 @@ def _sent_bytes(config: RLConfig) -> int:
 def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
     """Of the wire, what the memory of every process counts that has used it, or its device: it stays open; and on a CPU
     what was sent last, where only changes follow."""
-    sync, sent = config.rollout.sync, _sent_bytes(config)
-    slots = min(sent, SLOTS * sync.bucket_bytes(sent))
+    sync, sent = config.rollout.sync, sent_bytes(config)
+    slots = min(sent, SLOTS * sync.bucket_bytes)
     if not on_gpus:
         return slots + (sent if sync.delta else 0)
     on_devices = sync.transport == "cuda_ipc" or (sync.transport == "broadcast" and config.placement.kind == "separate")
@@ -226,9 +226,10 @@ def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
 
 def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
     """What of a trainer's state is on the host while rollouts are drawn on its device."""
-    if config.placement.offloads_weights:
+    offload = resolved(config.placement.offload)
+    if offload == "all":
         return frozenset(own.held) - {"gradients", "buffers"}
-    return frozenset(own.held) & {"optimizer"} if config.placement.offload == "optimizer" else frozenset()
+    return frozenset(own.held) & {"optimizer"} if offload == "optimizer" else frozenset()
 
 
 def _trainer(
@@ -259,7 +260,7 @@ def _trainer(
             yield phase, Use(own.held, working)
 
 
-def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: str) -> Iterator[tuple[Phase, Use]]:
+def _engine(name: str, engine: Engine, config: Config, *, device: str) -> Iterator[tuple[Phase, Use]]:
     """A rollout engine: the policy's, or a judge."""
     assert isinstance(config, RLConfig), "only these have any"
     own, policy = engine.config, name == ROLLOUT
@@ -268,11 +269,11 @@ def _engine(name: str, engine: Engine, config: Config, *, shares: bool, device: 
     prompt = config.data.max_prompt_tokens if policy else config.judges[name].max_prompt_tokens
     requests = -(-rows // own.num_replicas)
     found = engine_footprint(own, model, requests * prompt, requests, device)
-    frees = config.rollout.frees(shares_a_gpu=shares) if policy else "never"
+    frees = config.rollout.frees if policy else None
     width = found.held["weights"] // max(model.parameters // own.tensor_parallel, 1)
     for phase in PHASES:
         asleep: frozenset[Part] = frozenset()
-        if frees != "never" and phase != "generate":
+        if frees is not None and phase != "generate":
             asleep = frozenset({"cache"})
             if frees == "weights" and phase != "publish":
                 asleep |= {"weights", "buffers"}

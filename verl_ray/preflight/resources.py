@@ -36,7 +36,8 @@ LOG_ROOM_BYTES = 256 * MIB
 
 
 def resource_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """What would stop the run: a disk that is too small, and what `machine` lacks, unless it is None."""
+    """What would stop the run, whose configuration is resolved: a disk that is too small, and what `machine` lacks,
+    unless it is None."""
     yield from _disk_problems(config)
     if machine is not None:
         yield from _memory_problems(config, machine)
@@ -104,7 +105,8 @@ def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
 
 def _cpu_warnings(config: Config, machine: Machine) -> Iterator[str]:
     ranks = _ranks(config)
-    threads = 1 if config.run.threads_per_rank == "auto" else config.run.threads_per_rank
+    given = config.run.threads_per_rank
+    threads = given if isinstance(given, int) else 1  # cores are shared out so that each rank has one at least
     busy = sum(ranks.values()) * threads
     if busy > machine.cores:
         split = " + ".join(f"{name} {count}" for name, count in ranks.items())

@@ -37,6 +37,30 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
     assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
 
 
+def test_it_says_what_auto_stands_for_here(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = ["check", f"run.dir={tmp_path}", "rollout.sync.bucket_mib=8"]
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    cells = [cell.strip() for cell in _row(out, "rollout.sync.transport", 3)]
+    assert cells == ["rollout.sync.transport", "shared_memory", "the cluster is one node"]
+    assert _row(out, "run.resume", 3)[1].strip() == "none" and "rollout.sync.bucket_mib" not in out
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert main(given) == 0
+    out = capsys.readouterr().out
+    assert "asked of the cluster when the run starts, and so is what auto stands for" in out
+    assert "rollout.sync.transport" not in out
+
+
+def test_keys_of_earlier_versions_lead_to_the_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.yaml").write_text("defaults: [quickstart, _self_]\nrun: {call_deadline_s: 60}\n")
+    named = ["check", "--config-dir", str(tmp_path), "--config-name", "old"]
+    assert main([*named, "rollout.health.stall_s=3"]) == 2
+    err = capsys.readouterr().err
+    assert "run.call_deadline_s is now run.stall_s." in err and "rollout.health.stall_s is now run.stall_s." in err
+
+
 def test_the_role_table_says_how_ranks_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layout = ["backend=megatron", "backend@critic.backend=fsdp", "actor.num_ranks=4", "backend.tensor_parallel=2"]
     layout += ["actor.backend.pipeline_parallel=2", f"run.dir={tmp_path}"]

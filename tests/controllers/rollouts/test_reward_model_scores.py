@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.system.build import plan_processes
+from controllers.system.build import plan_processes, resolve_on
 from tests.controllers.runs import SHAPE
 from tests.reward_models import (
     EXACT,
@@ -101,7 +101,7 @@ def reward(
             f"reward.num_ranks={ranks}", *stages,
         ],
     )  # fmt: skip
-    plan = plan_processes(config, SHAPE)
+    plan = plan_processes(resolve_on(config, SHAPE), SHAPE)
     wanted = ("actor", "reward") if placement == "colocated" else ("reward",)
     roles = [plan.roles[name] for name in wanted]
     assert [role.processes for role in roles] == [f"{backend} trainer"] * 2 if placement == "colocated" else ["reward"]

@@ -7,8 +7,16 @@ from pathlib import Path
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.system.build import Plan, Shape, engine_spec, plan_processes, rollout_spec, updates_per_step
-from verl_ray.config.schema import RLConfig
+from controllers.system.build import (
+    Plan,
+    Shape,
+    engine_spec,
+    plan_processes,
+    resolve_on,
+    rollout_spec,
+    updates_per_step,
+)
+from verl_ray.config.schema import Config, RLConfig
 from workers.judge import JudgeWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader
@@ -25,7 +33,11 @@ def config(*changes: str) -> RLConfig:
 
 
 def plan(*changes: str, shape: Shape = TWO) -> Plan:
-    return plan_processes(config(*changes), shape)
+    return resolved_plan(config(*changes), shape)
+
+
+def resolved_plan(given: Config, shape: Shape, *, learns: bool = True) -> Plan:
+    return plan_processes(resolve_on(given, shape, learns=learns), shape, learns=learns)
 
 
 def sets(found: Plan) -> dict[str, tuple[str, int]]:
@@ -96,12 +108,12 @@ def test_roles_that_the_algorithm_does_without_are_not_created(algorithm: str, r
 
 
 def test_an_evaluation_starts_neither_critic_nor_reference() -> None:
-    found = plan_processes(config("placement=separate"), TWO, learns=False)
+    found = resolved_plan(config("placement=separate"), TWO, learns=False)
     assert set(sets(found)) == found.roles.keys() == {"actor", "rollout", "reward"}
 
 
 def test_a_supervised_run_is_an_actor_alone() -> None:
-    found = plan_processes(compose("sft", INPUTS), TWO)
+    found = resolved_plan(compose("sft", INPUTS), TWO)
     assert (sets(found), homes(found)) == ({"engine trainer": ("shared", 1)}, {"actor": "engine trainer"})
     assert found.warnings == ()
 
@@ -177,7 +189,7 @@ def test_a_judge_and_the_rollout_engine_divide_the_threads_as_they_work_at_the_s
     assert threads(some) == {"engine trainer": 8, "rollout": 2, "reward": 2}
     # An evaluation that grades by functions starts no judge, so the rollout engine need not leave it any.
     graded = config(*JUDGE, "evaluation.functions={default: exact_match}")
-    alone = threads(plan_processes(graded, eight, learns=False))
+    alone = threads(resolved_plan(graded, eight, learns=False))
     assert alone == {"engine trainer": 8, "rollout": 8, "evaluation": 1}
 
 
@@ -194,7 +206,7 @@ def test_a_reward_model_is_placed_as_the_other_models_are() -> None:
     assert homes(together)["reward"] == homes(together)["actor"] == "engine trainer"
     role = together.roles["reward"]
     spec, *policy = role.args
-    assert (role.factory, policy) == (RewardModelGrader, ["/m", "auto"])
+    assert (role.factory, policy) == (RewardModelGrader, ["/m", False])
     assert (spec.role, spec.model_path, spec.head, spec.optimizer) == ("reward", "/rm", "value", None)
     apart = plan("reward=model", "reward.model.path=/rm", "reward.num_ranks=2", "placement=separate", shape=GPUS)
     (one,) = (one for one in apart.sets if one.name == "reward")
@@ -219,7 +231,7 @@ def test_the_roles_of_a_mixture_are_the_keys_of_its_components(tmp_path: Path) -
     (tmp_path / "reward" / "mine.yaml").write_text(MIXTURE)
     models = ["reward.components.model.model.path=/rm", "reward.components.judge.model.path=/j"]
     mixed = compose("ppo", [*INPUTS, "reward=mine", *models], str(tmp_path))
-    found = plan_processes(mixed, TWO)
+    found = resolved_plan(mixed, TWO)
     parts = ("reward.components.function", "reward.components.model", "reward.components.judge")
     assert homes(found) == {
         **dict.fromkeys(("actor", "critic", "reference", parts[1]), "engine trainer"),
@@ -229,8 +241,8 @@ def test_the_roles_of_a_mixture_are_the_keys_of_its_components(tmp_path: Path) -
     assert found.roles[parts[1]].args[0].head == "value"
     # An evaluation by functions of its own starts none of them.
     own = compose("ppo", [*INPUTS, "reward=mine", *models, "evaluation.functions={default: gsm8k}"], str(tmp_path))
-    assert plan_processes(own, TWO, learns=False).roles.keys() == {"actor", "rollout", "evaluation"}
-    assert plan_processes(own, TWO).roles.keys() == {*homes(found), "evaluation"}
+    assert resolved_plan(own, TWO, learns=False).roles.keys() == {"actor", "rollout", "evaluation"}
+    assert resolved_plan(own, TWO).roles.keys() == {*homes(found), "evaluation"}
 
 
 # ------------------------------------------------------------------------------------- what engines are built with
@@ -255,18 +267,18 @@ def test_what_each_engine_is_built_with() -> None:
     assert (critic.model_path, critic.seed, critic.optimizer) == ("/c", 5, found.critic.optimizer)
     reference = engine_spec("reference", found.reference, found)
     assert (reference.optimizer, reference.schedule_steps) == (None, 0)
-    alone, beside = (rollout_spec(found, shares_a_gpu=shares) for shares in (False, True))
+    alone, beside = (rollout_spec(resolve_on(found, shape)) for shape in (TWO, GPUS))
     assert alone.max_model_len == 512 + 1024
     assert (alone.asleep, alone.lora, beside.asleep, beside.lora) == (None, None, "weights", None)
 
 
 def test_engines_that_keep_the_model_are_built_for_an_adapter() -> None:
     found = config("actor.lora.rank=8")
-    alone, beside = (rollout_spec(found, shares_a_gpu=shares) for shares in (False, True))
+    alone, beside = (rollout_spec(resolve_on(found, shape)) for shape in (TWO, GPUS))
     assert (alone.asleep, alone.lora) == (None, found.actor.lora)
     assert (beside.asleep, beside.lora) == ("weights", None)  # which frees the model: merged weights bring it again
-    kept = rollout_spec(config("actor.lora.rank=8", "rollout.sync.adapter=alone"), shares_a_gpu=True)
+    kept = rollout_spec(resolve_on(config("actor.lora.rank=8", "rollout.sync.adapter=alone"), GPUS))
     assert (kept.asleep, kept.lora) == ("kv_cache", found.actor.lora)
-    merged = rollout_spec(config("actor.lora.rank=8", "rollout.sync.adapter=merged"), shares_a_gpu=False)
+    merged = rollout_spec(resolve_on(config("actor.lora.rank=8", "rollout.sync.adapter=merged"), TWO))
     assert merged.lora is None
     assert Path(merged.model_path) == Path("/m")

@@ -6,9 +6,9 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.watch.memory import PHASE_OF, MemoryRecord, peaks
+from tests.preflight.found import planned, settled
 from verl_ray.cluster.launch import Groups
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.profiling.memory import CallPeaks
 
 TOLD = [
@@ -29,7 +29,7 @@ class Told(Groups):
 
 
 def test_each_phase_has_the_most_of_any_rank_and_call() -> None:
-    found = peaks(memory_plan(compose("quickstart"), on_gpus=False), TOLD)
+    found = peaks(planned(compose("quickstart"), on_gpus=False), TOLD)
     assert {key: size // GIB for key, size in found.items()} == {
         ("actor", "learn"): 5, ("critic", "measure"): 1, ("rollout", "generate"): 7, ("rollout", "publish"): 6,
         ("rollout", "learn"): 2,
@@ -41,7 +41,7 @@ def test_names_of_calls_belong_to_one_phase() -> None:
 
 
 def test_what_is_far_above_the_prediction_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
-    record = MemoryRecord(compose("quickstart"), Told(TOLD, [], TOLD), on_gpus=False)
+    record = MemoryRecord(settled(compose("quickstart")), Told(TOLD, [], TOLD), on_gpus=False)
     assert record.metrics() == {}  # nobody was asked
     record.ask()
     first = record.metrics()

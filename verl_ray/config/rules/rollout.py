@@ -131,7 +131,7 @@ def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
 
 def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
     sync, key = config.rollout.sync, "rollout.sync"
-    if sync.delta and sync.transport not in ("broadcast", "disk"):
+    if sync.delta and sync.transport not in ("broadcast", "host_broadcast", "disk"):
         rule = (
             f"changes are for slow wires, and transport={sync.transport} "
             + ("may be" if sync.transport == "auto" else "is")
@@ -143,7 +143,7 @@ def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterato
     if sync.transport == "cuda_ipc":
         if config.placement.kind != "colocated":
             rule = f"it joins processes on one GPU, and placement={config.placement.kind} gives each role its own"
-            yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto or broadcast, or placement=colocated.")
+            yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto or host_broadcast, or placement=colocated.")
         elif config.rollout.num_replicas > config.actor.num_ranks:
             rule = (
                 f"every rollout engine must share the GPU of a rank of the actor, and rollout.num_replicas="
@@ -152,11 +152,11 @@ def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterato
             yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto, or as many ranks as replicas.")
 
 
-def adapters_can_be_sent_alone(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def adapters_can_be_sent_alone(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
     given, key, rank = config.rollout.sync.adapter, "rollout.sync.adapter", config.actor.lora.rank
     if given == "auto":
         return
-    if not rank:
+    if not rank and (given == "alone" or overridden.under(key)):  # merged is what `auto` stands for then
         yield Problem(key, given, "with actor.lora.rank=0 there is no adapter", "Leave it out, or set actor.lora.rank.")
     elif given == "alone" and config.rollout.sleep == "weights":
         rule = "rollout.sleep=weights frees the model that the adapter is for"

@@ -1,0 +1,184 @@
+"""Facts in, settings out: what every `auto` stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, get_args
+
+import pytest
+from pydantic import BaseModel
+
+from controllers.compose.composition import compose
+from verl_ray.config.load import to_tree
+from verl_ray.config.resolve import AUTO_KEYS, Facts, resolutions, resolve, shared_anew
+from verl_ray.config.rules import broken
+from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
+from verl_ray.config.section import resolved
+
+MIB = 2**20
+INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")
+LAPTOP = Facts(nodes=1, cores=4, gpus=0, has_chat_template=False, sent_bytes=3 * MIB, checkpoint=None)
+NODE = Facts(nodes=1, cores=64, gpus=8, has_chat_template=True, sent_bytes=1200 * MIB, checkpoint=None)
+TWO_NODES = replace(NODE, nodes=2, cores=32, gpus=16, sent_bytes=30_000 * MIB)
+EIGHT = ("actor.num_ranks=8", "rollout.num_replicas=8")
+BF16 = ("backend.dtype=bfloat16", "rollout.dtype=bfloat16")
+LORA = ("actor.lora.rank=8",)
+
+ON_LAPTOP: dict[str, object] = {
+    "run.resume": "none",
+    "run.threads_per_rank": {"trainers": 4, "engines": 4, "graders": 1},
+    "data.apply_chat_template": False,
+    "placement.offload": "none",
+    "rollout.sleep": "never",
+    "rollout.sync.transport": "shared_memory",
+    "rollout.sync.bucket_mib": 16,
+    "rollout.sync.adapter": "merged",
+    "rollout.sync.probe_every": 1,
+    "rollout.sync.probe_tolerance": 0.001,
+}
+ON_NODE = ON_LAPTOP | {
+    "run.threads_per_rank": {"trainers": 8, "engines": 8, "graders": 1},
+    "data.apply_chat_template": True,
+    "placement.offload": "all",
+    "rollout.sleep": "weights",
+    "rollout.sync.bucket_mib": 100,
+    "rollout.sync.probe_every": 10,
+}
+APART = ON_NODE | {
+    "run.threads_per_rank": {"trainers": 1, "engines": 4, "graders": 1},
+    "placement.offload": "none",
+    "rollout.sleep": "never",
+    "rollout.sync.transport": "host_broadcast",
+    "rollout.sync.bucket_mib": 512,
+}
+
+
+def without(key: str) -> dict[str, object]:
+    return {other: value for other, value in ON_NODE.items() if other != key}
+
+
+def given(*changes: str, root: str = "ppo") -> Config:
+    return compose(root, [*INPUTS, *changes])
+
+
+def found(config: Config, facts: Facts) -> dict[str, object]:
+    return {one.key: one.value for one in resolutions(config, facts)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "facts", "expected"),
+    [
+        pytest.param((), LAPTOP, ON_LAPTOP, id="a CPU laptop"),
+        pytest.param(EIGHT, NODE, ON_NODE, id="one node of 8 GPUs, colocated"),
+        pytest.param(
+            (*EIGHT, "placement=separate", "critic.num_ranks=12", "reference.num_ranks=12"), TWO_NODES, APART,
+            id="two nodes, separate",
+        ),
+        pytest.param((*EIGHT, *BF16), NODE, ON_NODE | {"rollout.sync.probe_tolerance": "measured"}, id="bfloat16"),
+        pytest.param(
+            ("rollout.dtype=bfloat16",), LAPTOP, ON_LAPTOP | {"rollout.sync.probe_tolerance": "measured"},
+            id="the rollout engine alone rounds",
+        ),
+        pytest.param(LORA, LAPTOP, ON_LAPTOP | {"rollout.sync.adapter": "alone"}, id="LoRA, engines keep the model"),
+        pytest.param((*EIGHT, *LORA), NODE, ON_NODE, id="LoRA, engines free the model"),
+        pytest.param(
+            (*EIGHT, *LORA, "rollout.sleep=kv_cache"), NODE,
+            without("rollout.sleep") | {"rollout.sync.adapter": "alone"},
+            id="LoRA, engines are told to keep the model",
+        ),
+        pytest.param(
+            (*EIGHT, *LORA, "rollout.sync.adapter=alone"), NODE,
+            without("rollout.sync.adapter") | {"rollout.sleep": "kv_cache"},
+            id="LoRA, the adapter is told to travel alone",
+        ),
+        pytest.param((*LORA, "actor.lora.targets=[lm_head]"), LAPTOP, ON_LAPTOP, id="LoRA on the head"),
+        pytest.param(("actor.lora.rank=1024",), LAPTOP, ON_LAPTOP, id="LoRA of too high a rank"),
+        pytest.param(
+            (), replace(LAPTOP, checkpoint="/runs/a/checkpoints/step_00000004"),
+            ON_LAPTOP | {"run.resume": "/runs/a/checkpoints/step_00000004"},
+            id="a run that has a checkpoint",
+        ),
+    ],
+)  # fmt: skip
+def test_what_auto_stands_for(changes: tuple[str, ...], facts: Facts, expected: dict[str, object]) -> None:
+    config = given(*changes)
+    assert found(config, facts) == expected
+    settled = resolve(config, facts)
+    assert found(settled, TWO_NODES) == {} and "'auto'" not in str(to_tree(settled))
+    assert resolve(settled, TWO_NODES) == settled
+    assert list(broken(settled, set(), evaluates=False)) == []
+
+
+def test_a_supervised_run_has_fewer_settings() -> None:
+    for root in ("sft", "reward_model"):
+        config = given("actor.num_ranks=2" if root == "sft" else "reward.num_ranks=2", root=root)
+        assert found(config, NODE) == {
+            "run.resume": "none",
+            "run.threads_per_rank": {"trainers": 32, "engines": 64, "graders": 1},
+            "data.apply_chat_template": True,
+        }
+
+
+@pytest.mark.parametrize(
+    ("changes", "learns", "trainers", "engines"),
+    [
+        (("actor.num_ranks=4",), True, 2, 8),
+        (("rollout.num_replicas=2", "rollout.tensor_parallel=2"), True, 8, 2),
+        (("backend@critic.backend=fsdp",), True, 4, 8),
+        (("placement=separate",), True, 2, 8),
+        (("placement=separate",), False, 8, 8),  # an evaluation starts neither critic nor reference
+        (("reward=model", "reward.model.path=/r", "placement=separate"), False, 4, 8),
+        (("reward=judge", "reward.model.path=/j", "reward.engine.num_replicas=3"), True, 8, 2),
+        (
+            ("reward=judge", "reward.model.path=/j", "evaluation.functions={default: exact_match}"), False, 8, 8,
+        ),
+        (("actor.num_ranks=64",), True, 1, 8),
+    ],
+)  # fmt: skip
+def test_threads_stay_within_the_cores(changes: tuple[str, ...], learns: bool, trainers: int, engines: int) -> None:
+    settled = resolve(given(*changes), replace(LAPTOP, cores=8, learns=learns))
+    assert settled.run.threads == {"trainers": trainers, "engines": engines, "graders": 1}
+
+
+def test_what_the_user_has_said_stays() -> None:
+    said = (
+        "run.threads_per_rank=3", "run.resume=none", "data.apply_chat_template=false", "rollout.sleep=never",
+        "placement.offload=optimizer", "rollout.sync.transport=disk", "rollout.sync.bucket_mib=7",
+        "rollout.sync.adapter=merged", "rollout.sync.probe_every=3", "rollout.sync.probe_tolerance=0.5", *LORA,
+    )  # fmt: skip
+    config = given(*said)
+    assert found(config, NODE) == {} and resolve(config, NODE) == config
+    assert config.run.threads == {"trainers": 3, "engines": 3, "graders": 3}
+
+
+def test_cores_are_shared_out_anew_elsewhere() -> None:
+    first = resolve(given(), LAPTOP)
+    assert resolve(shared_anew(first), replace(LAPTOP, cores=16)).run.threads["trainers"] == 16
+    assert shared_anew(given("run.threads_per_rank=3")).run.threads_per_rank == 3
+
+
+def test_a_setting_is_not_read_before_it_is_resolved() -> None:
+    config = given()
+    assert isinstance(config, RLConfig)
+    with pytest.raises(AssertionError, match="before the configuration is resolved"):
+        resolved(config.rollout.sleep)
+    with pytest.raises(AssertionError, match="before the configuration is resolved"):
+        config.run.threads  # noqa: B018  # a property
+
+
+def test_every_setting_that_may_be_auto_has_a_rule() -> None:
+    kinds: tuple[type[BaseModel], ...] = (RLConfig, SFTConfig, RewardModelConfig)
+    named = {key for kind in kinds for key in _may_be_auto(kind)}
+    assert named | {"run.resume"} == AUTO_KEYS  # which may also be any path
+
+
+def _may_be_auto(annotation: Any, key: str = "") -> Iterator[str]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        for name, field in annotation.model_fields.items():
+            yield from _may_be_auto(field.annotation, f"{key}.{name}" if key else name)
+    elif annotation == "auto":
+        yield key
+    else:
+        for argument in get_args(annotation):
+            yield from _may_be_auto(argument, key)
