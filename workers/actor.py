@@ -32,7 +32,7 @@ from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.ops.outputs import Outputs
-from verl_ray.rollout.base import Probe
+from verl_ray.rollout.update import Probe
 from verl_ray.weight_sync.manifest import Manifest
 from verl_ray.weight_sync.transport import Address, Route, Sender, Sent
 from verl_ray.weight_sync.wires import SENDERS

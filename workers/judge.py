@@ -20,7 +20,8 @@ from verl_ray.data.tokenizers import encode, load_tokenizer, render, unspecial
 from verl_ray.errors import DataError
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.judge import Judgement
-from verl_ray.rollout.base import Request, RolloutEngine, Sampling
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.requests import Request, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from workers.grader import Grader

@@ -24,9 +24,11 @@ from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Response
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import EngineFailed, VerlRayError
 from verl_ray.profiling.reads import counting_reads
-from verl_ray.rollout.base import Chunk, Part, Probe, Request, RolloutEngine, Sampling
+from verl_ray.rollout.base import Part, RolloutEngine
+from verl_ray.rollout.requests import Chunk, Request, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import Health, PauseMode, RolloutServer
+from verl_ray.rollout.update import Probe
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest
@@ -185,9 +187,9 @@ class RolloutWorker:
     def receive(self, bucket: Bucket) -> None:
         self.server.run(lambda engine: engine.receive(bucket), waits_for_others=self._waits_for_sender)
 
-    def commit(self, expected: Mapping[str, Fingerprint], proof_follows: bool) -> float:
+    def commit(self, sent: Mapping[str, Fingerprint], proof_follows: bool) -> float:
         """Accept the version if what arrived is what was sent; the seconds that its fingerprints took."""
-        return self.server.run(lambda engine: engine.commit(expected, proof_follows=proof_follows)).seconds
+        return self.server.run(lambda engine: engine.commit(sent, proof_follows=proof_follows)).seconds
 
     def prove(self, probe: Probe) -> float:
         """Accept the version if the engine computes with it what the trainer does; the largest difference."""

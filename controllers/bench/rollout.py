@@ -30,7 +30,7 @@ from verl_ray.config.schema import RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.rollout import Generation
 
 ROLES = ("actor", "rollout")

@@ -12,7 +12,7 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import RLConfig
 from verl_ray.config.section import resolved
-from verl_ray.rollout.base import Probe
+from verl_ray.rollout.update import Probe
 from workers.actor import ActorWorker
 
 PROBE_TOKENS = 16

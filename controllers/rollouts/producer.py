@@ -22,7 +22,7 @@ from verl_ray.config.schema import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Prompts
 from verl_ray.profiling.timers import Timers
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
 from workers.rollout import Generation
 

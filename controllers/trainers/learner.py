@@ -38,7 +38,7 @@ from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Graded
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.model_worker import MiniBatch, UpdateReport

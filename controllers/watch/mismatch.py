@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from verl_ray.config.schema import RLConfig
 from verl_ray.errors import MismatchError
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport
 
 OTHER_PRECISION = ("quantization", "quantization_config", "kv_cache_dtype")

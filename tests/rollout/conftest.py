@@ -148,7 +148,7 @@ def publish() -> Publish:
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
             engine.receive(bucket)
         remove(address)
-        return engine.commit(expected=sent, proof_follows=proof_follows).by_name
+        return engine.commit(sent, proof_follows=proof_follows).by_name
 
     return send
 

@@ -8,10 +8,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.rollout.drawing import generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
-from verl_ray.rollout.base import Chunk, Probe, Request, RolloutEngine, Sampling, generate
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.requests import Chunk, Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
+from verl_ray.rollout.update import Probe
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -280,7 +283,7 @@ def test_an_open_update_forbids_generating(engine: RolloutEngine, model: PreTrai
     with pytest.raises(RolloutError, match="no policy version is committed"):
         engine.submit([_request(1)])
     with pytest.raises(WeightSyncError, match="commit: no weight update is open; call begin_update first"):
-        engine.commit()
+        engine.commit({})
 
 
 def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> None:
@@ -304,7 +307,7 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     fresh.begin_update(manifest, 1)
     fresh.receive(first)
     with pytest.raises(WeightSyncError, match=r"version 1: not received: \['model.layers.0.input_layernorm.weight'\]"):
-        fresh.commit()
+        fresh.commit({})
 
     # The receiver reads the file of one bucket while the other bucket lies in it.
     sent = transport.fill(both, shards).by_name
@@ -314,14 +317,14 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     with pytest.raises(
         WeightSyncError, match=r"sent and received differ in \['model.layers.0.*', 'model.norm.weight'\]"
     ):
-        fresh.commit(expected=sent)
+        fresh.commit(sent)
 
     # Sender and receiver disagree about the type.
     halved = Manifest((Parameter("model.norm.weight", (128,), "bfloat16"),))
     fresh.begin_update(halved, 1)
     fresh.receive(plan_buckets(halved, 512)[0])
     with pytest.raises(WeightSyncError, match=r"sent and received differ in \['model.norm.weight'\]"):
-        fresh.commit(expected={"model.norm.weight": sent["model.norm.weight"]})
+        fresh.commit({"model.norm.weight": sent["model.norm.weight"]})
     remove(address)
 
     assert fresh.policy_version is None

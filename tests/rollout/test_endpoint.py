@@ -24,8 +24,8 @@ from verl_ray.config.rollout import EndpointConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, RolloutError
-from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.endpoint import Endpoint
+from verl_ray.rollout.requests import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.vllm_engine import VllmEngine

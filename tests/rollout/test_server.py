@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -15,7 +15,8 @@ import pytest
 from verl_ray.data.stages import Finish
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import progress
-from verl_ray.rollout.base import Chunk, Progress, Request, RolloutEngine, Sampling
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.requests import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.server import RolloutServer
 
@@ -274,8 +275,8 @@ class Ended(ScriptedEngine):
             raise self.error
         return []
 
-    def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
-        chunks = super()._deliver(progress, version)
+    def step(self) -> list[Chunk]:
+        chunks = super().step()
         if self.where == "delivery" and chunks:
             return [replace(chunk, request_id=99) for chunk in chunks]  # of nobody: a KeyError in the server's thread
         return chunks

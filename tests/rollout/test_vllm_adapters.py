@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.drawing import generate
 from verl_ray.config.backends import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
@@ -16,7 +17,9 @@ from verl_ray.engine.build import build_engine
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
 from verl_ray.ops.outputs import Outputs
-from verl_ray.rollout.base import Probe, Request, RolloutEngine, Sampling, generate
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.requests import Request, Sampling
+from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove

@@ -9,10 +9,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from tests.rollout.drawing import generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.profiling.memory import malloc_trim
-from verl_ray.rollout.base import Chunk, Progress, Request, Sampling, generate
+from verl_ray.rollout.requests import Chunk, Progress, Request, Sampling
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -191,14 +192,14 @@ def test_a_manifest_that_does_not_fill_the_model_is_refused(engine: VllmEngine, 
         (bucket,) = plan_buckets(manifest, 1 << 30)
         address = create("partial", bucket.nbytes)
         shards = [(Slice(p.name, (0,) * len(p.shape), p.shape), state[p.name]) for p in manifest.parameters]
-        map_slots(address).fill(bucket, shards)
+        sent = map_slots(address).fill(bucket, shards).by_name
         engine.connect(address, Route((bucket,), receivers=1, patience_s=60), 0)
         engine.begin_update(manifest, 1)
         engine.receive(bucket)
         with pytest.raises(
             WeightSyncError, match=rf"not loaded completely; parameters are missing for \['.*{module}'\]"
         ):
-            engine.commit()
+            engine.commit(sent)
         remove(address)
         assert engine.policy_version is None
 

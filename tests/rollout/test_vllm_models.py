@@ -13,10 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.rollout.conftest import checkpoint_of, manifest_of
+from tests.rollout.drawing import generate
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
-from verl_ray.rollout.base import STALE, Probe, Request, Sampling, generate
+from verl_ray.rollout.requests import Request, Sampling
 from verl_ray.rollout.server import RolloutServer
+from verl_ray.rollout.update import STALE, Probe
 from verl_ray.rollout.vllm_engine import VllmEngine, environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.buckets import plan_buckets

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
@@ -13,7 +12,7 @@ import pytest
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
 from verl_ray.errors import CannotGenerate, EngineFailed
-from verl_ray.rollout.base import Chunk, Progress, Request, Sampling
+from verl_ray.rollout.requests import Chunk, Request, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
@@ -94,8 +93,8 @@ def test_of_a_group_only_what_is_wanted_is_drawn() -> None:
 class Lossy(ScriptedEngine):
     """An engine that forgets the log-probs of what it drew."""
 
-    def _deliver(self, progress: Iterable[Progress], version: int | None) -> list[Chunk]:
-        return [replace(chunk, log_probs=chunk.log_probs[:0]) for chunk in super()._deliver(progress, version)]
+    def step(self) -> list[Chunk]:
+        return [replace(chunk, log_probs=chunk.log_probs[:0]) for chunk in super().step()]
 
 
 def test_unusable_answers_are_a_lost_replica() -> None:

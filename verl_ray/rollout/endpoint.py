@@ -33,8 +33,8 @@ from verl_ray.config.rollout import EndpointConfig
 from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import encode, render
 from verl_ray.errors import CallRefused, CannotGenerate, ConfigError, DataError, EngineFailed, Problem, RolloutError
-from verl_ray.rollout.base import Chunk, Request, Sampling, Tokens
 from verl_ray.rollout.openai_api import FINISH, SEEDS, Answers, Call, ChatCall, CompletionCall, Part, read_call
+from verl_ray.rollout.requests import Chunk, Request, Sampling, Tokens
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.texts import GrowingText
 

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 
 from verl_ray.data.stages import Finish
-from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Tokens
+from verl_ray.rollout.base import Part, RolloutEngine
+from verl_ray.rollout.requests import Float32, Progress, Request, Tokens
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.inbox import Inbox

@@ -21,7 +21,8 @@ from typing import Any, Literal, TypeVar
 
 from verl_ray.errors import EngineFailed, RolloutError
 from verl_ray.profiling.progress import waiting_for_others
-from verl_ray.rollout.base import Chunk, Request, RolloutEngine
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.requests import Chunk, Request
 
 T = TypeVar("T")
 PauseMode = Literal["abort", "wait", "keep"]

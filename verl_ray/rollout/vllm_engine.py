@@ -29,7 +29,8 @@ from verl_ray.data.stages import Finish
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
 from verl_ray.profiling import allocator
-from verl_ray.rollout.base import Float32, Part, Progress, Request, RolloutEngine, Sampling, Tokens
+from verl_ray.rollout.base import Part, RolloutEngine
+from verl_ray.rollout.requests import Float32, Progress, Request, Sampling, Tokens
 from verl_ray.rollout.vllm_core import TRANSFER, VllmCore, require_supported
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.fingerprint import Prints
@@ -284,7 +285,7 @@ class VllmEngine(RolloutEngine):
         self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
         self._loads += 1
-        if not self._open:
+        if not self._in_flight:
             self.core.forget_prefixes()
         self.core.note_version(version)
 

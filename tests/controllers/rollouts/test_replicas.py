@@ -34,7 +34,7 @@ from verl_ray.data.batch import offsets_of
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Requests, Responses, Rollouts
 from verl_ray.errors import WeightSyncError, WorkerDied, WorkerError
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.rollout import RolloutWorker
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm, pytest.mark.timeout(400)]

@@ -12,7 +12,7 @@ from controllers.watch.mismatch import MismatchWatch, causes
 from verl_ray.config.schema import RLConfig
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import MismatchError
-from verl_ray.rollout.base import Sampling
+from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport
 
 WHOLE = Sampling(1.0, 1.0, -1, 8)
