@@ -12,6 +12,7 @@ from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import POLICY_LOSSES
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.algorithms.row_weights import AGGREGATIONS
+from verl_ray.backends import BACKENDS
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,6 +33,9 @@ def row(*cells: str) -> str:
 
 
 TABLES = {
+    ("README.md", "| `backend=` | what it is |"): [
+        row(f"`{name}`", about) for name, about in groups()["backend"].items()
+    ],
     ("README.md", "| `algorithm=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["algorithm"].items()
     ],
@@ -46,6 +50,10 @@ TABLES = {
         row(f"`{name}`", one.paper, reads(one)) for name, one in AGGREGATIONS.items()
     ],
 }
+
+
+def test_every_backend_can_be_chosen() -> None:
+    assert groups()["backend"].keys() == BACKENDS.keys()
 
 
 def rows(text: str, head: str) -> list[str]:

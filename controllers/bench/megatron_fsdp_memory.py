@@ -2,7 +2,7 @@
 
 Invariant: every strategy is measured in fresh processes that have built and trained a small model before, so that what
 is set up once does not count; a few tokens are trained on, so activations count for little. Deliberately not here: the
-formula (`verl_ray/engine/megatron_fsdp/memory.py`).
+formula (`verl_ray/backends/megatron_fsdp.py`).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ import numpy as np
 
 from controllers.bench.contest import MODELS, make_model
 from controllers.bench.processes import PATIENCE_S, ask
-from verl_ray.config.backends import MegatronFsdpBackend
+from verl_ray.backends.base import ParameterCounts
+from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.engine.megatron_fsdp.memory import Elements, held
 from verl_ray.profiling.memory import AnonymousGrowth, anonymous_bytes, malloc_trim
 
 if TYPE_CHECKING:
@@ -84,21 +84,21 @@ def measure(model: str, ranks: int, dtype: str, names: Collection[str] | None = 
     with tempfile.TemporaryDirectory() as folder:
         with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
             large, small = (other.submit(make_model, name, f"{folder}/{name}").result() for name in (model, "1m"))
-            elements = Elements(**other.submit(_elements, large).result())
+            elements = ParameterCounts(**other.submit(_elements, large).result())
         for name in strategies if names is None else names:
-            backend = _backend(dtype, elements.layer, strategies[name])
+            backend = _backend(dtype, elements.largest_layer, strategies[name])
             works = [
                 Work(rank, ranks, large, small, f"{folder}/{name.replace(' ', '_')}", backend.model_dump())
                 for rank in range(ranks)
             ]
             print(f"{name} on {ranks} ...", file=sys.stderr, flush=True)
             told = ask("controllers.bench.megatron_fsdp_memory", [asdict(work) for work in works], 1, EXACT)
-            formula = held(elements, backend, ranks)
+            formula = backend.held(ranks, elements)
             found[name] = {
                 "formula": asdict(formula) | {"between_steps": formula.between_steps},
                 "measured": {key: max(one[key] for one in told) for key in told[0]},
             }
-    return {"model": model, "parameters": elements.whole, "ranks": ranks, "dtype": dtype, "strategies": found}
+    return {"model": model, "parameters": elements.parameters, "ranks": ranks, "dtype": dtype, "strategies": found}
 
 
 def table(found: dict[str, Any]) -> str:
@@ -139,7 +139,9 @@ def _elements(path: str) -> dict[str, int]:
                 layers[number] = layers.get(number, 0) + size
             else:
                 beside += size
-    return {"layers": sum(layers.values()), "layer": max(layers.values()), "beside": beside}
+    inside = sum(layers.values())
+    largest = max(layers.values())
+    return {"parameters": inside + beside, "of_experts": 0, "in_layers": inside, "largest_layer": largest}
 
 
 def watched(work: Work) -> dict[str, int]:

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, cast, get_args
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
 from controllers.system.build import Shape, own_replicas, plan_processes, resolve_on
+from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
-from verl_ray.config.backends import BACKENDS
 from verl_ray.config.rollout import WireName
 from verl_ray.config.schema import RLConfig
 from workers.actor import ActorWorker
@@ -188,7 +188,8 @@ def _in_turns(
     link: dict[str, object] = {}
     if on_gpu:
         out, back = replica.rank_zero(MeasuredWorker.link).result()
-        moved = _moved_bytes(config) * sum(one.numel for one in actor.rank_zero(ActorWorker.manifest).result().sent)
+        sent = sum(one.numel for one in actor.rank_zero(ActorWorker.manifest).result().sent)
+        moved = config.actor.backend.moved_width * sent
         link = {
             "link_gb_per_s": {"to_host": round(out / 1e9, 2), "to_device": round(back / 1e9, 2)},
             "offload_to_link": round(moved / middle["offload"] / out, 3),
@@ -205,15 +206,6 @@ def _in_turns(
         **link,
         "repeats": repeats,
     }
-
-
-def _moved_bytes(config: RLConfig) -> int:
-    """To the host, per parameter: what learns and AdamW's two moments, in float32, and megatron's weights that compute;
-    megatron-core copies these where they are the same memory, too."""
-    backend = config.actor.backend
-    if backend.kind == "megatron":
-        return 14 if backend.dtype == "bfloat16" else 16
-    return 14 if backend.kind == "megatron_fsdp" and backend.dtype == "bfloat16" else 12
 
 
 def _parser() -> argparse.ArgumentParser:

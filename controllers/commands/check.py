@@ -15,11 +15,8 @@ from rich.table import Table
 
 from controllers.compose.composition import examine
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import MegatronBackend
-from verl_ray.config.layouts import described
 from verl_ray.config.resolve import Resolution, resolutions, resolve
 from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
-from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.facts import facts_here
@@ -120,7 +117,14 @@ def _role_table(config: Config) -> Table:
         table.add_column(heading, overflow="fold")
     place = config.placement.kind if isinstance(config, RLConfig) else "separate"
     for name, role in config.model_roles.items():
-        table.add_row(name, _backend(role), role.backend.dtype, str(role.num_ranks), place, role.model.path)
+        table.add_row(
+            name,
+            role.backend.described(role.num_ranks),
+            role.backend.dtype,
+            str(role.num_ranks),
+            place,
+            role.model.path,
+        )
     if isinstance(config, RLConfig):
         rollout = config.rollout
         for name, one in config.graders.items():
@@ -144,12 +148,6 @@ def _auto_table(found: Sequence[Resolution]) -> Table:
     for one in found:
         table.add_row(one.key, json.dumps(one.value).replace('"', ""), one.because)
     return table
-
-
-def _backend(role: ModelRole) -> str:
-    """Its name, and how it shares the model out."""
-    backend = role.backend
-    return f"megatron {described(backend, role.num_ranks)}" if isinstance(backend, MegatronBackend) else backend.kind
 
 
 def _resources(machine: Machine | None) -> list[str]:

@@ -12,7 +12,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.trees import Tree, as_plain, key_exists, leaves, value_at
-from verl_ray.config.backends import BACKENDS
+from verl_ray.backends import BACKENDS
 from verl_ray.config.renamed import new_name
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem

@@ -22,8 +22,12 @@ from verl_ray.algorithms.objectives import (
     SupervisedObjective,
     ValueObjective,
 )
+from verl_ray.backends import Backend
+from verl_ray.backends.engine import EngineBackend
+from verl_ray.backends.fsdp import FsdpBackend
+from verl_ray.backends.megatron import MegatronBackend
+from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
-from verl_ray.config.backends import Backend, EngineBackend, FsdpBackend, MegatronBackend, MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of

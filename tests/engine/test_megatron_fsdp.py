@@ -21,11 +21,11 @@ from tests.engine import inputs, strategies
 from tests.engine.strategies import HYBRID, LAYER, SETTINGS, STRATEGIES
 from tests.engine.test_contract import BFLOAT16, close
 from tests.rank_processes import ROOT, four_ranks_asked, run_ranks
-from verl_ray.config.backends import MegatronFsdpBackend
+from verl_ray.backends.base import ParameterCounts
+from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.megatron_fsdp import package
-from verl_ray.engine.megatron_fsdp.memory import Elements, held
 from verl_ray.models.tiny import make_tiny
 
 pytestmark = pytest.mark.ranks
@@ -35,7 +35,7 @@ PLACES = [pytest.param((name, 2), id=name) for name in STRATEGIES] + [
     pytest.param((name, 4), id=name, marks=FOUR) for name in HYBRID
 ]
 BESIDE = 2 * 14 * 64 + 64  # embeddings, head, norm
-MODEL = Elements(layers=4 * LAYER, layer=LAYER, beside=BESIDE)
+MODEL = ParameterCounts(parameters=4 * LAYER + BESIDE, of_experts=0, in_layers=4 * LAYER, largest_layer=LAYER)
 
 Found = dict[int, list[dict[str, Any]]]
 
@@ -104,7 +104,7 @@ def test_each_rank_holds_what_the_formula_says(found: Found, place: tuple[str, i
     name, world = place
     settings = HYBRID[name] if world == 4 else {"sharding": name}
     backend = MegatronFsdpBackend(**inputs.MEGATRON_FSDP | settings)
-    expected = held(MODEL, backend, world).between_steps
+    expected = backend.held(world, MODEL).between_steps
     most = max(rank[name]["bytes"] for rank in found[world])
     assert 0.97 * expected < most < 1.06 * expected  # buckets are padded to whole rows per rank
 

@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from verl_ray.config.backends import MegatronBackend
+from verl_ray.backends import BACKENDS
+from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.engine.packages import missing_packages
@@ -16,15 +17,15 @@ from verl_ray.errors import EngineError
 
 def test_backends_of_this_project_alone_miss_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)  # as Python marks what is not there
-    assert missing_packages("engine") == missing_packages("fsdp") == []
+    assert missing_packages(BACKENDS["engine"].packages) == missing_packages(BACKENDS["fsdp"].packages) == []
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "megatron_fsdp", None)
-    assert "megatron_fsdp" in missing_packages("megatron_fsdp")
+    assert "megatron_fsdp" in missing_packages(BACKENDS["megatron_fsdp"].packages)
     monkeypatch.setitem(sys.modules, "megatron", None)
-    assert missing_packages("megatron") == ["megatron.core"]
-    assert missing_packages("megatron_fsdp") == ["megatron.core", "megatron_fsdp"]
+    assert missing_packages(BACKENDS["megatron"].packages) == ["megatron.core"]
+    assert missing_packages(BACKENDS["megatron_fsdp"].packages) == ["megatron.core", "megatron_fsdp"]
 
 
 def test_an_engine_says_what_it_misses_where_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:

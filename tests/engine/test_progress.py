@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from tests.engine.inputs import ENGINE, OPTIMIZER, POLICY, rows_of
-from verl_ray.config.backends import EngineBackend
+from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec

@@ -10,7 +10,7 @@ import torch
 
 from tests.engine.inputs import ENGINE, OPTIMIZER, POLICY, VALUE, rows_of
 from verl_ray.algorithms.objectives import Objective
-from verl_ray.config.backends import EngineBackend
+from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import character_tokenizer

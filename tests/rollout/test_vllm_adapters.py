@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.rollout.drawing import generate
-from verl_ray.config.backends import EngineBackend
+from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import Rows

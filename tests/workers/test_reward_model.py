@@ -25,8 +25,8 @@ from tests.reward_models import (
     transformers_scores,
 )
 from verl_ray.algorithms.objectives import PreferenceObjective
+from verl_ray.backends.engine import EngineBackend
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.config.backends import EngineBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Finish, Rows, Scores, TrainingBatch

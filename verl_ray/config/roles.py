@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_ray.config.backends import Backend
+from verl_ray.backends import Backend
 from verl_ray.config.section import Fraction, NonNegative, NonNegativeFloat, Positive, PositiveFloat, Section
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor
 
 from verl_ray.algorithms.objectives import Objective
-from verl_ray.config.backends import Backend
+from verl_ray.backends import Backend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch

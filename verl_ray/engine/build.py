@@ -1,4 +1,4 @@
-"""Which class is which backend."""
+"""From a backend's declaration to its engine."""
 
 from __future__ import annotations
 
@@ -12,23 +12,11 @@ from verl_ray.errors import EngineError
 def build_engine(spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> Engine:
     """The engine of one role on one rank. With more than one rank, or for any backend but the plain engine, the process
     group exists already. A backend's module is imported where it is used: megatron's changes its process."""
-    kind = spec.backend.kind
-    if missing := missing_packages(kind):
-        raise EngineError(f"{spec.role}.backend = {kind} needs {' and '.join(missing)}, not installed here: {INSTALL}")
-    if kind == "engine":
-        from verl_ray.engine.plain import PlainEngine as Chosen
-    elif kind == "fsdp":
-        from verl_ray.engine.fsdp import FsdpEngine as Chosen  # type: ignore[assignment]
-    elif kind == "megatron_fsdp":
-        if device.type == "cpu":
-            from verl_ray.engine.megatron import shim
-
-            shim.install(core=False)
-        from verl_ray.engine.megatron_fsdp.engine import MegatronFsdpEngine as Chosen  # type: ignore[assignment]
-    else:
-        if device.type == "cpu":
-            from verl_ray.engine.megatron import shim
-
-            shim.install()
-        from verl_ray.engine.megatron.engine import MegatronEngine as Chosen  # type: ignore[assignment]
-    return Chosen(spec, device=device, rank=rank, world_size=world_size)
+    backend = spec.backend
+    if missing := missing_packages(backend.packages):
+        needed = f"{spec.role}.backend = {backend.kind} needs {' and '.join(missing)}"
+        raise EngineError(f"{needed}, not installed here: {INSTALL}")
+    if device.type == "cpu":
+        backend.prepare_cpu()
+    engine: Engine = backend.engine(spec, device=device, rank=rank, world_size=world_size)
+    return engine

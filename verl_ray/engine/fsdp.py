@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from verl_ray.config.backends import FsdpBackend
+from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine

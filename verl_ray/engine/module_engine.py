@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
-from verl_ray.config.backends import MegatronBackend
+from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.offload import Held, Offload, tensor_held
@@ -40,7 +40,7 @@ class ModuleEngine(PackedEngine):
     """An engine around one torch module per rank."""
 
     def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> None:
-        assert not isinstance(spec.backend, MegatronBackend), "its model is no torch module of transformers"
+        assert isinstance(spec.backend, ModuleBackend)
         self.spec = spec
         self.device = device
         self.rank, self.world_size = rank, world_size

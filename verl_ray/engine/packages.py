@@ -1,22 +1,21 @@
-"""What a backend needs beside this project's own packages.
+"""Whether what a backend needs beside this project's own packages is installed.
 
-Invariant: to look for a package imports nothing of it, nor torch. Deliberately not here: versions (pyproject.toml).
+Invariant: to look for a package imports nothing of it, nor torch. Deliberately not here: which it needs
+(`verl_ray/backends`), and versions (pyproject.toml).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from importlib.util import find_spec
-
-NEEDED = {"megatron": ("megatron.core",), "megatron_fsdp": ("megatron.core", "megatron_fsdp")}
-"""By the name of a backend; others need none."""
 
 INSTALL = "pip install 'verl_ray[megatron]'"
 """What brings all of them."""
 
 
-def missing_packages(backend: str) -> list[str]:
-    """Those of a backend that this Python does not find."""
-    return [name for name in NEEDED.get(backend, ()) if not _is_there(name)]
+def missing_packages(needed: Iterable[str]) -> list[str]:
+    """Those that this Python does not find."""
+    return [name for name in needed if not _is_there(name)]
 
 
 def _is_there(name: str) -> bool:

@@ -23,9 +23,9 @@ from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
 from verl_ray.paths import in_ray_package, near, nearest_existing
+from verl_ray.preflight.backends import backend_problems
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.megatron_models import megatron_problems
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.rewards.functions import spec_problem
@@ -55,7 +55,7 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += _data_problems(config)
     findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(config, machine)
-    findings.problems += megatron_problems(config, machine)
+    findings.problems += backend_problems(config, machine)
     if isinstance(config, RLConfig):
         specs = _functions(config).items()
         findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]

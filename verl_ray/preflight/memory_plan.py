@@ -16,13 +16,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from verl_ray.backends.base import Bytes, Part
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend, MegatronFsdpBackend
 from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.section import resolved
-from verl_ray.preflight.footprints import CERTAIN, Bytes, Footprint, Part, Work, engine_footprint, footprint
+from verl_ray.preflight.footprints import CERTAIN, Footprint, Work, engine_footprint, footprint
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.model_directories import Engine, engines, reads_values
 from verl_ray.preflight.model_sizes import ModelSize, size_of
@@ -208,8 +208,7 @@ def wire_bytes(config: RLConfig) -> int:
 def sent_bytes(config: RLConfig) -> int:
     """All weights, as the trainer holds them or the rollout engines will, whichever is narrower."""
     actor = config.actor
-    megatron = actor.backend.kind == "megatron" and actor.backend.dtype == "bfloat16"
-    width = 2 if megatron or config.rollout.dtype == "bfloat16" else 4
+    width = 2 if config.rollout.dtype == "bfloat16" else actor.backend.sent_width
     return width * model_size("actor", actor, config).parameters
 
 
@@ -237,7 +236,7 @@ def _trainer(
 ) -> Iterator[tuple[Phase, Use]]:
     """A role on a training backend. `leaves`: what is on the host while rollouts are drawn, and while weights are sent,
     except for the weights of the role that sends them."""
-    stays = on_gpus and isinstance(role.backend, FsdpBackend) and role.backend.host_parameters
+    stays = on_gpus and role.backend.stays_on_host
     for phase in PHASES:
         working: Bytes = {}
         if phase == ("generate" if grades else "measure"):
@@ -250,9 +249,8 @@ def _trainer(
             yield phase, Use({}, moved, kept)
         elif leaves and phase in ("generate", "publish"):
             gone = leaves - {"weights"} if sends and phase == "publish" else leaves
-            # Gradients are none then. Megatron-FSDP gives their memory back with the weights, the others where no step
-            # can follow.
-            waits = isinstance(role.backend, MegatronFsdpBackend) and "weights" not in gone
+            # Gradients are none then.
+            waits = role.backend.gradients_leave_with_weights and "weights" not in gone
             given_back = {"gradients"} if gone and not waits else set()
             stay: Bytes = {part: size for part, size in own.held.items() if part not in {*gone, *given_back}}
             yield phase, Use(stay, working, {part: size for part, size in own.held.items() if part in gone})

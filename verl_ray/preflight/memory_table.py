@@ -12,7 +12,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_ray.preflight.footprints import Part
+from verl_ray.backends.base import Part
 from verl_ray.preflight.machine import GIB, MIB
 from verl_ray.preflight.memory_plan import MemoryPlan
 

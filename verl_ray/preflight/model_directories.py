@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.backends import FsdpBackend, MegatronBackend
-from verl_ray.config.layouts import can_exchange
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.reward import JudgeReward, ModelReward
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -38,8 +36,6 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
     for key, path in _model_paths(config).items():
         yield from _model_problems(key, path, config)
     yield from _value_head_problems(config)
-    yield from _sequence_problems(config)
-    yield from _embedding_problems(config)
     yield from _expert_problems(config)
     yield from _adapter_problems(config)
     yield from _token_problems(config)
@@ -186,33 +182,6 @@ def _judge_problems(config: RLConfig) -> Iterator[Problem]:
             yield Problem(f"{name}.max_prompt_tokens", judge.max_prompt_tokens, rule, fix)
 
 
-def _sequence_problems(config: Config) -> Iterator[Problem]:
-    """Ranks that compute the same rows share out the attention heads of the model."""
-    for name, role in config.model_roles.items():
-        settings = settings_of(role.model.path, config)
-        heads = settings.get("num_attention_heads")
-        if isinstance(role.backend, MegatronBackend) or role.peers == 1 or not isinstance(heads, int):
-            continue
-        shared = settings.get("num_key_value_heads") or heads
-        assert isinstance(shared, int), "transformers reads it as a number"
-        if not can_exchange(heads, shared, role.peers):
-            fitting = (size for size in range(1, heads + 1) if can_exchange(heads, shared, size))
-            sizes = [size for size in fitting if role.num_ranks % size == 0]
-            rule = f"these ranks share out the model's {heads} attention heads and {shared} key-value heads"
-            yield Problem(f"{name}.backend.{role.backend.token_slices_key}", role.peers, rule, f"Use {either(sizes)}.")
-
-
-def _embedding_problems(config: Config) -> Iterator[Problem]:
-    """Tied embeddings are one parameter, used before and behind the layers: it cannot be gathered apart."""
-    for name, role in config.model_roles.items():
-        if not isinstance(role.backend, FsdpBackend) or not role.backend.embedding_units or reads_values(name):
-            continue
-        shapes = _shapes(role.model.path, config)
-        if shapes and LANGUAGE_HEAD not in shapes:
-            rule = f"{role.model.path} ties its embeddings, so they and its head are one parameter"
-            yield Problem(f"{name}.backend.embedding_units", True, rule, "Set it to false.")
-
-
 def _expert_problems(config: Config) -> Iterator[Problem]:
     """Settings for experts fit the model."""
     for name, role in config.model_roles.items():
@@ -224,10 +193,6 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if balance is not None and not experts:
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
-        slices = role.backend.token_slices
-        if slices > 1 and experts and not isinstance(role.backend, MegatronBackend):  # which has more to say of it
-            rule = f"{path} has experts, whose balance is that of whole rows: none is cut"
-            yield Problem(f"{name}.backend.{role.backend.token_slices_key}", slices, rule, "Set it to 1.")
 
 
 def _adapter_problems(config: Config) -> Iterator[Problem]:
@@ -238,7 +203,7 @@ def _adapter_problems(config: Config) -> Iterator[Problem]:
         router = {"gate"} if _has_experts(role.model.path) else set()
         linear = {
             tensor.split(".")[-2]
-            for tensor, shape in _shapes(role.model.path, config).items()
+            for tensor, shape in shapes_of(role.model.path, config).items()
             if ".layers." in tensor and ".experts." not in tensor and len(shape) == 2
         } - router
         unknown = sorted(set(role.lora.targets) - linear)
@@ -313,7 +278,7 @@ def settings_of(path: str, config: Config) -> dict[str, object]:
     }  # fmt: skip
 
 
-def _shapes(path: str, config: Config) -> dict[str, list[int]]:
+def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
     """Tensors of a model that is there, or of a layer and the head of the one that the run makes."""
     model = made_model(path, config)
     if model is None:

@@ -13,6 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from verl_ray.backends.base import ParameterCounts
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.models.families import LANGUAGE_HEAD
@@ -26,24 +27,15 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
-class ModelSize:
-    """Counts of parameters, and the sizes that activations depend on."""
+class ModelSize(ParameterCounts):
+    """With the sizes that activations depend on."""
 
-    parameters: int
-    of_experts: int
-    in_layers: int
-    largest_layer: int
     adapter: int
     """Parameters of an adapter of rank 1 on the linear layers that were asked about."""
     shape: ModelShape | None
     """None where config.json does not say, or layers differ."""
     tied: bool
     """Whether the language head is the embedding."""
-
-    @property
-    def beside(self) -> int:
-        """Embeddings, the last norm, the head."""
-        return self.parameters - self.in_layers
 
 
 def size_of(path: str, config: Config, head: HeadKind, adapted: Collection[str] = ()) -> ModelSize:

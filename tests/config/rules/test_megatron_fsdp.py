@@ -7,38 +7,38 @@ import pytest
 from controllers.compose.composition import compose
 from tests.config.rules.cases import Case
 
-GROUPS, OVERLAP = "groups_of_megatron_fsdp_divide_the_ranks", "megatron_fsdp_overlaps_what_it_can"
+SHARED = "ranks_can_share_models_out"
 CASES = [
     Case(
-        GROUPS,
+        SHARED,
         "backend=megatron_fsdp actor.num_ranks=8 actor.backend.shard_size=3",
         "actor.backend.shard_size",
         "actor.num_ranks=8 ranks are cut into several groups of this size",
         "Use 2 or 4, or null",
     ),
     Case(
-        GROUPS,
+        SHARED,
         "backend=megatron_fsdp actor.num_ranks=2 actor.backend.shard_size=2",
         "actor.backend.shard_size",
         "several groups",
         "Set it to null",
     ),
     Case(
-        GROUPS,
+        SHARED,
         "backend=megatron_fsdp actor.num_ranks=4 actor.backend.sharding=none actor.backend.shard_size=2",
         "actor.backend.shard_size",
         "this setting would be ignored: actor.backend.sharding=none shares nothing out",
         "Set it to null",
     ),
     Case(
-        GROUPS,
+        SHARED,
         "backend=megatron_fsdp actor.num_ranks=4 actor.backend.outer_sharding=optimizer",
         "actor.backend.outer_sharding",
         "groups that hold copies",
         "actor.backend.shard_size",
     ),
     Case(
-        GROUPS,
+        SHARED,
         "backend=megatron_fsdp actor.num_ranks=4 actor.backend.outer_sharding=optimizer actor.backend.shard_size=2 "
         "actor.backend.sharding=optimizer",
         "actor.backend.outer_sharding",
@@ -46,35 +46,35 @@ CASES = [
         "actor.backend.sharding=all",
     ),
     Case(
-        OVERLAP,
+        SHARED,
         "backend=megatron_fsdp actor.backend.overlap_param_gather=false",
         "actor.backend.overlap_param_gather",
         "actor.backend.sharding=all gathers each layer when it computes",
         "Set it to true",
     ),
     Case(
-        OVERLAP,
+        SHARED,
         "backend=megatron_fsdp actor.backend.overlap_param_gather=false actor.backend.sharding=none",
         "actor.backend.overlap_param_gather",
         "actor.backend.sharding=none gathers nothing",
         "Set it to true",
     ),
     Case(
-        OVERLAP,
+        SHARED,
         "backend=megatron_fsdp actor.backend.overlap_grad_reduce=false actor.backend.sharding=optimizer_gradients",
         "actor.backend.overlap_grad_reduce",
         "has no room for all gradients",
         "sharding=none or optimizer",
     ),
     Case(
-        OVERLAP,
+        SHARED,
         "backend=megatron_fsdp actor.backend.double_buffer=true actor.backend.sharding=optimizer",
         "actor.backend.double_buffer",
         "actor.backend.sharding=optimizer gathers no layer by itself",
         "Set it to false",
     ),
     Case(
-        "frozen_models_have_no_gradients",
+        "frozen_models_do_not_learn",
         "backend=megatron_fsdp reference.backend.reduce_in_float32=false",
         "reference.backend.reduce_in_float32",
         "does not learn",

@@ -22,16 +22,15 @@ from verl_ray.config.rules.algorithm import (
     settings_are_read,
     value_losses_have_no_horizon,
 )
+from verl_ray.config.rules.backends import (
+    adapters_have_a_backend,
+    frozen_models_do_not_learn,
+    ranks_can_share_models_out,
+)
 from verl_ray.config.rules.correction import (
     correction_is_complete,
     mismatch_is_complete,
     weights_are_not_applied_twice,
-)
-from verl_ray.config.rules.megatron import adapters_have_a_backend, layouts_are_possible
-from verl_ray.config.rules.megatron_fsdp import (
-    frozen_models_have_no_gradients,
-    groups_of_megatron_fsdp_divide_the_ranks,
-    megatron_fsdp_overlaps_what_it_can,
 )
 from verl_ray.config.rules.preparation import (
     inputs_are_made_or_given,
@@ -50,14 +49,11 @@ from verl_ray.config.rules.reward import (
 from verl_ray.config.rules.roles import (
     adapter_settings_are_used,
     critic_settings_are_used,
-    frozen_models_keep_no_activations,
     micro_batch_holds_the_longest_row,
     mini_batches_divide_the_rows,
     offloading_frees_shared_devices,
-    peers_divide_the_ranks,
     reference_settings_are_used,
     schedule_settings_are_used,
-    shards_divide_the_ranks,
     shared_processes_have_equal_ranks,
 )
 from verl_ray.config.rules.rollout import (
@@ -106,12 +102,8 @@ RULES: tuple[Rule, ...] = (
     wandb_settings_are_used,
     schedule_settings_are_used,
     micro_batch_holds_the_longest_row,
-    peers_divide_the_ranks,
-    shards_divide_the_ranks,
-    layouts_are_possible,
-    groups_of_megatron_fsdp_divide_the_ranks,
-    megatron_fsdp_overlaps_what_it_can,
-    frozen_models_have_no_gradients,
+    ranks_can_share_models_out,
+    frozen_models_do_not_learn,
     adapter_settings_are_used,
     adapters_have_a_backend,
 )
@@ -147,7 +139,6 @@ RL_RULES: tuple[RLRule, ...] = (
     rewards_have_a_function,
     held_out_deadline_is_used,
     graders_keep_the_deadline_of_calls,
-    frozen_models_keep_no_activations,
     normalised_scores_matter,
     mixed_rewards_have_weights,
     judges_can_be_asked,

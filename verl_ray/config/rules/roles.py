@@ -1,4 +1,4 @@
-"""Rules of the models that a run holds: their ranks and shards, mini- and micro-batches, optimizers.
+"""Rules of the models that a run holds: their ranks, mini- and micro-batches, optimizers.
 
 Invariant: rows and ranks divide without a remainder, and settings of a model that the run does not have, or does not
 train, are refused. Deliberately not here: whether the machine has the devices (`verl_ray/preflight/resources.py`).
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_ray.config.backends import FsdpBackend, MegatronBackend
 from verl_ray.config.reward import ModelReward
 from verl_ray.config.roles import OptimizerConfig, SupervisedRole
 from verl_ray.config.rules.rule import Overridden, ignored
@@ -38,36 +37,6 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
                 f"a row may have {longest} tokens ({sizes}) and must fit into one micro-batch{shared}",
                 f"The nearest value that works is {least}; or shorten the rows.",
             )
-
-
-def peers_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
-    for name, role in config.model_roles.items():
-        backend = role.backend
-        if isinstance(backend, MegatronBackend):
-            continue  # its layout has a rule of its own
-        if role.num_ranks % role.peers:
-            sizes = [size for size in range(1, role.num_ranks + 1) if role.num_ranks % size == 0]
-            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
-            yield Problem(f"{name}.backend.{backend.token_slices_key}", role.peers, rule, f"Use {either(sizes)}.")
-
-
-def shards_divide_the_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
-    for name, role in config.model_roles.items():
-        backend = role.backend
-        if not isinstance(backend, FsdpBackend):
-            continue
-        key, hybrid = f"{name}.backend.shard_size", backend.sharding == "hybrid"
-        sizes = [size for size in range(2, role.num_ranks) if role.num_ranks % size == 0]
-        if hybrid and not sizes:
-            rule = f"{name}.num_ranks={role.num_ranks} cannot be cut into equal groups of more than one rank"
-            fix = "Use full, or a number of ranks that can, such as 4."
-            yield Problem(f"{name}.backend.sharding", "hybrid", rule, fix)
-        elif hybrid and backend.shard_size not in sizes:
-            rule = f"{name}.num_ranks={role.num_ranks} ranks are cut into groups of this size"
-            yield Problem(key, backend.shard_size, rule, f"Use {either(sizes)}.")
-        elif not hybrid and backend.shard_size is not None:
-            rule = f"this setting would be ignored: {name}.backend.sharding={backend.sharding} has no groups"
-            yield Problem(key, backend.shard_size, rule, "Set it to null, or use sharding=hybrid.")
 
 
 def mini_batches_divide_the_rows(config: RLConfig, _: Overridden) -> Iterator[Problem]:
@@ -137,14 +106,6 @@ def reference_settings_are_used(config: RLConfig, overridden: Overridden) -> Ite
         reason = f"with actor.lora.rank={config.actor.lora.rank} the reference is the actor without its adapter"
         keys = [key for key in keys if key != "reference.model.path"]  # which is the actor's, or there would be one
     yield from ignored(keys, config, reason)
-
-
-def frozen_models_keep_no_activations(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
-    frozen = [name for name, role in config.model_roles.items() if not isinstance(role, SupervisedRole)]
-    for name in frozen:
-        for field in ("activation_checkpointing", "activation_offload", "recompute"):
-            keys = overridden.under(f"{name}.backend.{field}")
-            yield from ignored(keys, config, "this model does not learn, so it keeps no activations")
 
 
 def adapter_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:

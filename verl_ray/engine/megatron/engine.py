@@ -23,9 +23,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
 from verl_ray.algorithms.objectives import Objective
+from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.checkpoint.slices import Slices
-from verl_ray.config.backends import MegatronBackend
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collected

@@ -3,7 +3,7 @@
 Invariant: megatron-core keeps its groups in globals of a module; here each layout has its own, made once per process
 and put in place while it is used, so engines of different layouts live in one process. Ranks are numbered as
 megatron-core does: tensor innermost, then context, then data (which experts are shared out over), pipeline outermost.
-Deliberately not here: which layouts are possible (`config/rules/megatron.py`).
+Deliberately not here: which layouts are possible (`verl_ray/backends/layouts.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from verl_ray.config.backends import MegatronBackend
+from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.parallel.topology import Topology
 
 _UNSET = {name: value for name, value in vars(parallel_state).items() if name[0] == "_" and name[1].isupper()}

@@ -27,7 +27,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import Tensor, nn
 
-from verl_ray.config.backends import MegatronBackend
+from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.engine.megatron.experts import ExpertLayer, RoutedRows, Router
 from verl_ray.engine.megatron.layout import Layout
 from verl_ray.models import attention

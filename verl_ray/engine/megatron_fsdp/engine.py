@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from verl_ray.config.backends import MegatronFsdpBackend
+from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron_fsdp import residence
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor

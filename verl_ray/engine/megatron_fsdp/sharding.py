@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from verl_ray.config.backends import MegatronFsdpBackend
+from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron_fsdp.package import (
     DistributedDataParallelConfig,

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_ray.config.backends import MegatronBackend
-from verl_ray.config.layouts import (
+from verl_ray.backends.layouts import (
     ModelSizes,
     can_exchange,
     described,
@@ -21,6 +20,7 @@ from verl_ray.config.layouts import (
     other_ranks,
     rank_obstacles,
 )
+from verl_ray.backends.megatron import MegatronBackend
 
 WHOLE: dict[str, Any] = {
     "kind": "megatron", "dtype": "float32", "micro_batch_tokens_per_rank": 64, "tensor_parallel": 1,

@@ -1,8 +1,8 @@
-"""Whether megatron-core can compute a run's models, and share them out as their roles ask: from config.json alone.
+"""Whether megatron-core can compute a model, and the sizes that a layout depends on: from config.json alone.
 
 Invariant: what is refused here would fail after the processes have started, or compute something else. Nothing of
-megatron-core is imported. Deliberately not here: what no model changes (`verl_ray.config.rules.megatron`), and where
-parameters are (`verl_ray.engine.megatron`).
+megatron-core is imported. Deliberately not here: which layouts go with which sizes (`layouts.py`), and where parameters
+are (`verl_ray.engine.megatron`).
 """
 
 from __future__ import annotations
@@ -10,16 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from verl_ray.config.backends import MegatronBackend
-from verl_ray.config.layouts import ModelSizes
-from verl_ray.config.rules.megatron import layout_problems
-from verl_ray.config.schema import Config
+from verl_ray.backends.layouts import ModelSizes
 from verl_ray.config.suggest import either
-from verl_ray.engine.packages import INSTALL, missing_packages
-from verl_ray.errors import Problem
 from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, FAMILIES, IN_MEGATRON, WITH_EXPERTS
-from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_directories import settings_of
 
 BIASES = {"llama": ("attention_bias", "mlp_bias"), "qwen3": ("attention_bias",), "qwen3_moe": ("attention_bias",)}
 """Settings that add biases for which megatron-core's model has no place: it has those of queries, keys and values."""
@@ -28,36 +21,7 @@ ROTARY_TYPES = ("default", "linear", "dynamic", "llama3")
 """Those that only turn queries and keys; others also scale them, or turn long rows otherwise."""
 
 
-def megatron_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """Packages that `machine` lacks, unless it is None; and models and layouts that do not go together."""
-    if machine is not None:
-        yield from _package_problems(config)
-    for name, role in config.model_roles.items():
-        if not isinstance(role.backend, MegatronBackend):
-            continue
-        path, settings = role.model.path, settings_of(role.model.path, config)
-        others = either(f"backend@{name}.backend={choice}" for choice in ("fsdp", "engine"))
-        for rule, instead in _unmapped(path, settings):
-            fix = f"Choose {others}, or {instead}." if instead else f"Choose {others}."
-            yield Problem(f"{name}.backend", role.backend.kind, rule, fix)
-        sizes = sizes_of(settings)
-        if sizes is not None:
-            yield from layout_problems(name, role, sizes)
-
-
-def _package_problems(config: Config) -> Iterator[Problem]:
-    """One per backend, however many roles use it."""
-    users: dict[str, list[str]] = {}
-    for name, role in config.model_roles.items():
-        users.setdefault(role.backend.kind, []).append(name)
-    for kind, names in users.items():
-        missing = missing_packages(kind)
-        if missing:
-            rule = f"this backend needs {' and '.join(missing)}, not installed here"
-            yield Problem(f"{names[0]}.backend", kind, rule, f"Install it: {INSTALL}")
-
-
-def _unmapped(path: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+def unmapped(path: str, settings: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """Why a model has no place in megatron-core's, and what would."""
     family = settings.get("model_type")
     if family in FAMILIES and family not in IN_MEGATRON:

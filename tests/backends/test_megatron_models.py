@@ -11,9 +11,9 @@ import pytest
 from controllers.command_line import main
 from controllers.compose.composition import compose
 from tests.preflight.found import BIG, NO_GAIN, found, ppo
-from verl_ray.config.layouts import ModelSizes
+from verl_ray.backends.layouts import ModelSizes
+from verl_ray.backends.megatron_models import sizes_of
 from verl_ray.preflight.findings import preflight
-from verl_ray.preflight.megatron_models import sizes_of
 
 DENSE = {
     "model_type": "llama", "num_hidden_layers": 6, "num_attention_heads": 6, "num_key_value_heads": 2,

@@ -3,7 +3,7 @@
 Invariant: pure arithmetic over a backend's settings, a number of ranks and the sizes of a model; where the model is not
 known, only what holds for every model is asked. For whatever is refused, `nearest_layout` has what is possible.
 Deliberately not here: who holds what (`engine/megatron/layout.py`), and where sizes are read
-(`verl_ray/preflight/megatron_models.py`).
+(`megatron_models.py`).
 """
 
 from __future__ import annotations
@@ -12,8 +12,11 @@ import heapq
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from verl_ray.config.backends import MegatronBackend
+if TYPE_CHECKING:
+    from verl_ray.backends.megatron import MegatronBackend
+
 
 _OF_MODEL = ("tensor_parallel", "pipeline_parallel", "context_parallel")
 """What one copy of the model is shared out by."""
