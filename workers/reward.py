@@ -41,7 +41,7 @@ class RewardWorker(Grader):
         self._tokenizer = load_tokenizer(policy_path)
         self._grader: TextGrader = (
             RemoteScorer(config, context.role)
-            if isinstance(config, HttpReward)
+            if config.kind == "http"
             else ScoringPool(
                 config.functions, config.processes_per_rank, config.deadline_s, key=f"{context.role}.functions"
             )

@@ -16,8 +16,7 @@ from rich.table import Table
 from controllers.compose.composition import examine
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.resolve import Resolution, resolutions, resolve
-from verl_ray.config.reward import FunctionReward, HttpReward, JudgeReward
-from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
+from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
@@ -35,7 +34,7 @@ def checked(
     """
     composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     problems = list(composition.problems)
-    if evaluates and isinstance(composition.config, SFTConfig):
+    if evaluates and composition.config is not None and not composition.config.evaluates_untrained:
         rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
         fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
         problems.append(Problem("--config-name", config_name, rule, fix))
@@ -96,9 +95,7 @@ def _shown(value: object) -> str:
 
 def _batch_table(config: Config) -> Table:
     sizes = batch_algebra(config)
-    source = f"{sizes.prompts} prompts x {sizes.group_size} = {sizes.rows} rows"
-    if isinstance(config, RewardModelConfig):
-        source = f"{config.preference.batch_size} pairs = {sizes.rows} rows"
+    source = f"{config.source_of_rows} = {sizes.rows} rows"
     table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
     headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
     for heading in headings:
@@ -115,29 +112,18 @@ def _role_table(config: Config) -> Table:
     table = Table(title="roles", title_justify="left")
     for heading in ("role", "backend", "dtype", "ranks", "placement", "model, functions or service"):
         table.add_column(heading, overflow="fold")
-    place = config.placement.kind if isinstance(config, RLConfig) else "separate"
+    place = "colocated" if config.drawing is not None and config.shares_processes else "separate"
     for name, role in config.model_roles.items():
-        table.add_row(
-            name,
-            role.backend.described(role.num_ranks),
-            role.backend.dtype,
-            str(role.num_ranks),
-            place,
-            role.model.path,
-        )
-    if isinstance(config, RLConfig):
-        rollout = config.rollout
-        for name, one in config.graders.items():
-            if isinstance(one, FunctionReward):
-                functions = ", ".join(f"{source}: {spec}" for source, spec in one.functions.items())
-                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", functions)
-            elif isinstance(one, HttpReward):
-                table.add_row(name, one.kind, "-", str(one.num_ranks), "CPU only", one.url)
-            elif isinstance(one, JudgeReward):
-                ranks = f"{one.engine.num_replicas} x {one.engine.tensor_parallel}"
-                table.add_row(name, "vllm", one.engine.dtype, ranks, "separate", one.model.path)
-        ranks = f"{rollout.num_replicas} x {rollout.tensor_parallel}"
-        table.add_row("rollout", "vllm", rollout.dtype, ranks, place, config.actor.model.path)
+        backend = role.backend
+        shown = backend.described(role.num_ranks)
+        table.add_row(name, shown, backend.dtype, str(role.num_ranks), place, role.model.path)
+    for name, grader in config.graders.items():
+        if grader.cpu_ranks is not None:
+            table.add_row(name, grader.kind, "-", str(grader.cpu_ranks), "CPU only", grader.asks)
+    for section, engine in config.engines.items():
+        name, ranks = section.removesuffix(".engine"), f"{engine.config.num_replicas} x {engine.config.tensor_parallel}"
+        where = "separate" if name in config.judges else place
+        table.add_row(name, "vllm", engine.config.dtype, ranks, where, engine.path)
     return table
 
 

@@ -33,8 +33,9 @@ def evaluation_of(given: Config) -> Evaluation:
     with open_session(given) as session:
         config = resolve_on(given, Shape.of(session), checkpoint=recovery.path, learns=False)
         recovery.settle(config)
-        make_trainer = task_of(config).read(trains=False)
-        with start(config, session, learns=False) as system:
+        task = task_of(config)
+        make_trainer = task.read(trains=False)
+        with start(config, session, task.workers, learns=False) as system:
             trainer = make_trainer(system)
             trainer.begin(recovery.restore(trainer))
             return trainer.evaluate()

@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 
 from controllers.system.build import Shape, plan_processes, resolve_on
+from controllers.trainers.tasks import task_of
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
     with Session.open(given.address) as session, tempfile.TemporaryDirectory() as logs:
         stop_on_signals()  # again: Ray's own handler exits without a message
         shape = Shape.of(session)
-        plan = plan_processes(resolve_on(shared_anew(config), shape), shape)
+        plan = plan_processes(resolve_on(shared_anew(config), shape), shape, task_of(config).workers)
         wanted = plan.roles[role]
         sets = [one for one in plan.sets if one.name == wanted.processes]
         with start_groups(sets, [wanted], stall_s=config.run.stall_s, log_dir=Path(logs)) as groups:

@@ -46,7 +46,12 @@ def run(given: Config, session: Session, recovery: Recovery) -> int:
     task.prepare(session)
     make_trainer = task.read()
     stopping = Stopping(config, recovery)
-    with stopping.told(), noting(), start(config, session) as system, recording(config, recovery) as trackers:
+    with (
+        stopping.told(),
+        noting(),
+        start(config, session, task.workers) as system,
+        recording(config, recovery) as trackers,
+    ):
         trainer = make_trainer(system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()

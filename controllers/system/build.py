@@ -7,7 +7,7 @@ Deliberately not here: what the groups are asked to do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -24,12 +24,13 @@ from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
 from verl_ray.config.resolve import resolve
-from verl_ray.config.reward import HELD_OUT, FunctionReward, HttpReward, JudgeReward, ModelReward, SingleReward
-from verl_ray.config.roles import ModelRole, SupervisedRole, TrainedRole
+from verl_ray.config.reward import HELD_OUT, FunctionReward, SingleReward
+from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.section import resolved
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.model_directories import reads_values
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -42,6 +43,12 @@ ROLES = ("actor", "critic", "reference", "rollout")
 SHARED = "shared"  # the bundles that colocated processes sit in
 
 C = TypeVar("C", bound=Config)
+
+Workers = Mapping[str, Callable[..., Any]]
+WORKERS: Workers = {
+    "actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker,
+}  # fmt: skip
+"""The classes of the roles that run a model, by the names that tasks give them."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +126,11 @@ class System:
                 self.groups.close()
 
 
-def start(config: Config, session: Session, *, learns: bool = True) -> System:
-    """Start every role of the job, or nothing; without learning, only those that answer and grade."""
+def start(config: Config, session: Session, workers: Workers = WORKERS, *, learns: bool = True) -> System:
+    """Start every role of the job, or nothing; without learning, only those that answer and grade. `workers`: the class
+    of each role that runs a model, by its name."""
     shape = Shape.of(session)
-    plan = plan_processes(config, shape, learns=learns)
+    plan = plan_processes(config, shape, workers, learns=learns)
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
     groups = start_groups(
@@ -138,11 +146,11 @@ def start(config: Config, session: Session, *, learns: bool = True) -> System:
     graders = {name: groups[role] for name, role in plan.roles.items() if name not in ROLES}
     actor, critic, reference = map(group, ("actor", "critic", "reference"))
     rollout = None
-    if isinstance(config, RLConfig):
+    if config.drawing is not None:
         models = [one for one in (actor, critic, reference) if one is not None]
         try:
             rollout = own_replicas(
-                config, groups.replicas(plan.roles["rollout"]), actor, models, on_gpus=shape.gpus > 0
+                config.drawing, groups.replicas(plan.roles["rollout"]), actor, models, on_gpus=shape.gpus > 0
             )
         except BaseException:
             groups.close()
@@ -166,7 +174,7 @@ def own_replicas(
     return Replicas(replicas, publisher, residency, config.rollout, endpoints)
 
 
-def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan:
+def plan_processes(config: Config, shape: Shape, workers: Workers = WORKERS, *, learns: bool = True) -> Plan:
     """Process sets and roles of a job, whose configuration is resolved.
 
     Colocated, the model roles of one backend share a process per rank; different backends never share one. The
@@ -174,56 +182,52 @@ def plan_processes(config: Config, shape: Shape, *, learns: bool = True) -> Plan
     own; the former need no device.
     """
     gpu = 1 if shape.gpus else 0
-    colocated = not isinstance(config, RLConfig) or config.placement.kind == "colocated"
+    shares = config.shares_processes
     graders = graders_of(config, learns=learns)
-    answers = "actor" if isinstance(config, RLConfig) else config.learner[0]
-    models = {name: role for name, role in config.model_roles.items() if learns or name == answers or name in graders}
-    home: dict[str, str] = {
-        name: f"{role.backend.kind} trainer" if colocated else name for name, role in models.items()
+    models = {
+        name: role for name, role in config.model_roles.items() if learns or name == config.answers or name in graders
     }
+    texts = {name: grader for name, grader in graders.items() if name not in models}
+    home = {name: f"{role.backend.kind} trainer" if shares else name for name, role in models.items()}
     counts = {home[name]: role.num_ranks for name, role in models.items()}
-    if isinstance(config, RLConfig):
-        counts["rollout"] = config.rollout.num_replicas
-    texts = {name: grader for name, grader in graders.items() if not isinstance(grader, ModelReward)}
-    counts |= {
-        name: one.engine.num_replicas if isinstance(one, JudgeReward) else one.num_ranks for name, one in texts.items()
-    }
+    if config.drawing is not None:
+        counts["rollout"] = config.drawing.rollout.num_replicas
+    counts |= {name: one.processes for name, one in texts.items()}
 
     def one(name: str, gpus: int, process_group: bool, bundles: str, *, replicas: bool = False) -> ProcessSet:
-        is_engine = name == "rollout" or isinstance(texts.get(name), JudgeReward)
+        is_engine = name == "rollout" or name in config.judges
         threads = config.run.threads["engines" if is_engine else "graders" if name in texts else "trainers"]
         return ProcessSet(name, counts[name], 1.0, gpus, bundles, threads, process_group, replicas)
 
-    sets = [one(name, gpu, True, SHARED if colocated else name) for name in dict.fromkeys(home.values())]
+    sets = [one(name, gpu, True, SHARED if shares else name) for name in dict.fromkeys(home.values())]
     roles: dict[str, Role[Any]] = {
-        name: Role(name, home[name], FACTORIES[name], (engine_spec(name, role, config),))
+        name: Role(name, home[name], workers[name], (engine_spec(name, role, config),))
         for name, role in models.items()
         if name not in graders
     }
-    if isinstance(config, RLConfig):
-        bundles = SHARED if colocated else "rollout"
-        spec = rollout_spec(config)
-        engines = one("rollout", gpu * config.rollout.tensor_parallel, False, bundles, replicas=True)
-        sets.append(replace(engines, built_first=Sharing.of(config, on_gpus=bool(gpu)).engines_start_first))
-        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (spec,))
-        policy = config.actor.model.path
+    if (drawing := config.drawing) is not None:
+        devices = gpu * drawing.rollout.tensor_parallel
+        engines = one("rollout", devices, False, SHARED if shares else "rollout", replicas=True)
+        sets.append(replace(engines, built_first=Sharing.of(drawing, on_gpus=bool(gpu)).engines_start_first))
+        roles["rollout"] = Role("rollout", "rollout", RolloutWorker, (rollout_spec(drawing),))
         for name, grader in graders.items():
-            if isinstance(grader, ModelReward):
-                roles[name] = Role(
-                    name,
-                    home[name],
-                    RewardModelGrader,
-                    (engine_spec(name, grader, config), policy, resolved(config.data.apply_chat_template)),
-                )
-            elif isinstance(grader, JudgeReward):
-                sets.append(one(name, gpu * grader.engine.tensor_parallel, False, name))
-                roles[name] = Role(name, name, JudgeWorker, (grader, policy, config.run.seed))
-            else:
-                sets.append(one(name, 0, False, name))
-                roles[name] = Role(name, name, RewardWorker, (grader, policy))
+            roles[name] = grader_role(name, grader, home.get(name, name), drawing)
+    sets += [one(name, gpu * grader.parallel_devices, False, name) for name, grader in texts.items()]
+
     shared, warning = share_cpus(sets, shape.nodes)
-    computing = [held for held in sets if not isinstance(texts.get(held.name), FunctionReward | HttpReward)]
+    computing = [held for held in sets if held.name not in texts or texts[held.name].cpu_ranks is None]
     return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,), count_devices(computing))
+
+
+def grader_role(name: str, grader: SingleReward, home: str, config: RLConfig) -> Role[Any]:
+    """One component of the reward role, in the processes `home`."""
+    policy = config.actor.model.path
+    if (model := config.model_roles.get(name)) is not None:
+        spec = engine_spec(name, model, config)
+        return Role(name, home, RewardModelGrader, (spec, policy, resolved(config.data.apply_chat_template)))
+    if grader.served is not None:
+        return Role(name, home, JudgeWorker, (grader, policy, config.run.seed))
+    return Role(name, home, RewardWorker, (grader, policy))
 
 
 def count_devices(sets: Sequence[ProcessSet]) -> int:
@@ -236,14 +240,11 @@ def count_devices(sets: Sequence[ProcessSet]) -> int:
     return sum(devices.values())
 
 
-FACTORIES = {"actor": ActorWorker, "critic": CriticWorker, "reference": ReferenceWorker, "reward": RewardModelWorker}
-
-
 def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
     """Who grades: the reward's components, and HELD_OUT; without learning, only those that held-out problems need."""
-    if not isinstance(config, RLConfig):
+    if config.drawing is None:
         return {}
-    evaluation = config.evaluation
+    evaluation = config.drawing.evaluation
     if evaluation.functions is None:
         return config.graders
     held_out = FunctionReward(
@@ -254,34 +255,19 @@ def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
 
 
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
-    learning = role if isinstance(role, SupervisedRole) else None
+    learning = role.learning
     return EngineSpec(
         role=name,
         model_path=role.model.path,
-        head="value" if name == "critic" or name.startswith("reward") else "policy",
+        head="value" if reads_values(name) else "policy",
         backend=role.backend,
         optimizer=learning.optimizer if learning else None,
         new_head=learning is not None,
-        lora=learning.lora if learning and learning.lora.rank else None,
+        lora=role.adapter,
         expert_balance=learning.expert_balance if learning else None,
-        schedule_steps=learning_steps(name, config) * updates_per_step(learning, config) if learning else 0,
+        schedule_steps=config.learning_steps(name) * role.updates_per_step(config.rows_per_step),
         seed=config.run.seed,
     )
-
-
-def learning_steps(name: str, config: Config) -> int:
-    """Training steps in which a role learns."""
-    if isinstance(config, RLConfig) and name == "actor":
-        return config.run.total_steps - config.algorithm.critic_warmup_steps
-    return config.run.total_steps
-
-
-def updates_per_step(role: SupervisedRole, config: Config) -> int:
-    """Optimizer steps of one training step."""
-    if not isinstance(config, RLConfig) or not isinstance(role, TrainedRole):
-        return 1
-    rows = config.data.prompts_per_step * config.rollout.group_size
-    return role.epochs * -(-rows // (role.mini_batch_size or rows))
 
 
 def rollout_spec(config: RLConfig) -> RolloutSpec:

@@ -11,9 +11,9 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from controllers.system.build import System
+from controllers.system.build import WORKERS, System, Workers
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
@@ -64,6 +64,11 @@ MakeTrainer = Callable[[System], Trainable]
 
 class Task(ABC, Generic[C]):
     """One kind of run."""
+
+    config_type: ClassVar[type[Config]]
+    """Its settings, the models they ask for, and the rules over them."""
+    workers: ClassVar[Workers] = WORKERS
+    """The classes of the roles that run a model."""
 
     def __init__(self, config: C) -> None:
         self.config = config

@@ -136,6 +136,8 @@ class Trainer:
 class ReinforcementTask(Task[RLConfig]):
     """`train --config-name ppo | grpo | quickstart`."""
 
+    config_type = RLConfig
+
     def prepare(self, session: Session) -> None:
         prepare(self.config, session)
 

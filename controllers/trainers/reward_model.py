@@ -58,6 +58,8 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
 class RewardModelTask(SupervisedTask[RewardModelConfig]):
     """`train --config-name reward_model`."""
 
+    config_type = RewardModelConfig
+
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The pairs."""
         config, wanted = self.config, self.config.preference

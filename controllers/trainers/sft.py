@@ -62,6 +62,8 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
 class SFTTask(SupervisedTask[SFTConfig]):
     """`train --config-name sft`."""
 
+    config_type = SFTConfig
+
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The demonstrations."""
         assert trains, "the check of the command `evaluate` refuses a supervised run"

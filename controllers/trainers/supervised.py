@@ -20,7 +20,7 @@ from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import no_way_back
 from verl_ray.cluster.store import put
-from verl_ray.config.schema import RewardModelConfig, SFTConfig
+from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
@@ -43,7 +43,7 @@ class Source(Protocol):
     def load_state(self, state: Mapping[str, int | str]) -> None: ...
 
 
-R = TypeVar("R", SFTConfig, RewardModelConfig)
+R = TypeVar("R", bound=Config)
 
 
 class SupervisedTrainer(ABC, Generic[W]):

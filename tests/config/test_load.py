@@ -140,7 +140,11 @@ def test_an_unknown_backend_and_task_are_named() -> None:
     values = tree()
     values["critic"]["backend"]["kind"] = "deepspeed"
     assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
-    assert problems({"task": "dpo"})["task"].fix == "Use rl, sft or reward_model."
+    own = "or module:Class of a task of your own."
+    assert problems({"task": "dpo"})["task"].fix == f"Use rl, sft or reward_model, {own}"
+    assert "No module named 'nowhere'" in problems({"task": "nowhere:Task"})["task"].rule
+    assert "has no attribute 'Task'" in problems({"task": "json:Task"})["task"].rule
+    assert "has no attribute 'config_type'" in problems({"task": "json:JSONEncoder"})["task"].rule
 
 
 def test_known_keys_cover_every_choice() -> None:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_ray.config.roles import ModelRole, TrainedRole
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.schema import Config
 
 
 @dataclass(frozen=True)
@@ -45,23 +45,13 @@ class BatchAlgebra:
 
 def batch_algebra(config: Config) -> BatchAlgebra:
     """The sizes that `config` asks for. Divisions round up, as the fullest rank counts."""
-    if isinstance(config, RLConfig):
-        prompts, group_size = config.data.prompts_per_step, config.rollout.group_size
-        max_row_tokens = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-    else:
-        prompts, group_size, max_row_tokens = config.rows_per_step, 1, config.longest_row[0]
-    rows = prompts * group_size
-    learns_all = not isinstance(config, RLConfig)
-    roles = tuple(_role(name, role, rows, learns_all) for name, role in config.model_roles.items())
-    return BatchAlgebra(prompts, group_size, rows, max_row_tokens, roles)
+    rows = config.rows_per_step
+    roles = tuple(_role(name, role, rows) for name, role in config.model_roles.items())
+    return BatchAlgebra(config.prompts_per_step, config.group_size, rows, config.longest_row[0], roles)
 
 
-def _role(name: str, role: ModelRole, rows: int, learns_all: bool) -> RoleBatch:
-    mini: int | None = rows if learns_all else None
-    updates = 1 if learns_all else 0
-    if isinstance(role, TrainedRole):
-        mini = role.mini_batch_size or rows
-        updates = role.epochs * -(-rows // mini)
+def _role(name: str, role: ModelRole, rows: int) -> RoleBatch:
+    mini = role.rows_per_update(rows)
     shares = max(1, role.num_ranks // role.peers)
     return RoleBatch(
         role=name,
@@ -70,6 +60,6 @@ def _role(name: str, role: ModelRole, rows: int, learns_all: bool) -> RoleBatch:
         rows_per_rank=-(-rows // shares),
         mini_batch_size=mini,
         mini_batch_size_per_rank=None if mini is None else -(-mini // shares),
-        updates_per_step=updates,
+        updates_per_step=role.updates_per_step(rows),
         micro_batch_tokens_per_rank=role.backend.micro_batch_tokens_per_rank,
     )

@@ -19,11 +19,13 @@ from verl_ray.config.renamed import new_name
 from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
 from verl_ray.config.suggest import closest, did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.lazy import Lazy
 
 _NAMED = re.compile(r"^(reward\.components)\.[^.]+")  # the names of these sections are the user's
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
-_TASKS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelConfig}
+CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelConfig}
+"""By the key `task` of a root config. Those of other tasks are in the files of these, and are found there."""
 
 
 def parse(tree: Mapping[str, object]) -> Config:
@@ -32,16 +34,31 @@ def parse(tree: Mapping[str, object]) -> Config:
     Raises ConfigError with every problem at once: unknown and missing keys, wrong types, values out of range.
     Rules over several fields are `rules.broken`.
     """
-    task = tree.get("task")
-    kind = _TASKS.get(str(task))
-    if kind is None:
-        raise ConfigError([Problem("task", task, "no such kind of run", f"Use {either(_TASKS)}.")])
+    kind = _kind_of(tree.get("task"))
     try:
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise ConfigError(_problems(error.errors(include_url=False), tree, kind)) from None
     except TypeError as error:
         raise ConfigError([Problem("(the tree)", type(tree).__name__, str(error), "Use plain values only.")]) from None
+
+
+def _kind_of(task: object) -> type[Config]:
+    """The class of a task's configuration: of one of `CONFIGS`, or of the task at an address `module:Class`."""
+    name = str(task)
+    if name in CONFIGS:
+        return CONFIGS[name]
+    fix = f"Use {either(CONFIGS)}, or module:Class of a task of your own."
+    if ":" not in name:
+        raise ConfigError([Problem("task", task, "no such kind of run", fix)])
+    try:
+        kind = Lazy(name).target.config_type
+    except (ImportError, AttributeError) as error:
+        raise ConfigError([Problem("task", task, f"there is no such task: {error}", fix)]) from None
+    if not (isinstance(kind, type) and issubclass(kind, Config)):
+        rule = f"config_type of a task is a class of configurations, and this is {kind!r}"
+        raise ConfigError([Problem("task", task, rule, "Derive it from verl_ray.config.schema.Config.")])
+    return kind
 
 
 def to_tree(config: Config) -> dict[str, object]:

@@ -69,7 +69,7 @@ def resolve(config: C, facts: Facts) -> C:
     for one in resolutions(config, facts):
         section, _, name = one.key.rpartition(".")
         _section(tree, section)[name] = one.value
-    return cast(C, parse(tree))
+    return cast("C", parse(tree))
 
 
 def shared_anew(config: C) -> C:
@@ -78,7 +78,7 @@ def shared_anew(config: C) -> C:
     if isinstance(config.run.threads_per_rank, int):
         return config
     run = config.run.model_copy(update={"threads_per_rank": "auto"})
-    return cast(C, config.model_copy(update={"run": run}))
+    return config.model_copy(update={"run": run})
 
 
 def resolutions(config: Config, facts: Facts) -> list[Resolution]:
@@ -123,15 +123,15 @@ def _threads_per_rank(config: Config, facts: Facts) -> Answer:
 
 def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
     """Processes that train, and ranks of engines that draw; in each case all at the same time."""
-    if not isinstance(config, RLConfig):
-        return config.learner[1].num_ranks, 0
-    graders = config.graders if learns or config.evaluation.functions is None else {}
-    judges = [judge.engine for name, judge in config.judges.items() if name in graders]
-    drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in [config.rollout, *judges])
+    own = config.drawing is not None and config.drawing.evaluation.functions is not None
+    graders = config.graders if learns or not own else {}  # held-out problems may have graders of their own
+    served = {section.removesuffix(".engine"): one.config for section, one in config.engines.items()}
+    at_work = [engine for name, engine in served.items() if name not in config.judges or name in graders]
+    drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in at_work)
     homes = {
-        role.backend.kind if config.placement.kind == "colocated" else name: role.num_ranks
+        role.backend.kind if config.shares_processes else name: role.num_ranks
         for name, role in config.model_roles.items()
-        if learns or name == "actor" or name in graders
+        if learns or name == config.answers or name in graders
     }
     return sum(homes.values()), drawing
 

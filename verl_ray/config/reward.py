@@ -28,6 +28,55 @@ class Grader(Section):
     max_failed_fraction: Fraction
     """Stop the run when more than this fraction of a step's scores failed."""
 
+    def by_key(self, section: str) -> dict[str, SingleReward]:
+        """Every source of scores under the key of its section, `section` being that of the reward as a whole."""
+        return {section: self}  # type: ignore[dict-item]  # every class that is made is one of the union
+
+    @property
+    def mixed(self) -> MixedReward | None:
+        """The reward itself where it is a sum of several."""
+        return None
+
+    @property
+    def named_functions(self) -> dict[str, str] | None:
+        """Functions by data source, where they score."""
+        return None
+
+    @property
+    def service(self) -> HttpReward | None:
+        """The grader itself where it is a service that is asked."""
+        return None
+
+    @property
+    def slowest_s(self) -> float | None:
+        """How long one answer may take, where there is such a limit."""
+        return None
+
+    @property
+    def cpu_ranks(self) -> int | None:
+        """Processes that need no device; None for what computes with a model."""
+        return None
+
+    @property
+    def asks(self) -> str:
+        """The functions or the service that these ask, in words."""
+        return ""
+
+    @property
+    def served(self) -> JudgeReward | None:
+        """The grader itself where a language model of its own is asked."""
+        return None
+
+    @property
+    def processes(self) -> int:
+        """How many it has of its own."""
+        return self.cpu_ranks or 0
+
+    @property
+    def parallel_devices(self) -> int:
+        """Devices of one of them, where there are any."""
+        return 0
+
 
 class FunctionReward(Grader):
     """Scores by Python functions in killable processes."""
@@ -42,11 +91,31 @@ class FunctionReward(Grader):
     functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
     """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
 
+    @property
+    def named_functions(self) -> dict[str, str] | None:
+        return self.functions
+
+    @property
+    def asks(self) -> str:
+        return ", ".join(f"{source}: {spec}" for source, spec in self.functions.items())
+
+    @property
+    def slowest_s(self) -> float | None:
+        return self.deadline_s
+
+    @property
+    def cpu_ranks(self) -> int | None:
+        return self.num_ranks
+
 
 class ModelReward(Grader, ModelRole):
     """Scores by a sequence-classification model with one label, on a backend."""
 
     kind: Literal["model"]
+
+    @property
+    def grades(self) -> bool:
+        return True
 
 
 class JudgeReward(Grader):
@@ -68,6 +137,18 @@ class JudgeReward(Grader):
     max_response_tokens: Positive
     temperature: Temperature
     """0 = greedy."""
+
+    @property
+    def served(self) -> JudgeReward | None:
+        return self
+
+    @property
+    def processes(self) -> int:
+        return self.engine.num_replicas
+
+    @property
+    def parallel_devices(self) -> int:
+        return self.engine.tensor_parallel
 
 
 class HttpReward(Grader):
@@ -99,6 +180,22 @@ class HttpReward(Grader):
     circuit_reset_s: PositiveFloat
     """How long the circuit stays open before one batch may try again."""
 
+    @property
+    def service(self) -> HttpReward | None:
+        return self
+
+    @property
+    def asks(self) -> str:
+        return self.url
+
+    @property
+    def slowest_s(self) -> float | None:
+        return self.deadline_s
+
+    @property
+    def cpu_ranks(self) -> int | None:
+        return self.num_ranks
+
 
 SingleReward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward, Field(discriminator="kind")]
 
@@ -111,6 +208,15 @@ class MixedReward(Section):
     """Name -> where scores come from; the name is part of the metrics."""
     weights: Annotated[dict[str, float], Field(examples=["{function: 1.0, model: 0.5}"])]
     """Name -> factor of its scores, once normalised and clipped."""
+
+    def by_key(self, section: str) -> dict[str, SingleReward]:
+        """As of the others."""
+        return {f"{section}.components.{name}": one for name, one in self.components.items()}
+
+    @property
+    def mixed(self) -> MixedReward | None:
+        """As of the others."""
+        return self
 
 
 Reward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward | MixedReward, Field(discriminator="kind")]

@@ -59,6 +59,29 @@ class ModelRole(Section):
         """Ranks that are given the same rows, and compute them together."""
         return self.backend.peers
 
+    @property
+    def learning(self) -> SupervisedRole | None:
+        """The role itself where its model learns; None where that is frozen."""
+        return None
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """What learns in place of the model's own weights; None where these do, or nothing does."""
+        return None
+
+    @property
+    def grades(self) -> bool:
+        """Whether the model scores rollouts, in tokens of its own."""
+        return False
+
+    def rows_per_update(self, rows: int) -> int | None:
+        """Of the `rows` of a training step, those of one optimizer step; None for a model that does not learn."""
+        return None
+
+    def updates_per_step(self, rows: int) -> int:
+        """Optimizer steps on the `rows` of a training step."""
+        return 0
+
 
 class SupervisedRole(ModelRole):
     """The model that a supervised run trains."""
@@ -69,6 +92,20 @@ class SupervisedRole(ModelRole):
     """Weight of the loss that spreads tokens over experts evenly; null = what the model's config.json says
     (router_aux_loss_coef). For models without experts it stays null."""
 
+    @property
+    def learning(self) -> SupervisedRole | None:
+        return self
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        return self.lora if self.lora.rank else None
+
+    def rows_per_update(self, rows: int) -> int | None:
+        return rows
+
+    def updates_per_step(self, rows: int) -> int:
+        return 1
+
 
 class TrainedRole(SupervisedRole):
     """A role that learns from rollouts: the actor or the critic."""
@@ -77,6 +114,12 @@ class TrainedRole(SupervisedRole):
     """Rollouts per optimizer step, over all ranks; null = all rollouts of the step."""
     epochs: Positive
     """Passes over the rollouts of one step."""
+
+    def rows_per_update(self, rows: int) -> int | None:
+        return self.mini_batch_size or rows
+
+    def updates_per_step(self, rows: int) -> int:
+        return self.epochs * -(-rows // (self.mini_batch_size or rows))
 
 
 class ReferenceRole(ModelRole):

@@ -5,6 +5,7 @@ Deliberately not here: what vLLM itself accepts in `vllm_args` (`vllm_arguments`
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -39,6 +40,17 @@ class RolloutEngineConfig(Section):
     """Memory for the key-value cache of one replica rank."""
     vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
     """Further arguments of vLLM's engine, verbatim; those that another key sets are refused."""
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that vLLM engines serve."""
+
+    config: RolloutEngineConfig
+    key: str
+    """The key that names its directory."""
+    path: str
+    max_prompt_tokens: int
 
 
 class SyncConfig(Section):

@@ -1,4 +1,4 @@
-"""The configuration of each task as a whole: `RLConfig`, `SFTConfig`, `RewardModelConfig`. No defaults.
+"""The configuration of a run as a whole: what all tasks share (`Config`), and the three that are here. No defaults.
 
 Invariant: YAML under `configs/` holds every value; a field absent there is an error, and so is a key absent here.
 The sections that tasks share are beside this module, by noun (`run`, `data`, `roles`, `backends`, ...); a section of
@@ -9,16 +9,17 @@ here: rules over several fields (`rules`), reading YAML (`load`), and anything a
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Callable, Iterator
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.data import DataConfig, DataFilesConfig, PreferenceDataConfig
 from verl_ray.config.preparation import PrepareConfig
-from verl_ray.config.reward import JudgeReward, MixedReward, ModelReward, Reward, SingleReward
-from verl_ray.config.roles import ModelConfig, ModelRole, ReferenceRole, SupervisedRole, TrainedRole
-from verl_ray.config.rollout import RolloutConfig
+from verl_ray.config.reward import JudgeReward, ModelReward, Reward, SingleReward
+from verl_ray.config.roles import ModelConfig, ModelRole, OptimizerConfig, ReferenceRole, SupervisedRole, TrainedRole
+from verl_ray.config.rollout import RolloutConfig, ServedModel
 from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
 from verl_ray.config.section import (
     Auto,
@@ -31,6 +32,7 @@ from verl_ray.config.section import (
     Temperature,
     resolved,
 )
+from verl_ray.errors import Problem
 
 Offloaded = Literal["all", "optimizer", "none"]
 
@@ -58,13 +60,133 @@ class PlacementConfig(Section):
     whole state, their optimizers' alone, or nothing. auto = all, and nothing where they share none."""
 
 
-class RLConfig(Section):
-    """One reinforcement-learning run: `train --config-name ppo | grpo | quickstart`."""
+class Config(Section):
+    """One run, whatever its task: the sections that all have, and what others ask of it."""
 
-    task: Literal["rl"]
+    task: str
+    """Which file of `controllers/trainers` declares the run."""
     run: RunConfig
     ray: RayConfig
     model: ModelConfig
+    data: DataFilesConfig
+    tracking: TrackingConfig
+
+    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = ()
+    """Rules of this task alone, over several of its settings, as those in `rules`."""
+
+    # ------------------------------------------------------------------------------------------------- its models
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        """The roles that run a model on a backend and are created, by name; the one that answers comes first."""
+        raise NotImplementedError
+
+    @property
+    def learners(self) -> dict[str, SupervisedRole]:
+        """Of these the ones that learn."""
+        return {name: role.learning for name, role in self.model_roles.items() if role.learning is not None}
+
+    @property
+    def answers(self) -> str:
+        """The role that an evaluation asks."""
+        return next(iter(self.model_roles))
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """Every optimizer that has settings, by the key of its section."""
+        return {f"{name}.optimizer": role.optimizer for name, role in self.learners.items()}
+
+    @property
+    def shares_processes(self) -> bool:
+        """Whether roles on one backend share a process per rank, and rollout engines the devices of these."""
+        return True
+
+    def learning_steps(self, role: str) -> int:
+        """Training steps in which a role learns."""
+        return self.run.total_steps
+
+    # --------------------------------------------------------------------------------------------------- its rows
+
+    @property
+    def drawn_per_step(self) -> int:
+        """By how much a step moves the data cursor."""
+        raise NotImplementedError
+
+    @property
+    def prompts_per_step(self) -> int:
+        """Of which each step makes `group_size` rows."""
+        return self.drawn_per_step
+
+    @property
+    def group_size(self) -> int:
+        return 1
+
+    @property
+    def rows_per_step(self) -> int:
+        return self.prompts_per_step * self.group_size
+
+    @property
+    def source_of_rows(self) -> str:
+        """What the rows of a step are made of, in words."""
+        return f"{self.prompts_per_step} prompts x {self.group_size}"
+
+    @property
+    def rows_per_unit(self) -> int:
+        """Rows that a loss compares, and that stay together in a micro-batch."""
+        return 1
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        """In tokens, and the keys that set it."""
+        raise NotImplementedError
+
+    @property
+    def length_key(self) -> str:
+        """The key to lower where rows are too long."""
+        return self.longest_row[1]
+
+    @property
+    def longest_response(self) -> int:
+        """In tokens, of which log-probs or values are read."""
+        return self.longest_row[0]
+
+    # ------------------------------------------------------------------------------ what else it has, if it has any
+
+    @property
+    def drawing(self) -> RLConfig | None:
+        """The configuration itself where the run draws rollouts; None where it reads all of its rows."""
+        return None
+
+    @property
+    def graders(self) -> dict[str, SingleReward]:
+        """Where scores come from, by the key of its section, which is also the name of the role."""
+        return {}
+
+    @property
+    def judges(self) -> dict[str, JudgeReward]:
+        """The graders that are language models."""
+        return {name: one.served for name, one in self.graders.items() if one.served is not None}
+
+    @property
+    def engines(self) -> dict[str, ServedModel]:
+        """What vLLM serves, by the key of its section."""
+        return {}
+
+    @property
+    def preparation(self) -> PrepareConfig | None:
+        """The inputs that the run makes itself."""
+        return None
+
+    @property
+    def evaluates_untrained(self) -> bool:
+        """Whether one evaluation without training says something: of a model, or of a checkpoint."""
+        return True
+
+
+class RLConfig(Config):
+    """One reinforcement-learning run: `train --config-name ppo | grpo | quickstart`."""
+
+    task: Literal["rl"]
     data: DataConfig
     rollout: RolloutConfig
     actor: TrainedRole
@@ -74,13 +196,52 @@ class RLConfig(Section):
     evaluation: EvaluationConfig
     algorithm: AlgorithmConfig
     placement: PlacementConfig
-    tracking: TrackingConfig
     prepare: PrepareConfig | None
 
     @property
+    def drawing(self) -> RLConfig | None:
+        return self
+
+    @property
+    def preparation(self) -> PrepareConfig | None:
+        return self.prepare
+
+    @property
     def drawn_per_step(self) -> int:
-        """By how much a step moves the data cursor: prompts."""
+        """Prompts."""
         return self.data.prompts_per_step
+
+    @property
+    def group_size(self) -> int:
+        return self.rollout.group_size
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
+        return longest, "data.max_prompt_tokens + rollout.max_response_tokens"
+
+    @property
+    def length_key(self) -> str:
+        return "rollout.max_response_tokens"
+
+    @property
+    def longest_response(self) -> int:
+        return self.rollout.max_response_tokens
+
+    @property
+    def shares_processes(self) -> bool:
+        return self.placement.kind == "colocated"
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        found = {"actor.optimizer": self.actor.optimizer, "critic.optimizer": self.critic.optimizer}
+        if self.prepare is not None:
+            found["prepare.warm_start.optimizer"] = self.prepare.warm_start.optimizer
+        return found
+
+    def learning_steps(self, role: str) -> int:
+        waits = self.algorithm.critic_warmup_steps if role == "actor" else 0
+        return self.run.total_steps - waits
 
     @property
     def has_critic(self) -> bool:
@@ -105,19 +266,19 @@ class RLConfig(Section):
 
     @property
     def graders(self) -> dict[str, SingleReward]:
-        """Where scores come from, by the key of its section, which is also the name of the role."""
-        if isinstance(self.reward, MixedReward):
-            return {f"reward.components.{name}": one for name, one in self.reward.components.items()}
-        return {"reward": self.reward}
+        return self.reward.by_key("reward")
 
     @property
-    def judges(self) -> dict[str, JudgeReward]:
-        """The graders that are language models."""
-        return {name: one for name, one in self.graders.items() if isinstance(one, JudgeReward)}
+    def engines(self) -> dict[str, ServedModel]:
+        key = "model.path" if self.actor.model.path == self.model.path else "actor.model.path"
+        policy = ServedModel(self.rollout, key, self.actor.model.path, self.data.max_prompt_tokens)
+        return {"rollout": policy} | {
+            f"{name}.engine": ServedModel(one.engine, f"{name}.model.path", one.model.path, one.max_prompt_tokens)
+            for name, one in self.judges.items()
+        }
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
-        """The roles that run a model on a backend and are created, by name."""
         roles: dict[str, ModelRole] = {"actor": self.actor}
         if self.has_critic:
             roles["critic"] = self.critic
@@ -140,42 +301,30 @@ class SupervisedEvaluationConfig(Section):
     """The first N held-out rows; null = all. Greedy accuracy and loss are read from one forward pass."""
 
 
-class SFTConfig(Section):
+class SFTConfig(Config):
     """One supervised run: `train --config-name sft`."""
 
     task: Literal["sft"]
-    run: RunConfig
-    ray: RayConfig
-    model: ModelConfig
-    data: DataFilesConfig
     actor: SupervisedRole
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
-    tracking: TrackingConfig
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
-        """The roles that run a model on a backend, by name."""
         return {"actor": self.actor}
 
     @property
-    def learner(self) -> tuple[str, SupervisedRole]:
-        """The one role, and its name."""
-        return "actor", self.actor
-
-    @property
     def drawn_per_step(self) -> int:
-        """By how much a step moves the data cursor: rows."""
-        return self.sft.batch_size
-
-    @property
-    def rows_per_step(self) -> int:
+        """Rows."""
         return self.sft.batch_size
 
     @property
     def longest_row(self) -> tuple[int, str]:
-        """In tokens, and the key that sets it."""
         return self.sft.max_tokens, "sft.max_tokens"
+
+    @property
+    def evaluates_untrained(self) -> bool:
+        return False
 
 
 class PreferenceConfig(Section):
@@ -194,46 +343,38 @@ class PreferenceEvaluationConfig(Section):
     """The first N held-out pairs; null = all."""
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(Config):
     """One reward model trained on preferences: `train --config-name reward_model`."""
 
     task: Literal["reward_model"]
-    run: RunConfig
-    ray: RayConfig
-    model: ModelConfig
     data: PreferenceDataConfig
     reward: SupervisedRole
     preference: PreferenceConfig
     evaluation: PreferenceEvaluationConfig
-    tracking: TrackingConfig
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
-        """The roles that run a model on a backend, by name."""
         return {"reward": self.reward}
 
     @property
-    def learner(self) -> tuple[str, SupervisedRole]:
-        """The one role, and its name."""
-        return "reward", self.reward
-
-    @property
     def drawn_per_step(self) -> int:
-        """By how much a step moves the data cursor: pairs."""
+        """Pairs."""
         return self.preference.batch_size
 
     @property
-    def rows_per_step(self) -> int:
-        """Two per pair."""
+    def prompts_per_step(self) -> int:
+        """Two rows per pair."""
         return 2 * self.preference.batch_size
 
     @property
+    def source_of_rows(self) -> str:
+        return f"{self.preference.batch_size} pairs"
+
+    @property
+    def rows_per_unit(self) -> int:
+        """The rows of a pair."""
+        return 2
+
+    @property
     def longest_row(self) -> tuple[int, str]:
-        """In tokens, and the key that sets it."""
         return self.preference.max_tokens, "preference.max_tokens"
-
-
-SupervisedRun = SFTConfig | RewardModelConfig
-"""Runs that learn from a data set alone."""
-
-Config = RLConfig | SFTConfig | RewardModelConfig

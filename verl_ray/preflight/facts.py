@@ -12,7 +12,7 @@ from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.resolve import Facts
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.memory_plan import sent_bytes
@@ -30,14 +30,14 @@ def facts_of(
         checkpoint: the newest one of the run, if it has any.
         learns: False = for one evaluation alone.
     """
-    policy = config.actor if isinstance(config, RLConfig) else config.learner[1]
+    policy = config.model_roles[config.answers]
     made = made_model(policy.model.path, config) is not None  # its tokenizer, of single characters, has no template
     return Facts(
         nodes=len(cores),
         cores=min(cores),
         gpus=sum(gpus),
         has_chat_template=not made and has_chat_template(policy.model.path),
-        sent_bytes=sent_bytes(config) if isinstance(config, RLConfig) else 0,
+        sent_bytes=0 if config.drawing is None else sent_bytes(config.drawing),
         checkpoint=checkpoint,
         learns=learns,
     )

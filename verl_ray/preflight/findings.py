@@ -12,12 +12,11 @@ import importlib.metadata
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_ray.config.resolve import resolve
-from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
@@ -56,13 +55,11 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(config, machine)
     findings.problems += backend_problems(config, machine)
-    if isinstance(config, RLConfig):
-        specs = _functions(config).items()
-        findings.problems += [problem for key, spec in specs if (problem := spec_problem(spec, key)) is not None]
-        urls = {f"{key}.url": one.url for key, one in config.graders.items() if isinstance(one, HttpReward)}.items()
-        findings.problems += [problem for key, url in urls if (problem := url_problem(url, key)) is not None]
-        findings.problems += _endpoint_problems(config, machine)
-        findings.warnings += _endpoint_warnings(config)
+    findings.problems += _grader_problems(config)
+    if config.drawing is not None:
+        findings.problems += _specs_problems("evaluation.functions", config.drawing.evaluation.functions)
+        findings.problems += _endpoint_problems(config.drawing, machine)
+        findings.warnings += _endpoint_warnings(config.drawing)
     planned = resolve(config, facts_here(config, machine, learns=not evaluates))
     findings.problems += resource_problems(planned, machine)
     findings.warnings += resource_warnings(planned, machine)
@@ -79,16 +76,22 @@ def _installed_problems() -> Iterator[Problem]:
         yield Problem("the environment", torch, *found)
 
 
-def _functions(config: RLConfig) -> dict[str, str]:
-    """Every reward function that is named, by its key."""
-    given = {key: one.functions for key, one in config.graders.items() if isinstance(one, FunctionReward)}
-    if config.evaluation.functions is not None:
-        given["evaluation"] = config.evaluation.functions
-    return {f"{key}.functions.{source}": spec for key, functions in given.items() for source, spec in functions.items()}
+def _grader_problems(config: Config) -> Iterator[Problem]:
+    """Of functions and services that score while the run trains."""
+    for key, one in config.graders.items():
+        yield from _specs_problems(f"{key}.functions", one.named_functions)
+        if one.service is not None and (problem := url_problem(one.service.url, f"{key}.url")) is not None:
+            yield problem
+
+
+def _specs_problems(key: str, functions: Mapping[str, str] | None) -> Iterator[Problem]:
+    for source, spec in (functions or {}).items():
+        if (problem := spec_problem(spec, f"{key}.{source}")) is not None:
+            yield problem
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
-    if isinstance(config, RLConfig) and config.prepare is not None:
+    if config.preparation is not None:
         return
     paths = {"data.train_path": config.data.train_path, "data.validation_path": config.data.validation_path}
     for key, path in paths.items():
@@ -103,12 +106,12 @@ def _data_problems(config: Config) -> Iterator[Problem]:
             yield Problem(key, path, rule, f"Use {either(DATA_SUFFIXES)}, or a folder saved by datasets.")
 
 
-def inputs_folder(config: RLConfig) -> Path:
+def inputs_folder(config: Config) -> Path:
     """Where a run with `prepare` keeps the inputs that it makes."""
     return Path(config.run.dir) / "inputs"
 
 
-def foreign_inputs(config: RLConfig) -> Iterator[Problem]:
+def foreign_inputs(config: Config) -> Iterator[Problem]:
     """A run makes its inputs anew in a folder of its own, never in one that something else wrote."""
     folder = inputs_folder(config)
     if (folder / INPUTS_COMPLETE).exists():
@@ -121,7 +124,7 @@ def foreign_inputs(config: RLConfig) -> Iterator[Problem]:
 
 
 def _inputs_problems(config: Config, evaluates: bool) -> Iterator[Problem]:
-    if not isinstance(config, RLConfig) or config.prepare is None:
+    if config.preparation is None:
         return
     if evaluates and not (inputs_folder(config) / INPUTS_COMPLETE).exists():
         yield Problem(

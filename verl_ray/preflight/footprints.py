@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from verl_ray.backends import Backend
 from verl_ray.backends.base import FLOAT32, Bytes, Part
-from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS, RolloutEngineConfig
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.preflight.model_sizes import ModelSize
@@ -48,7 +48,7 @@ class Footprint:
 
 def footprint(role: ModelRole, model: ModelSize, forward: Work, update: Work, device: str) -> Footprint:
     """Of a role on a training backend; `device`: "cpu" or "cuda"."""
-    learning = isinstance(role, SupervisedRole)
+    learning = role.learning is not None
     backend, trained, shape = role.backend, trained_parameters(role, model), model.shape
     state = backend.state(role.num_ranks, model, trained)
 
@@ -74,9 +74,9 @@ def footprint(role: ModelRole, model: ModelSize, forward: Work, update: Work, de
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:
     """How many learn: all, those of an adapter, or none."""
-    if not isinstance(role, SupervisedRole):
+    if role.learning is None:
         return 0
-    return role.lora.rank * model.adapter if role.lora.rank else model.parameters
+    return role.adapter.rank * model.adapter if role.adapter is not None else model.parameters
 
 
 def _activations(backend: Backend, shape: ModelShape, work: Work, device: str, *, learns: bool) -> int:

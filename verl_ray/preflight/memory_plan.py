@@ -18,13 +18,13 @@ from typing import Literal
 
 from verl_ray.backends.base import Bytes, Part
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.reward import FunctionReward, HttpReward, ModelReward
-from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.rollout import ServedModel
 from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import CERTAIN, Footprint, Work, engine_footprint, footprint
 from verl_ray.preflight.machine import GIB, MIB
-from verl_ray.preflight.model_directories import Engine, engines, reads_values
+from verl_ray.preflight.model_directories import reads_values
 from verl_ray.preflight.model_sizes import ModelSize, size_of
 from verl_ray.weight_sync import SLOTS
 
@@ -166,8 +166,7 @@ class MemoryPlan:
 
 def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
     """Of a run on a machine of this kind, for which its configuration is resolved."""
-    rl = config if isinstance(config, RLConfig) else None
-    colocated = rl is not None and rl.placement.kind == "colocated"
+    rl, shares = config.drawing, on_gpus and config.shares_processes
     device = "cuda" if on_gpus else "cpu"
     uses: dict[str, Mapping[Phase, Use]] = {}
     for name, role in config.model_roles.items():
@@ -176,14 +175,13 @@ def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
         own = footprint(role, model, forward, update, device)
         if name == "actor" and rl is not None and (wire := _wire_end_bytes(rl, on_gpus=on_gpus)):
             own = replace(own, held={**own.held, "buffers": wire})
-        grades = isinstance(role, ModelReward)
-        moves = on_gpus and colocated and not grades
+        moves = rl is not None and shares and not role.grades
         leaves = _leaving(own, rl) if rl is not None and moves else frozenset()
-        sends = name == "actor"
-        uses[name] = dict(_trainer(own, role, grades=grades, sends=sends, leaves=leaves, on_gpus=on_gpus))
-    for section, engine in engines(config).items():
-        name = section.removesuffix(".engine")
-        uses[name] = dict(_engine(name, engine, config, device=device))
+        uses[name] = dict(_trainer(own, role, sends=name == "actor", leaves=leaves, on_gpus=on_gpus))
+    if rl is not None:
+        for section, engine in rl.engines.items():
+            name = section.removesuffix(".engine")
+            uses[name] = dict(_engine(name, engine, rl, device=device))
     if rl is not None and on_gpus and rl.rollout.sync.delta:
         for name in ("actor", ROLLOUT):  # both ends keep what was sent last
             kept: Bytes = {"buffers": sent_bytes(rl)}
@@ -194,7 +192,7 @@ def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
 
 def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
     """Of the model that a role runs, with the head that it has there."""
-    adapted = role.lora.targets if isinstance(role, SupervisedRole) and role.lora.rank else ()
+    adapted = role.adapter.targets if role.adapter is not None else ()
     return size_of(role.model.path, config, "value" if reads_values(name) else "policy", adapted)
 
 
@@ -232,14 +230,14 @@ def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
 
 
 def _trainer(
-    own: Footprint, role: ModelRole, *, grades: bool, sends: bool, leaves: frozenset[Part], on_gpus: bool
+    own: Footprint, role: ModelRole, *, sends: bool, leaves: frozenset[Part], on_gpus: bool
 ) -> Iterator[tuple[Phase, Use]]:
     """A role on a training backend. `leaves`: what is on the host while rollouts are drawn, and while weights are sent,
     except for the weights of the role that sends them."""
     stays = on_gpus and role.backend.stays_on_host
     for phase in PHASES:
         working: Bytes = {}
-        if phase == ("generate" if grades else "measure"):
+        if phase == ("generate" if role.grades else "measure"):
             working = own.forward
         elif phase == "learn":
             working = own.update
@@ -258,15 +256,13 @@ def _trainer(
             yield phase, Use(own.held, working)
 
 
-def _engine(name: str, engine: Engine, config: Config, *, device: str) -> Iterator[tuple[Phase, Use]]:
+def _engine(name: str, engine: ServedModel, config: RLConfig, *, device: str) -> Iterator[tuple[Phase, Use]]:
     """A rollout engine: the policy's, or a judge."""
-    assert isinstance(config, RLConfig), "only these have any"
     own, policy = engine.config, name == ROLLOUT
     model = size_of(engine.path, config, "policy")
     rows = batch_algebra(config).rows
-    prompt = config.data.max_prompt_tokens if policy else config.judges[name].max_prompt_tokens
     requests = -(-rows // own.num_replicas)
-    found = engine_footprint(own, model, requests * prompt, requests, device)
+    found = engine_footprint(own, model, requests * engine.max_prompt_tokens, requests, device)
     frees = config.rollout.frees if policy else None
     width = found.held["weights"] // max(model.parameters // own.tensor_parallel, 1)
     for phase in PHASES:
@@ -291,9 +287,7 @@ def _work(name: str, config: Config) -> tuple[Work, Work]:
     """What a rank of a role computes at most: in a forward pass over the rows of a step, and in an update."""
     sizes = batch_algebra(config)
     role, backend = next(one for one in sizes.roles if one.role == name), config.model_roles[name].backend
-    read = 1.0
-    if isinstance(config, RLConfig):
-        read = config.rollout.max_response_tokens / sizes.max_row_tokens
+    read = config.longest_response / sizes.max_row_tokens
 
     def work(rows: int) -> Work:
         longest = -(-rows * sizes.max_row_tokens // backend.token_slices)
@@ -305,7 +299,7 @@ def _work(name: str, config: Config) -> tuple[Work, Work]:
 
 def _processes(config: Config) -> Iterator[Processes]:
     """All of a run; colocated roles on one backend share theirs."""
-    colocated = isinstance(config, RLConfig) and config.placement.kind == "colocated"
+    colocated = config.shares_processes
     homes: dict[str, list[str]] = {}
     for name, role in config.model_roles.items():
         homes.setdefault(role.backend.kind if colocated else name, []).append(name)
@@ -313,16 +307,15 @@ def _processes(config: Config) -> Iterator[Processes]:
         ranks = config.model_roles[names[0]].num_ranks
         place = "shared" if colocated else names[0]
         yield Processes("trainer", tuple(names), ranks, place, f"{names[0]}.num_ranks", ranks)
-    for section, engine in engines(config).items():
+    for section, engine in config.engines.items():
         name, replicas = section.removesuffix(".engine"), engine.config.num_replicas
         kind: Kind = "rollout" if name == ROLLOUT else "judge"
         place = "shared" if colocated and kind == "rollout" else name
         ranks = replicas * engine.config.tensor_parallel
         yield Processes(kind, (name,), ranks, place, f"{section}.num_replicas", replicas)
-    if isinstance(config, RLConfig):
-        for name, one in config.graders.items():
-            if isinstance(one, FunctionReward | HttpReward):
-                yield Processes("reward", (name,), one.num_ranks, name, f"{name}.num_ranks", one.num_ranks)
+    for name, one in config.graders.items():
+        if one.cpu_ranks is not None:
+            yield Processes("reward", (name,), one.cpu_ranks, name, f"{name}.num_ranks", one.cpu_ranks)
 
 
 def _sum(sizes: Bytes, certain: bool = False) -> int:

@@ -9,16 +9,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.config.reward import JudgeReward, ModelReward
-from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rollout import RolloutEngineConfig
+from verl_ray.config.reward import JudgeReward
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.rollout import ServedModel
 from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES, EXPERTS_HIDDEN_MULTIPLE
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.errors import Problem
@@ -39,18 +38,15 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
     yield from _expert_problems(config)
     yield from _adapter_problems(config)
     yield from _token_problems(config)
-    for section, engine in engines(config).items():
+    for section, engine in config.engines.items():
         yield from _engine_problems(section, engine, machine)
-    if isinstance(config, RLConfig):
-        yield from _judge_problems(config)
+    yield from _judge_problems(config)
 
 
 def _model_paths(config: Config) -> dict[str, str]:
     """The model directories that must exist already, each under the key that says so."""
-    made = isinstance(config, RLConfig) and config.prepare is not None
-    roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles}
-    if isinstance(config, RLConfig):
-        roles |= config.judges
+    made = config.preparation is not None
+    roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles, **config.judges}
     paths: dict[str, str] = {}
     for name, role in roles.items():
         shared = role.model.path == config.model.path
@@ -82,13 +78,12 @@ def _model_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
     if not any((directory / name).is_file() for name in TOKENIZER_FILES):
         fix = f"Put the model's tokenizer beside it ({either(TOKENIZER_FILES[:3])})."
         yield Problem(key, path, "this directory has no tokenizer", fix)
-    if key.startswith("reward") and isinstance(config, RLConfig):
+    if key.removesuffix(".model.path") in config.graders:
         return  # rows of its own tokenizer: those that are too long get no score, and are counted
     longest, most = batch_algebra(config).max_row_tokens, settings.get("max_position_embeddings")
     if isinstance(most, int) and longest > most:
-        length = "rollout.max_response_tokens" if isinstance(config, RLConfig) else config.longest_row[1]
         rule = f"the model has {most} positions, and a row may have {longest} tokens"
-        yield Problem(key, path, rule, f"Lower {length} by {longest - most}, or take another model.")
+        yield Problem(key, path, rule, f"Lower {config.length_key} by {longest - most}, or take another model.")
 
 
 def _other_tensor(settings: Mapping[str, object], shapes: Mapping[str, list[int]]) -> str | None:
@@ -127,28 +122,7 @@ def _said(shape: list[int] | None, absent: str = "is absent", has: str = "has") 
     return absent if shape is None else f"{has} shape {shape}"
 
 
-@dataclass(frozen=True)
-class Engine:
-    """A rollout engine that a run starts."""
-
-    config: RolloutEngineConfig
-    path_key: str
-    path: str
-
-
-def engines(config: Config) -> dict[str, Engine]:
-    """By the key of their section."""
-    if not isinstance(config, RLConfig):
-        return {}
-    shared = config.actor.model.path == config.model.path
-    key = "model.path" if shared else "actor.model.path"
-    return {"rollout": Engine(config.rollout, key, config.actor.model.path)} | {
-        f"{name}.engine": Engine(judge.engine, f"{name}.model.path", judge.model.path)
-        for name, judge in config.judges.items()
-    }
-
-
-def _engine_problems(section: str, engine: Engine, machine: Machine | None) -> Iterator[Problem]:
+def _engine_problems(section: str, engine: ServedModel, machine: Machine | None) -> Iterator[Problem]:
     """What a rollout engine needs of its model."""
     settings = _json(Path(engine.path).expanduser() / "config.json")
     heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
@@ -164,14 +138,14 @@ def _engine_problems(section: str, engine: Engine, machine: Machine | None) -> I
     if hidden % EXPERTS_HIDDEN_MULTIPLE and _has_experts(engine.path):
         rule = f"the model's hidden size is {hidden}, which the rollout engine's experts do not take on a CPU"
         fix = f"Take a multiple of {EXPERTS_HIDDEN_MULTIPLE}, or a GPU; supervised runs train this one on a CPU, too."
-        yield Problem(engine.path_key, engine.path, rule, fix)
+        yield Problem(engine.key, engine.path, rule, fix)
     size = settings.get("head_dim") or hidden // heads
     if size not in ATTENTION_HEAD_SIZES:
         rule = f"the model's head size is {size}, which the rollout engine's attention does not take on a CPU"
-        yield Problem(engine.path_key, engine.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
+        yield Problem(engine.key, engine.path, rule, f"Take one of {either(ATTENTION_HEAD_SIZES)}.")
 
 
-def _judge_problems(config: RLConfig) -> Iterator[Problem]:
+def _judge_problems(config: Config) -> Iterator[Problem]:
     """Whether a judge's question and answer fit its model."""
     for name, judge in config.judges.items():
         longest = judge.max_prompt_tokens + judge.max_response_tokens
@@ -189,7 +163,7 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
         if not settings:
             continue
         experts = settings.get("model_type") in WITH_EXPERTS
-        balance = role.expert_balance if isinstance(role, SupervisedRole) else None
+        balance = None if role.learning is None else role.learning.expert_balance
         if balance is not None and not experts:
             rule = f"this setting would be ignored: {path} has no experts"
             yield Problem(f"{name}.expert_balance", balance, rule, "Set it to null.")
@@ -197,8 +171,8 @@ def _expert_problems(config: Config) -> Iterator[Problem]:
 
 def _adapter_problems(config: Config) -> Iterator[Problem]:
     """What gets an adapter is a linear layer. Those of experts are slices of one tensor, and no layers."""
-    for name, role in config.model_roles.items():
-        if not isinstance(role, SupervisedRole) or not role.lora.rank:
+    for name, role in config.learners.items():
+        if role.adapter is None:
             continue
         router = {"gate"} if _has_experts(role.model.path) else set()
         linear = {
@@ -222,7 +196,7 @@ def reads_values(role: str) -> bool:
 
 
 def _is_judge(key: str, config: Config) -> bool:
-    return isinstance(config, RLConfig) and key.removesuffix(".model.path") in config.judges
+    return key.removesuffix(".model.path") in config.judges
 
 
 def _value_head_problems(config: Config) -> Iterator[Problem]:
@@ -233,7 +207,7 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
             continue
         key, path, shapes = f"{name}.model.path", role.model.path, tensor_shapes(role.model.path)
         labels = shapes[VALUE_HEAD][0] if VALUE_HEAD in shapes else None
-        if labels is None and isinstance(role, ModelReward) and (shapes or path == config.model.path):
+        if labels is None and role.grades and (shapes or path == config.model.path):
             yield Problem(key, path, f"this model has no {VALUE_HEAD}: it is no reward model", fix)
         elif labels not in (None, 1):
             yield Problem(key, path, f"this model gives {labels} numbers per text (labels), and a score is one", fix)
@@ -241,10 +215,12 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
 
 def _token_problems(config: Config) -> Iterator[Problem]:
     """Whether the models that read rollouts as they are know the actor's tokens. A reward model has its own."""
-    actor = config.actor.model.path if isinstance(config, RLConfig) else None
+    if config.drawing is None:
+        return
+    actor = config.drawing.actor.model.path
     for name, role in config.model_roles.items():
         path = role.model.path
-        if actor is None or path == actor or isinstance(role, ModelReward):
+        if path == actor or role.grades:
             continue
         written, read = _token_ids(actor), _token_ids(path)
         if written and read and not written.items() <= read.items():
@@ -296,7 +272,7 @@ def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
 
 def made_model(path: str, config: Config) -> TinyModelConfig | None:
     """What the run will make in this directory; None where the model must be there."""
-    prepare = config.prepare if isinstance(config, RLConfig) else None
+    prepare = config.preparation
     return prepare.model if prepare is not None and path == config.model.path else None
 
 

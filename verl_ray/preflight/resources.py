@@ -14,13 +14,12 @@ from collections.abc import Iterator
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED_ON_A_CPU
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.paths import nearest_existing
 from verl_ray.preflight.footprints import trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.memory_plan import memory_plan, model_size, wire_bytes
-from verl_ray.preflight.model_directories import engines
 
 BYTES_PER_SAVED_PARAMETER = 12
 """float32 weight and the two moments of AdamW."""
@@ -54,32 +53,34 @@ def resource_warnings(config: Config, machine: Machine | None) -> Iterator[str]:
 def _ranks(config: Config) -> dict[str, int]:
     """Devices that each role keeps for itself: colocated roles count once, as the most that one of them has."""
     roles = {name: role.num_ranks for name, role in config.model_roles.items()}
-    if isinstance(config, RLConfig):
-        roles["rollout"] = config.rollout.num_replicas * config.rollout.tensor_parallel
-        apart = {name: one.engine.num_replicas * one.engine.tensor_parallel for name, one in config.judges.items()}
-        if config.placement.kind == "colocated":
-            largest = max(roles, key=lambda name: roles[name])
-            return {largest: roles[largest]} | apart
-        return roles | apart
-    return roles
+    served = {
+        section.removesuffix(".engine"): one.config.num_replicas * one.config.tensor_parallel
+        for section, one in config.engines.items()
+    }
+    apart = {name: ranks for name, ranks in served.items() if name in config.judges}
+    roles |= {name: ranks for name, ranks in served.items() if name not in apart}
+    if config.shares_processes:
+        largest = max(roles, key=lambda name: roles[name])
+        return {largest: roles[largest]} | apart
+    return roles | apart
 
 
 def _ranks_key(role: str, config: Config) -> str:
     """The key that says how many ranks or replicas a role has."""
     if role == "rollout":
         return "rollout.num_replicas"
-    judges = config.judges if isinstance(config, RLConfig) else {}
-    return f"{role}.engine.num_replicas" if role in judges else f"{role}.num_ranks"
+    return f"{role}.engine.num_replicas" if role in config.judges else f"{role}.num_ranks"
 
 
 def _cpu_problems(config: Config) -> Iterator[Problem]:
-    if isinstance(config, RLConfig) and config.rollout.sync.transport == "cuda_ipc":
+    drawing = config.drawing
+    if drawing is not None and drawing.rollout.sync.transport == "cuda_ipc":
         rule = "it joins processes on one GPU, and this machine has none"
         yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
-    if isinstance(config, RLConfig) and config.placement.offload in ("all", "optimizer"):
+    if drawing is not None and drawing.placement.offload in ("all", "optimizer"):
         rule = "it frees GPUs, and this machine has none"
-        yield Problem("placement.offload", config.placement.offload, rule, "Use auto.")
-    for section, engine in engines(config).items():
+        yield Problem("placement.offload", drawing.placement.offload, rule, "Use auto.")
+    for section, engine in config.engines.items():
         arguments = engine.config.vllm_args
         for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):
             rule = f"this argument may not change on a CPU: {VLLM_ARGS_FIXED_ON_A_CPU[name]}"
@@ -87,8 +88,9 @@ def _cpu_problems(config: Config) -> Iterator[Problem]:
 
 
 def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
-    if isinstance(config, RLConfig) and config.placement.kind == "colocated" and config.rollout.tensor_parallel > 1:
-        parallel = config.rollout.tensor_parallel
+    drawing = config.drawing
+    if drawing is not None and drawing.placement.kind == "colocated" and drawing.rollout.tensor_parallel > 1:
+        parallel = drawing.rollout.tensor_parallel
         rule = "with placement=colocated a rollout engine shares exactly one GPU with a trainer rank"
         fix = f"Use placement=separate, or rollout.tensor_parallel=1 and {parallel} times the rollout.num_replicas."
         yield Problem("rollout.tensor_parallel", parallel, rule, fix)
@@ -166,7 +168,7 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
 def _shared_memory_bytes(config: Config) -> int:
     sizes = batch_algebra(config)
     rows = max(sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW, OBJECT_STORE_FLOOR_BYTES)
-    return rows + wire_bytes(config) if isinstance(config, RLConfig) else rows
+    return rows if config.drawing is None else rows + wire_bytes(config.drawing)
 
 
 def _disk_problems(config: Config) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.reward import MixedReward, SingleReward
+from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
@@ -44,7 +44,7 @@ class Shaping:
 
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
-        weights = config.reward.weights if isinstance(config.reward, MixedReward) else {}
+        weights = {} if config.reward.mixed is None else config.reward.mixed.weights
         self._weights = {role: weights.get(component(role), 1.0) for role in self._graders}
         self._seen = dict.fromkeys(self._graders, Moments(0, 0, 0))
 

@@ -95,7 +95,7 @@ CASES = [
         "micro_batch_holds_the_longest_row",
         f"{' '.join(INPUTS)} preference.max_tokens=5000",
         "reward.backend.micro_batch_tokens_per_rank",
-        "10000 tokens (2 x preference.max_tokens: the rows of a pair stay together)",
+        "10000 tokens (2 x preference.max_tokens: rows that are compared stay together)",
         "10000",
         "reward_model",
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import pytest
 
 from controllers.compose.composition import examine
@@ -17,7 +19,7 @@ from tests.config.rules import (
     test_run,
 )
 from tests.config.rules.cases import Case
-from verl_ray.config.rules import RL_RULES, RULES
+from verl_ray.config.rules import OF_TASK, RULES
 
 CASES = [
     case
@@ -44,7 +46,7 @@ def test_message(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *RL_RULES)}
+    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *chain(*OF_TASK.values()))}
 
 
 def test_every_rule_runs_and_all_are_reported_at_once() -> None:

@@ -14,7 +14,6 @@ from controllers.system.build import (
     plan_processes,
     resolve_on,
     rollout_spec,
-    updates_per_step,
 )
 from verl_ray.config.schema import Config, RLConfig
 from workers.judge import JudgeWorker
@@ -254,7 +253,7 @@ def test_the_roles_of_a_mixture_are_the_keys_of_its_components(tmp_path: Path) -
 )
 def test_a_schedule_ends_with_the_last_update_of_the_run(changes: list[str], updates: int) -> None:
     found = config("run.total_steps=10", *changes)  # 32 prompts x 8 = 256 rows
-    assert updates_per_step(found.actor, found) == updates
+    assert found.actor.updates_per_step(found.rows_per_step) == updates
     assert engine_spec("actor", found.actor, found).schedule_steps == 10 * updates
 
 

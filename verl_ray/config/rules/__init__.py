@@ -66,7 +66,7 @@ from verl_ray.config.rules.rollout import (
     vllm_args_are_free,
     wires_can_join_the_ends,
 )
-from verl_ray.config.rules.rule import Overridden, RLRule, Rule
+from verl_ray.config.rules.rule import Overridden, Rule, TaskRule
 from verl_ray.config.rules.run import (
     checkpoints_are_kept,
     evaluation_has_data,
@@ -78,7 +78,7 @@ from verl_ray.config.rules.run import (
     stopping_is_measured,
     wandb_settings_are_used,
 )
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config, RLConfig, SFTConfig
 from verl_ray.errors import Problem
 
 
@@ -86,10 +86,8 @@ def broken(config: Config, overridden: Collection[str] = (), *, evaluates: bool 
     """Every rule that `config` breaks; `overridden` are the dotted keys set on the command line, and `evaluates` says
     that the command is one evaluation instead of training."""
     keys = Overridden(overridden, evaluates)
-    problems = [problem for rule in RULES for problem in rule(config, keys)]
-    if isinstance(config, RLConfig):
-        problems += [problem for rl_rule in RL_RULES for problem in rl_rule(config, keys)]
-    return problems
+    rules: tuple[TaskRule, ...] = (*RULES, *OF_TASK.get(type(config), ()), *config.own_rules)
+    return [problem for rule in rules for problem in rule(config, keys)]
 
 
 RULES: tuple[Rule, ...] = (
@@ -97,7 +95,6 @@ RULES: tuple[Rule, ...] = (
     resume_is_a_choice_or_a_path,
     evaluation_has_data,
     evaluation_is_used,
-    stopping_is_measured,
     checkpoints_are_kept,
     wandb_settings_are_used,
     schedule_settings_are_used,
@@ -108,7 +105,7 @@ RULES: tuple[Rule, ...] = (
     adapters_have_a_backend,
 )
 
-RL_RULES: tuple[RLRule, ...] = (
+OF_RL: tuple[TaskRule, ...] = (
     mini_batches_divide_the_rows,
     group_baseline_has_a_group,
     rollouts_are_of_the_policy_that_learns,
@@ -148,3 +145,6 @@ RL_RULES: tuple[RLRule, ...] = (
     prepared_model_is_possible,
     warm_start_leaves_room,
 )
+
+OF_TASK: dict[type[Config], tuple[TaskRule, ...]] = {RLConfig: OF_RL, SFTConfig: (stopping_is_measured,)}
+"""The rules of one task alone; a task in a file of its own has them in `own_rules`."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_ray.backends import BACKENDS
-from verl_ray.config.roles import SupervisedRole
 from verl_ray.config.rules.rule import Overridden, ignored
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
@@ -22,8 +21,8 @@ def ranks_can_share_models_out(config: Config, _: Overridden) -> Iterator[Proble
 
 
 def adapters_have_a_backend(config: Config, _: Overridden) -> Iterator[Problem]:
-    for name, role in config.model_roles.items():
-        if isinstance(role, SupervisedRole) and role.lora.rank and not role.backend.has_adapters:
+    for name, role in config.learners.items():
+        if role.adapter is not None and not role.backend.has_adapters:
             rule = f"{name}.backend={role.backend.kind} trains all parameters, and has no adapters"
             others = (f"backend@{name}.backend={kind}" for kind, one in BACKENDS.items() if one.has_adapters)
             yield Problem(f"{name}.lora.rank", role.lora.rank, rule, f"Set it to 0, or choose {either(others)}.")
@@ -31,7 +30,7 @@ def adapters_have_a_backend(config: Config, _: Overridden) -> Iterator[Problem]:
 
 def frozen_models_do_not_learn(config: Config, overridden: Overridden) -> Iterator[Problem]:
     for name, role in config.model_roles.items():
-        if isinstance(role, SupervisedRole):
+        if role.learning is not None:
             continue
         reasons = dict.fromkeys(role.backend.of_activations, "keeps no activations")
         reasons |= dict.fromkeys(role.backend.of_gradients, "has no gradients")

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from jinja2 import Environment, TemplateError, meta
 
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.config.reward import FunctionReward, HttpReward, MixedReward
 from verl_ray.config.rules.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.config.rules.rule import Overridden
 from verl_ray.config.schema import RLConfig
@@ -25,7 +24,9 @@ TEMPLATE_FIELDS = ("prompt", "response", "answer", "data_source", "extra")
 
 def rewards_have_a_function(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     functions = {
-        f"{key}.functions": one.functions for key, one in config.graders.items() if isinstance(one, FunctionReward)
+        f"{key}.functions": one.named_functions
+        for key, one in config.graders.items()
+        if one.named_functions is not None
     }
     if config.evaluation.functions is not None:
         functions["evaluation.functions"] = config.evaluation.functions
@@ -36,9 +37,7 @@ def rewards_have_a_function(config: RLConfig, _: Overridden) -> Iterator[Problem
 
 
 def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    limits = {
-        key: one.deadline_s for key, one in config.graders.items() if isinstance(one, FunctionReward | HttpReward)
-    }
+    limits = {key: one.slowest_s for key, one in config.graders.items() if one.slowest_s is not None}
     if config.evaluation.functions is not None:
         limits["evaluation"] = config.evaluation.deadline_s
     for key, deadline_s in limits.items():
@@ -49,8 +48,9 @@ def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Itera
 
 
 def requests_end_before_their_batch(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    for section, service in config.graders.items():
-        if isinstance(service, HttpReward) and service.request_timeout_s > service.deadline_s:
+    for section, grader in config.graders.items():
+        service = grader.service
+        if service is not None and service.request_timeout_s > service.deadline_s:
             rule = f"{section}.deadline_s={service.deadline_s} bounds a batch with all its requests"
             fix = f"Use at most {service.deadline_s}, or raise the deadline."
             yield Problem(f"{section}.request_timeout_s", service.request_timeout_s, rule, fix)
@@ -59,18 +59,19 @@ def requests_end_before_their_batch(config: RLConfig, _: Overridden) -> Iterator
 def normalised_scores_matter(config: RLConfig, _: Overridden) -> Iterator[Problem]:
     """Some group baselines divide by a deviation of their own."""
     advantage = ADVANTAGES[config.algorithm.advantage]
-    if not advantage.forgets_scale or isinstance(config.reward, MixedReward):
+    alone = config.graders.get("reward")
+    if alone is None or not advantage.forgets_scale:
         return
-    if config.reward.normalise != "none" and config.reward.clip is None:
+    if alone.normalise != "none" and alone.clip is None:
         because = f"algorithm.advantage={advantage.name}"
         rule = f"{because} compares within a group and divides by its deviation, which undoes this"
         fix = "Set it to none, or give reward.clip as well."
-        yield Problem("reward.normalise", config.reward.normalise, rule, fix)
+        yield Problem("reward.normalise", alone.normalise, rule, fix)
 
 
 def mixed_rewards_have_weights(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    reward = config.reward
-    if not isinstance(reward, MixedReward):
+    reward = config.reward.mixed
+    if reward is None:
         return
     if not reward.components:
         fix = "Set reward=function, or give components in a YAML file of your own (--config-dir)."

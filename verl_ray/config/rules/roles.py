@@ -8,24 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_ray.config.reward import ModelReward
-from verl_ray.config.roles import OptimizerConfig, SupervisedRole
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import Config, RewardModelConfig, RLConfig
+from verl_ray.config.schema import Config, RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
 
 
 def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator[Problem]:
-    if isinstance(config, RLConfig):
-        longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
-        sizes = "data.max_prompt_tokens + rollout.max_response_tokens"
-    else:
-        longest, sizes = config.longest_row
-    if isinstance(config, RewardModelConfig):
-        longest, sizes = 2 * longest, f"2 x {sizes}: the rows of a pair stay together"
+    longest, sizes = config.longest_row
+    together = config.rows_per_unit
+    if together > 1:
+        longest, sizes = together * longest, f"{together} x {sizes}: rows that are compared stay together"
     for name, role in config.model_roles.items():
-        if isinstance(role, ModelReward):
+        if role.grades:
             continue  # its tokenizer decides; rows that are too long get no score, and are counted
         cap, slices = role.backend.micro_batch_tokens_per_rank, role.backend.token_slices
         if cap * slices < longest:
@@ -109,26 +104,15 @@ def reference_settings_are_used(config: RLConfig, overridden: Overridden) -> Ite
 
 
 def adapter_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
-    for name, role in config.model_roles.items():
-        if isinstance(role, SupervisedRole) and not role.lora.rank:
+    for name, role in config.learners.items():
+        if role.adapter is None:
             keys = overridden.under(f"{name}.lora.alpha") + overridden.under(f"{name}.lora.targets")
             reason = f"{name}.lora.rank=0 makes no adapter"
             yield from ignored(keys, config, reason, f"Set {name}.lora.rank, 16 for example; or leave it out.")
 
 
 def schedule_settings_are_used(config: Config, overridden: Overridden) -> Iterator[Problem]:
-    for key, optimizer in _optimizers(config):
+    for key, optimizer in config.optimizers.items():
         if optimizer.schedule == "constant":
             reason = f"{key}.schedule=constant has no end to decay to"
             yield from ignored(overridden.under(f"{key}.min_lr_fraction"), config, reason)
-
-
-def _optimizers(config: Config) -> Iterator[tuple[str, OptimizerConfig]]:
-    if not isinstance(config, RLConfig):
-        name, role = config.learner
-        yield f"{name}.optimizer", role.optimizer
-    else:
-        yield "actor.optimizer", config.actor.optimizer
-        yield "critic.optimizer", config.critic.optimizer
-        if config.prepare is not None:
-            yield "prepare.warm_start.optimizer", config.prepare.warm_start.optimizer

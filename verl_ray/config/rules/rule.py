@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 
 
@@ -29,7 +30,8 @@ class Overridden:
 
 Rule = Callable[[Config, Overridden], Iterator[Problem]]
 
-RLRule = Callable[[RLConfig, Overridden], Iterator[Problem]]
+TaskRule = Callable[[Any, Overridden], Iterator[Problem]]
+"""A rule of one task, which takes that task's configuration."""
 
 
 def iff(wanted: bool, key: str, value: object, because: str, usual: object) -> Iterator[Problem]:

@@ -62,8 +62,8 @@ def greedy_evaluation_needs_one_response(config: RLConfig, _: Overridden) -> Ite
         yield Problem("evaluation.group_size", config.evaluation.group_size, rule, fix)
 
 
-def stopping_is_measured(config: Config, _: Overridden) -> Iterator[Problem]:
-    if isinstance(config, SFTConfig) and config.sft.stop_at_accuracy is not None and config.run.evaluate_every == 0:
+def stopping_is_measured(config: SFTConfig, _: Overridden) -> Iterator[Problem]:
+    if config.sft.stop_at_accuracy is not None and config.run.evaluate_every == 0:
         rule = "the accuracy is measured by evaluating, and run.evaluate_every=0 turns that off"
         fix = "Use null, or run.evaluate_every=10."
         yield Problem("sft.stop_at_accuracy", config.sft.stop_at_accuracy, rule, fix)
