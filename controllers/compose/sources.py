@@ -19,6 +19,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from verl_ray.algorithms.catalogue import settings
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
 
@@ -67,6 +68,8 @@ def _compose_files(config_name: str, overrides: tuple[str, ...]) -> tuple[DictCo
     OmegaConf.set_readonly(tree, False)
     with open_dict(tree):
         del tree["hydra"]
+        if "algorithm" in tree:  # an algorithm's YAML leaves out what its formulas do not read
+            tree.algorithm = OmegaConf.merge({setting.name: None for setting in settings()}, tree.algorithm)
     return tree, {key: choice for key, choice in choices.items() if not key.startswith("hydra/")}
 
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from pathlib import Path
 
 import pytest
-import yaml
 
-import configs
 from controllers.compose.composition import compose, examine
+from controllers.compose.listing import groups
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.catalogue import CHOICES, CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES, settings
+from verl_ray.algorithms.catalogue import (
+    CHOICES,
+    CORRECTIONS,
+    DUAL_CLIP,
+    KL_ESTIMATORS,
+    LEVELS,
+    POLICY_LOSSES,
+    settings,
+)
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.config.schema import RLConfig
 
-SHARED = Path(configs.__file__).parent / "algorithm" / "_shared.yaml"
 OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEVELS)
 
 
@@ -35,11 +40,19 @@ def test_functions_take_the_settings_that_are_declared() -> None:
         assert {setting.name for setting in declared.reads} <= taken.keys()
 
 
-def test_a_setting_is_null_until_an_algorithm_sets_it() -> None:
-    shared = yaml.safe_load(SHARED.read_text())
-    missing = [f"{one.name}: null" for one in settings() if one.name not in shared]
-    assert not missing, f"add to {SHARED.name}: {missing}"
-    assert all(shared[one.name] is None for one in settings())
+@pytest.mark.parametrize("name", groups()["algorithm"])
+def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
+    """Its file mentions them, and what it leaves out is null and can be set."""
+    config = compose("quickstart", [f"algorithm={name}"])
+    assert isinstance(config, RLConfig)
+    algorithm = config.algorithm
+    read = {one for key, table in CHOICES.items() for one in table[getattr(algorithm, key)].reads}
+    for setting in settings():
+        if setting not in read:
+            assert getattr(algorithm, setting.name) is None
+            value = 3 if setting is DUAL_CLIP else 1
+            (problem,) = examine("quickstart", [f"algorithm={name}", f"algorithm.{setting.name}={value}"]).problems
+            assert (problem.key, problem.fix) == (f"algorithm.{setting.name}", "Set it to null.")
 
 
 @pytest.mark.parametrize("key", [*CHOICES, "kl.estimator", "correction.kind", "correction.level"])

@@ -160,7 +160,7 @@ def test_buckets_say_how_much_is_sent_at_once(found: Found) -> None:
     def gathers(name: str) -> list[int]:
         return [event[1] for event in sent(found[2][0]["settings"][name]["computing"], "gather")]
 
-    assert len(gathers("one bucket")) == 1 and sum(gathers("one bucket")) >= MODEL.whole
+    assert len(gathers("one bucket")) == 1 and sum(gathers("one bucket")) >= MODEL.parameters
     cut = gathers("buckets of the optimizer")
     assert 4 <= len(cut) <= 7 and all(20_000 <= size < 20_000 + 6144 + 400 for size in cut[:-1])
 

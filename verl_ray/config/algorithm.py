@@ -83,12 +83,13 @@ class MismatchConfig(Section):
     waits until then."""
 
 
-_FIELDS: dict[str, Any] = {one.name: (one.kind | None, Field(description=one.meaning)) for one in settings()}
+_FIELDS: dict[str, Any] = {one.name: (one.kind | None, Field(None, description=one.meaning)) for one in settings()}
 _ReadByFormulas = create_model("_ReadByFormulas", __base__=Section, **_FIELDS)
 
 
 class AlgorithmConfig(_ReadByFormulas):
-    """With a field for every setting that is declared (`Declaration.reads`)."""
+    """With a field for every setting that is declared (`Declaration.reads`); it is null where an algorithm's YAML does
+    not mention it, because its formulas do not read it."""
 
     name: str
     advantage: AdvantageName
