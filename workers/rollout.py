@@ -74,7 +74,7 @@ class RolloutWorker:
         def start() -> RolloutEngine:
             return start_engine(
                 context, spec.model_path, spec.config, max_model_len=spec.max_model_len, seed=spec.seed,
-                sleeps=spec.config.sleep != "never", lora=spec.lora,
+                sleeps=spec.config.frees is not None, lora=spec.lora,
             )  # fmt: skip
 
         self.server = RolloutServer(start)

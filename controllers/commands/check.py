@@ -63,8 +63,8 @@ def check(config_name: str, overrides: Sequence[str], config_dir: str | None) ->
     facts = facts_here(config, machine)
     predicted = memory_plan(resolve(config, facts), on_gpus=facts.gpus > 0)
     print_tables(_batch_table(config), _role_table(config))
-    if machine is not None:
-        print_tables(_auto_table(resolutions(config, facts)))
+    if machine is not None and (chosen := resolutions(config, facts)):
+        print_tables(_auto_table(chosen))
     print_tables(memory_table(predicted))
     for line in _resources(machine):
         print(line)

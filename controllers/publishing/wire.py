@@ -13,9 +13,7 @@ from typing import Any
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.host import PATIENCE, Facts
-from verl_ray.config.rollout import WireName
 from verl_ray.config.schema import RLConfig
-from verl_ray.config.section import resolved
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
@@ -101,8 +99,7 @@ class WeightWire:
         sync, parallel = self._config.sync, self._config.tensor_parallel
         home = _facts(self._actor)
         hosts = [one.host_name for replica in replicas for one in _facts(replica)]
-        name: WireName = resolved(sync.transport)
-        over = carried_from(name, Layout([one.host_name for one in home], hosts, **self._gpus))
+        over = carried_from(sync.wire, Layout([one.host_name for one in home], hosts, **self._gpus))
         route = Route(
             self._buckets,
             receivers=sum(replica.num_ranks for replica in replicas) * parallel,
@@ -113,7 +110,7 @@ class WeightWire:
             apart=self._apart,
             over=over,
         )
-        address = self._actor.broadcast(ActorWorker.open_wire, name, route).result()[0]
+        address = self._actor.broadcast(ActorWorker.open_wire, sync.wire, route).result()[0]
         self._is_open = True
         meeting = self._actor.broadcast(ActorWorker.connect_wire, address)
         joining, first = [], 0

@@ -23,6 +23,7 @@ from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.signals import finishing, leave_closed_outputs, stop_requested
 from verl_ray.config.load import to_tree
+from verl_ray.config.renamed import renewed
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.errors import CheckpointError, ConfigError, Interrupted, Problem
@@ -80,7 +81,7 @@ class Recovery:
     """
 
     def __init__(self, config: Config) -> None:
-        self._tree = to_tree(config)  # `resolved` has the last word
+        self._tree = to_tree(config)  # until `settle`
         self._drawn_per_step = config.drawn_per_step
         self._store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
         self._behind = config.run.checkpoint_behind
@@ -324,7 +325,7 @@ class Recovery:
             )
 
     def _changes(self, checkpoint: Checkpoint) -> list[Change]:
-        allowed, refused = changed_keys(checkpoint.config, self._tree)
+        allowed, refused = changed_keys(renewed(checkpoint.config), self._tree)
         if refused:
             fix = "set it back, or start anew in another run.dir"
             when = f"when {checkpoint.path.name} was written"

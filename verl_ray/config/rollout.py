@@ -79,6 +79,11 @@ class SyncConfig(Section):
     and at most 1; auto = 0.001 where trainer and rollout compute in float32, else measured."""
 
     @property
+    def wire(self) -> WireName:
+        """`transport`, once it is resolved."""
+        return resolved(self.transport)
+
+    @property
     def bucket_bytes(self) -> int:
         """What travels at once."""
         return resolved(self.bucket_mib) << 20

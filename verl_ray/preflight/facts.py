@@ -34,7 +34,7 @@ def facts_of(
     made = made_model(policy.model.path, config) is not None  # its tokenizer, of single characters, has no template
     return Facts(
         nodes=len(cores),
-        cores=min(cores),
+        cores=min(cores, default=1),
         gpus=sum(gpus),
         has_chat_template=not made and has_chat_template(policy.model.path),
         sent_bytes=0 if config.drawing is None else sent_bytes(config.drawing),

@@ -198,7 +198,7 @@ def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
 
 def wire_bytes(config: RLConfig) -> int:
     """Shared memory through which weights travel."""
-    if config.rollout.sync.transport != "shared_memory":
+    if config.rollout.sync.wire != "shared_memory":
         return 0
     return SLOTS * min(sent_bytes(config), config.rollout.sync.bucket_bytes)
 
@@ -217,7 +217,7 @@ def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
     slots = min(sent, SLOTS * sync.bucket_bytes)
     if not on_gpus:
         return slots + (sent if sync.delta else 0)
-    on_devices = sync.transport == "cuda_ipc" or (sync.transport == "broadcast" and config.placement.kind == "separate")
+    on_devices = sync.wire == "cuda_ipc" or (sync.wire == "broadcast" and config.placement.kind == "separate")
     return slots if on_devices else 0
 
 
@@ -276,7 +276,7 @@ def _engine(name: str, engine: ServedModel, config: RLConfig, *, device: str) ->
         if phase == "publish" and policy:
             working = {"buffers": 2 * width * model.largest_layer // own.tensor_parallel}
         if policy:
-            direct = config.rollout.sync.transport == "cuda_ipc" or (device == "cuda" and config.rollout.sync.delta)
+            direct = config.rollout.sync.wire == "cuda_ipc" or (device == "cuda" and config.rollout.sync.delta)
             # memory of the actor, or of the host
             wire = 0 if direct else _wire_end_bytes(config, on_gpus=device == "cuda")
             held = {**held, "buffers": held.get("buffers", 0) + wire}

@@ -56,12 +56,15 @@ def test_a_run_can_be_begun_again_from_its_config(cluster: Session, inputs: Inpu
     assert config_of(first)["run"]["resume"] == str(first / "checkpoints" / "step_00000001")
 
 
-def saved(config: RLConfig) -> None:
-    """The checkpoint of one step, as a run with this configuration writes it."""
+def saved(config: RLConfig, *, earlier: bool = False) -> None:
+    """The checkpoint of one step, as a run with this configuration writes it; `earlier`: under a name of old."""
+    tree: dict[str, Any] = to_tree(config)
+    if earlier:
+        tree["run"]["call_deadline_s"] = tree["run"].pop("stall_s")
     cursor = {"rows": 64, "drawn": 8, "epoch": 0, "position": 8}
     state = {"trainer": {"cursor": cursor}, "trackers": {}, "unrecorded": None}
     store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=2)
-    with store.writing(1, state, to_tree(config), ["actor"]) as folder:
+    with store.writing(1, state, tree, ["actor"]) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "shard").write_bytes(b"1")
 
@@ -75,9 +78,9 @@ def asked(inputs: Inputs, run_dir: Path, *changes: str) -> RLConfig:
 def test_a_run_goes_on_with_what_was_asked_for(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str], earlier: bool, shape: Shape
 ) -> None:
-    """Earlier versions have saved `auto` itself."""
+    """Earlier versions have saved `auto` itself, and one key under another name."""
     given = asked(inputs, tmp_path)
-    saved(given if earlier else resolve_on(given, SHAPE))
+    saved(given if earlier else resolve_on(given, SHAPE), earlier=earlier)
     recovery = Recovery(given)
     now = resolve_on(given, shape, checkpoint=recovery.path)
     recovery.settle(now)
