@@ -119,7 +119,7 @@ import sys
 from ray.cluster_utils import Cluster
 import ray
 from controllers.compose.composition import compose
-from controllers.system.build import start
+from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.data.prompts import PromptSource
@@ -129,15 +129,15 @@ if __name__ == "__main__":
     small = {"object_store_memory": 100 << 20, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 3, **small})
     cluster.add_node(num_cpus=3, object_store_memory=100 << 20)
-    config = compose("ppo", sys.argv[1:])
     with Session.open(cluster.address) as session:
-        print("nodes", len(session.resources()), session.own)
+        config = resolve_on(compose("ppo", sys.argv[1:]), Shape.of(session))
+        print("nodes", len(session.resources()), session.own, config.rollout.sync.transport)
         with start(config, session) as system:
             homes = {
                 group.role: group.members()[0].facts.node_id
                 for group in (system.actor, system.critic, system.reference, system.graders["reward"])
             }
-            servers = system.rollout
+            replicas = system.rollout
             print("apart", len(set(homes.values())))
             prompts = PromptSource(config.data.train_path, load_tokenizer(config.model.path), config.data, 0)
             trainer = Trainer(config, system, prompts, None)
@@ -146,12 +146,12 @@ if __name__ == "__main__":
                 metrics = trainer.step(number)
                 print("step", number, metrics["actor/grad_norm"] > 0, metrics["critic/grad_norm"] > 0,
                       metrics["training/rollout_probs_diff_mean"] < 1e-5)
-            os.kill(servers.replicas[1].members()[0].facts.pid, 9)
+            os.kill(replicas.there[1].members()[0].facts.pid, 9)
             trainer.publish(3)  # to the one that is left, over another group
-            servers.gather(all_of_them=True)
+            replicas._roster.gather(all_of_them=True)
             trainer.publish(3)
-            print("versions", [one.status()[0].health["rollout"].policy_version for one in servers.replicas])
-            servers.close()
+            print("versions", [one.status()[0].health["rollout"].policy_version for one in replicas.there])
+            replicas.close()
         print("still", len(session.resources()))
     cluster.shutdown()
 """
@@ -163,12 +163,7 @@ def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies
 ) -> None:
     program = tmp_path / "two_nodes.py"
     program.write_text(TWO_NODES)
-    arguments = [
-        *inputs.rl(tmp_path / "run"),
-        "placement=separate",
-        "rollout.num_replicas=2",
-        "rollout.sync.transport=broadcast",
-    ]
+    arguments = [*inputs.rl(tmp_path / "run"), "placement=separate", "rollout.num_replicas=2"]
     ended = subprocess.run(
         [sys.executable, str(program), *arguments], cwd=ROOT, env={**environment(tmp_path), "PYTHONPATH": str(ROOT)},
         capture_output=True, text=True, timeout=500,
@@ -178,7 +173,7 @@ def test_roles_on_two_nodes_with_weights_broadcast_to_replicas_of_which_one_dies
         line for line in ended.stdout.splitlines() if line.split()[0] in ("nodes", "apart", "step", "versions", "still")
     ]
     steps = [f"step {number} True True True" for number in (1, 2)]
-    assert said == ["nodes 2 False", "apart 2", *steps, "versions [3, 3]", "still 2"]
+    assert said == ["nodes 2 False host_broadcast", "apart 2", *steps, "versions [3, 3]", "still 2"]
     assert wait_for(lambda: not marked(tmp_path), 30)
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS, Freed
+from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
 from verl_ray.config.schema import Config, RLConfig
 
 MIB = 2**20
@@ -147,14 +147,11 @@ def _offload(config: RLConfig, facts: Facts) -> Answer:
 
 
 def _sleep(config: RLConfig, facts: Facts) -> Answer:
-    freed: Freed = "never"
     if not _shares_gpus(config, facts):
-        return freed, "rollout engines and trainers share no GPU"
+        return "never", "rollout engines and trainers share no GPU"
     if config.rollout.sync.adapter == "alone":
-        freed = "kv_cache"
-        return freed, "they share GPUs, and rollout.sync.adapter=alone keeps the model where it is"
-    freed = "weights"
-    return freed, "rollout engines and trainers share GPUs, and each sync brings new weights"
+        return "kv_cache", "they share GPUs, and rollout.sync.adapter=alone keeps the model where it is"
+    return "weights", "rollout engines and trainers share GPUs, and each sync brings new weights"
 
 
 def _transport(_: RLConfig, facts: Facts) -> Answer:
