@@ -25,8 +25,8 @@ import psutil
 from controllers.bench.floor import Floor
 from controllers.compose.composition import compose
 from controllers.rollouts.producer import Producer
+from controllers.run.preparation import prepare
 from controllers.system.build import Shape, System, resolve_on, start
-from controllers.trainers.preparation import prepare
 from controllers.trainers.reinforcement import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals

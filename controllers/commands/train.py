@@ -12,6 +12,7 @@ import yaml
 
 from controllers.run.conclusion import conclude
 from controllers.run.loop import Loop
+from controllers.run.preparation import prepare
 from controllers.run.recovery import Recovery, claim
 from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
@@ -43,7 +44,7 @@ def run(given: Config, session: Session, recovery: Recovery) -> int:
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
     print_tables(memory_table(memory_plan(config, on_gpus=Shape.of(session).gpus > 0)))
     task = task_of(config)
-    task.prepare(session)
+    prepare(config, session)
     make_trainer = task.read()
     stopping = Stopping(config, recovery)
     with (

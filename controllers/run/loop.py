@@ -7,11 +7,13 @@ checkpoint holds (`recovery.py`), and what a stop means (`stopping.py`).
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Enum, auto
+from typing import Protocol
 
-from controllers.run.recovery import Recovery
-from controllers.run.stopping import Stopping
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals
@@ -60,11 +62,69 @@ def evaluation_due(run: RunConfig, step: int) -> bool:
     return run.evaluate_every > 0 and (step % run.evaluate_every == 0 or step == run.total_steps)
 
 
+class Keeping(Protocol):
+    """What outlives a run: `Recovery`, or `NothingKept`."""
+
+    unrecorded: Metrics | None
+    """The metrics of the last finished step while its evaluation is not made; None = its line is written."""
+
+    def restore(self, trainer: Trainable, /) -> int:
+        """Bring the trainer to where it is to go on. Returns the number of finished steps."""
+
+    def kept(self, trainer: Trainable, trackers: Tracker, /) -> AbstractContextManager[None]:
+        """Around everything after that: what is kept if it is stopped."""
+
+    def commit(self, number: int, trainer: Trainable, /, unrecorded: Mapping[str, float] | None = None) -> None:
+        """Step `number` is finished."""
+
+    def commit_evaluation(self, trainer: Trainable, trackers: Tracker, /) -> None:
+        """The evaluation that the checkpoint lacked is made, and its line written."""
+
+    def save(self, trainer: Trainable, trackers: Tracker, /) -> None:
+        """Write a checkpoint, or begin to."""
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is being written."""
+
+
+class Heeding(Protocol):
+    """Where signals are heeded: `Stopping`, or `NothingKept`."""
+
+    def step(self, number: int, /) -> AbstractContextManager[None]:
+        """Around one step, up to its commit."""
+
+
+class NothingKept:
+    """Of a run that begins anew after a stop."""
+
+    unrecorded: Metrics | None = None
+
+    def restore(self, _: Trainable) -> int:
+        return 0
+
+    def kept(self, _: Trainable, __: Tracker) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def commit(self, _: int, __: Trainable, unrecorded: Mapping[str, float] | None = None) -> None: ...
+
+    def commit_evaluation(self, _: Trainable, __: Tracker) -> None: ...
+
+    def save(self, _: Trainable, __: Tracker) -> None: ...
+
+    def finish(self) -> None: ...
+
+    @contextlib.contextmanager
+    def step(self, _: int) -> Iterator[None]:
+        """A stop may come before each step."""
+        heed_signals()
+        yield
+
+
 class Loop:
     """One run, from where its checkpoint left it to its end."""
 
     def __init__(
-        self, run: RunConfig, trainer: Trainable, trackers: Tracker, recovery: Recovery, stopping: Stopping
+        self, run: RunConfig, trainer: Trainable, trackers: Tracker, recovery: Keeping, stopping: Heeding
     ) -> None:
         self._run, self._trainer, self._trackers = run, trainer, trackers
         self._recovery, self._stopping = recovery, stopping

@@ -16,7 +16,6 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from controllers.system.build import WORKERS, System, Workers
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.session import Session
 from verl_ray.config.schema import Config
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking.base import Sample
@@ -72,9 +71,6 @@ class Task(ABC, Generic[C]):
 
     def __init__(self, config: C) -> None:
         self.config = config
-
-    def prepare(self, session: Session) -> None:
-        """What the run makes itself before it reads anything."""
 
     @abstractmethod
     def read(self, *, trains: bool = True) -> MakeTrainer:

@@ -16,12 +16,10 @@ from controllers.rollouts.producer import Producer
 from controllers.system.build import System
 from controllers.trainers.base import Evaluation, MakeTrainer, Task, tell_skipped
 from controllers.trainers.learner import Learner
-from controllers.trainers.preparation import prepare
 from controllers.watch import measures
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import no_way_back
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
@@ -137,9 +135,6 @@ class ReinforcementTask(Task[RLConfig]):
     """`train --config-name ppo | grpo | quickstart`."""
 
     config_type = RLConfig
-
-    def prepare(self, session: Session) -> None:
-        prepare(self.config, session)
 
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The prompts, and the held-out problems."""

@@ -23,6 +23,8 @@ from verl_ray.data.tokenizers import load_tokenizer
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
 
+ACCURACY = "val-core/held_out/acc/mean@1"
+
 
 class SFTTrainer(SupervisedTrainer[ActorWorker]):
     """`enough`: the greedy accuracy at which training is finished; None = never."""
@@ -51,7 +53,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         """Greedy accuracy on the held-out rows."""
         accuracy = self.accuracy()
         self.finished = self._enough is not None and accuracy >= self._enough
-        return {"val-core/held_out/acc/mean@1": accuracy}, []
+        return {ACCURACY: accuracy}, []
 
     def accuracy(self) -> float:
         """Greedy exact match on the held-out rows."""

@@ -1,6 +1,6 @@
 """What a run makes itself before it starts: problems, a tokenizer, and a tiny model warmed up on them.
 
-Deliberately not here: making them (`controllers/trainers/preparation.py`).
+Deliberately not here: making them (`controllers/run/preparation.py`).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from verl_ray.disk import replace_file
@@ -36,57 +37,83 @@ def mend(path: Path, committed_step: int, recorded: Iterable[int]) -> list[int]:
         OSError: the file cannot be read or written.
     """
     content = path.read_bytes() if path.exists() else b""
-    text = content.rstrip(b"\0")
-    *pieces, end = text.split(b"\n")
-    if step_of(end) is not None:  # a whole line that lacks its newline alone
-        pieces.append(end)
-        end = b""
+    read = _read(content, committed_step)
+    missing = {step for step in recorded if step <= committed_step} - read.kept.keys()
 
-    kept: dict[int, bytes] = {}
-    dropped: set[int] = set()
-    repeated: set[int] = set()
-    damaged: list[int] = []
-    order: list[int] = []
-    for number, piece in enumerate(pieces, start=1):
-        step = step_of(piece)
-        if step is None:
-            damaged.append(number)
-        elif step > committed_step:
-            dropped.add(step)
-        else:
-            if step in kept:
-                repeated.add(step)
-            order.append(step)
-            kept[step] = piece
-    missing = {step for step in recorded if step <= committed_step} - kept.keys()
-
-    found: list[str] = []
-    if zeros := len(content) - len(text):
-        found.append(f"it ended in {zeros} zero bytes, as a loss of power leaves them, which were cut off")
-    if end:
-        found.append("its last line was torn and was cut off")
-    if damaged:
-        found.append(f"no JSON object with {GLOBAL_STEP} was in line {as_ranges(damaged)}, which was left out")
-    if repeated:
-        found.append(f"step {as_ranges(repeated)} had several lines, of which the last was kept")
-    elif order != sorted(order):
-        found.append("its lines were not in the order of the steps and were sorted")
+    told = read.wrongs()
     if missing:
-        found.append(f"step {as_ranges(missing)} has no line: its metrics are lost, and nothing else is")
-    if damaged or repeated:
+        told.append(f"step {as_ranges(missing)} has no line: its metrics are lost, and nothing else is")
+    if read.damaged or read.repeated:
         aside = free_name(path)
         shutil.copyfile(path, aside)
-        found.append(f"the file as it was is {aside.name}")
-    if found:
-        print(f"warning: {path}: {'; '.join(found)}", file=sys.stderr, flush=True)
-    if dropped:
-        print(f"{path}: what it says of step {as_ranges(dropped)} is written anew", flush=True)
+        told.append(f"the file as it was is {aside.name}")
+    if told:
+        print(f"warning: {path}: {'; '.join(told)}", file=sys.stderr, flush=True)
+    if read.dropped:
+        print(f"{path}: what it says of step {as_ranges(read.dropped)} is written anew", flush=True)
 
-    steps = sorted(kept)
-    mended = b"".join(kept[step] + b"\n" for step in steps)
+    steps = sorted(read.kept)
+    mended = b"".join(read.kept[step] + b"\n" for step in steps)
     if mended != content:
         replace_file(path, mended)
     return steps
+
+
+@dataclass
+class _Read:
+    """What a record holds, and what is wrong with it."""
+
+    kept: dict[int, bytes] = field(default_factory=dict)
+    """The line of each step, without its newline."""
+    dropped: set[int] = field(default_factory=set)
+    """Steps that run again."""
+    repeated: set[int] = field(default_factory=set)
+    """Steps with several lines."""
+    damaged: list[int] = field(default_factory=list)
+    """Numbers of lines, from 1, that say no step."""
+    order: list[int] = field(default_factory=list)
+    """The steps of the lines as they stand."""
+    zeros: int = 0
+    """Bytes at the end."""
+    is_torn: bool = False
+    """Whether the last line has no end."""
+
+    def wrongs(self) -> list[str]:
+        """In words; nothing of what is dropped."""
+        told: list[str] = []
+        if self.zeros:
+            told.append(f"it ended in {self.zeros} zero bytes, as a loss of power leaves them, which were cut off")
+        if self.is_torn:
+            told.append("its last line was torn and was cut off")
+        if self.damaged:
+            told.append(f"no JSON object with {GLOBAL_STEP} was in line {as_ranges(self.damaged)}, which was left out")
+        if self.repeated:
+            told.append(f"step {as_ranges(self.repeated)} had several lines, of which the last was kept")
+        elif self.order != sorted(self.order):
+            told.append("its lines were not in the order of the steps and were sorted")
+        return told
+
+
+def _read(content: bytes, committed_step: int) -> _Read:
+    text = content.rstrip(b"\0")
+    *lines, end = text.split(b"\n")
+    if step_of(end) is not None:  # a whole line that lacks its newline alone
+        lines.append(end)
+        end = b""
+
+    read = _Read(zeros=len(content) - len(text), is_torn=bool(end))
+    for number, line in enumerate(lines, start=1):
+        step = step_of(line)
+        if step is None:
+            read.damaged.append(number)
+        elif step > committed_step:
+            read.dropped.add(step)
+        else:
+            if step in read.kept:
+                read.repeated.add(step)
+            read.order.append(step)
+            read.kept[step] = line
+    return read
 
 
 def steps_of(path: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Rules of the inputs that a run makes for itself (`prepare`): problems, a model, its warm start.
 
 Invariant: what is asked for can be made, and leaves the run something to gain. Deliberately not here: making it
-(`controllers/trainers/preparation.py`).
+(`controllers/run/preparation.py`).
 """
 
 from __future__ import annotations

@@ -9,35 +9,45 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from controllers.run.loop import Loop, NothingKept
 from controllers.system.build import Shape, resolve_on, start
-from controllers.trainers.sft import SFTTrainer
+from controllers.trainers.base import Evaluation
+from controllers.trainers.sft import ACCURACY, SFTTrainer
+from controllers.watch.measures import Metrics
+from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import Outlook, heed_signals, noting, telling
+from verl_ray.cluster.signals import Outlook, noting, telling
 from verl_ray.config.data import DataFilesConfig
-from verl_ray.config.preparation import PrepareConfig
+from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.resolve import shared_anew
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.run import RunConfig
-from verl_ray.config.schema import RLConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
+from verl_ray.config.schema import Config, RLConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
+from verl_ray.tracking.base import Sample, Tracker
+from workers.actor import ActorWorker
 
 
-def prepare(config: RLConfig, session: Session) -> None:
-    """Make run.dir/inputs, unless it is complete: data files, and a model warm-started to a middling accuracy.
+def prepare(run: Config, session: Session) -> None:
+    """Make run.dir/inputs, if the run makes any and they are not complete: data files, and a model warm-started to a
+    middling accuracy.
 
     Raises DataError if the accuracy never falls within prepare.warm_start's bounds, ConfigError if the folder is there
     and is not a run's.
     """
-    wanted, folder = config.prepare, inputs_folder(config)
-    if wanted is None:
+    config, wanted = run.drawing, run.preparation
+    if config is None or wanted is None:
         return
+    folder = inputs_folder(config)
     complete, recipe = folder / INPUTS_COMPLETE, _recipe(config, wanted)
     if complete.exists():
         if complete.read_text() != recipe:
@@ -69,9 +79,56 @@ def _recipe(config: RLConfig, wanted: PrepareConfig) -> str:
     return json.dumps({"seed": config.run.seed, **wanted.model_dump(exclude={"min_gain"})}, indent=1)
 
 
+class WarmStart(SFTTrainer):
+    """Is finished once its accuracy lies within the bounds of prepare.warm_start."""
+
+    def __init__(
+        self,
+        config: WarmStartConfig,
+        actor: WorkerGroup[ActorWorker],
+        train: SupervisedSource,
+        held_out: TrainingBatch,
+        max_skipped_steps: int,
+    ) -> None:
+        super().__init__(actor, train, held_out, config.batch_size, max_skipped_steps)
+        self._config = config
+        self._steps = 0
+        self.reached = 0.0
+        """The accuracy of the last evaluation."""
+
+    def step(self, number: int) -> Metrics:
+        self._steps = number
+        return super().step(number)
+
+    def evaluate(self) -> Evaluation:
+        config = self._config
+        metrics, samples = super().evaluate()
+        self.reached = metrics[ACCURACY]
+        within = config.accuracy_low <= self.reached <= config.accuracy_high
+        self.finished = within and self._steps >= config.min_steps
+        return metrics, samples
+
+
+class WarmStartLines(Tracker):
+    """The steps that were evaluated, a line each, for whoever waits."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if {"train/loss", ACCURACY} <= metrics.keys():
+            told = f"loss {metrics['train/loss']:.3f}  held-out {metrics[ACCURACY]:.3f}"
+            print(f"warm start: step {step}  {told}", flush=True)
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
+
+    def close(self, failed: bool) -> None: ...
+
+    def outputs(self) -> dict[str, str]:
+        return {}
+
+
 def _warm_start(
     config: RLConfig, wanted: PrepareConfig, session: Session, folder: Path, train: Path, validation: Path
 ) -> None:
+    """The model in `folder`/model. Nothing of it is kept at a stop: it begins anew next time."""
     warm = wanted.warm_start
     job = supervised_job(config, wanted, folder, train, validation)
     job = resolve_on(shared_anew(job), Shape.of(session))
@@ -81,21 +138,12 @@ def _warm_start(
     with telling(lambda: outlook), noting(), start(job, session) as system:
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
-        trainer = SFTTrainer(system.actor, source, held_out, warm.batch_size, config.run.max_skipped_steps)
-        accuracy, ready = 0.0, False
-        for number in range(1, warm.max_steps + 1):
-            heed_signals()
-            metrics = trainer.step(number)
-            if number % warm.evaluate_every == 0:
-                accuracy = trainer.accuracy()
-                loss = metrics["train/loss"]
-                print(f"warm start: step {number}  loss {loss:.3f}  held-out {accuracy:.3f}", flush=True)
-                ready = number >= warm.min_steps and warm.accuracy_low <= accuracy <= warm.accuracy_high
-                if ready:
-                    break
-        if not ready:
+        trainer = WarmStart(warm, system.actor, source, held_out, config.run.max_skipped_steps)
+        nothing = NothingKept()
+        Loop(job.run, trainer, WarmStartLines(), nothing, nothing).run()
+        if not trainer.finished:
             raise DataError(
-                f"the warm start ended at a held-out accuracy of {accuracy:.3f}, not within prepare.warm_start."
+                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f}, not within prepare.warm_start."
                 f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; raise max_steps, or "
                 "lower evaluate_every if the accuracy jumped over them"
             )
@@ -106,7 +154,8 @@ def supervised_job(config: RLConfig, wanted: PrepareConfig, folder: Path, train:
     """The warm start as a supervised job: the actor's backend and ranks, the warm start's optimizer."""
     warm = wanted.warm_start
     model = ModelConfig(path=str(folder / "untrained"))
-    run = config.run.model_dump() | {"total_steps": warm.max_steps}
+    steps = {"total_steps": warm.max_steps, "evaluate_every": warm.evaluate_every, "checkpoint_every": 0}
+    run = config.run.model_dump() | steps
     return SFTConfig(
         task="sft",
         run=RunConfig(**run),

@@ -8,7 +8,7 @@ from typing import cast
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.trainers.preparation import prepare, supervised_job
+from controllers.run.preparation import prepare, supervised_job
 from verl_ray.cluster.session import Session
 from verl_ray.config.schema import RLConfig
 from verl_ray.data.tokenizers import load_tokenizer
