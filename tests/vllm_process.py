@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_ray.rollout.vllm_engine import environment
+from verl_ray.rollout.vllm_setup import environment
 
 
 @contextmanager

@@ -230,7 +230,8 @@ def start_engine(
     lora: LoraConfig | None = None,
 ) -> RolloutEngine:
     """vLLM in this process, which must not have imported it yet."""
-    from verl_ray.rollout.vllm_engine import VllmEngine, environment
+    from verl_ray.rollout.vllm_engine import VllmEngine
+    from verl_ray.rollout.vllm_setup import environment
 
     device = context.device.partition(":")[0]
     os.environ.update(environment(device, context.threads, config.tensor_parallel))

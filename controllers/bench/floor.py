@@ -50,7 +50,7 @@ class Floor:
     def __init__(self, config: RLConfig, threads: int) -> None:
         # Here, since what this module imports the child imports, too, and these import torch.
         from verl_ray.cluster.host import thread_environment
-        from verl_ray.rollout.vllm_engine import environment
+        from verl_ray.rollout.vllm_setup import environment
 
         spec = Spec(
             {**thread_environment(threads), **environment("cpu", threads)},

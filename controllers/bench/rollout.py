@@ -108,7 +108,7 @@ def offline(
     config: RLConfig, prompts: Prompts, count: int, threads: int, *, on_gpus: bool
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Processes that hold an `LLM` each and a share of the prompts, and draw when a line tells them to."""
-    from verl_ray.rollout.vllm_engine import environment
+    from verl_ray.rollout.vllm_setup import environment
 
     spec = rollout_spec(config)
     rows = [tokens.tolist() for tokens in prompts_of(prompts)]

@@ -319,12 +319,12 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
         folder = ranks.folder / f"state_{name}_{ranks.world}"
         sharded.save(engine.state(), str(folder))
         here = ranks.weights(engine)
-        engine._release_gradients()  # as `place` does where the device has memory of its own
-        engine._weights_to_host()
-        freed = all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in engine._buffers())
+        engine.buffers.release_gradients()  # as `place` does where the device has memory of its own
+        engine.buffers.weights_to_host()
+        freed = all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in engine.buffers)
         there = ranks.weights(engine)
-        engine._weights_to_device()
-        engine._renew_gradients()
+        engine.buffers.weights_to_device()
+        engine.buffers.renew_gradients()
         never_stopped = ranks.train(engine, mine, POLICY, 1)
         resumed = ranks.engine("megatron", model, **layout)
         load(resumed, folder)

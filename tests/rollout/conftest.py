@@ -48,7 +48,7 @@ def rollout_config() -> Callable[..., RolloutConfig]:
         values: dict[str, object] = {
             "group_size": 2, "max_response_tokens": 16, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
             "num_replicas": 1, "tensor_parallel": 1, "dtype": "float32", "kv_cache_gib": 0.03125, "stream_rows": 1,
-            "sleep": "never", "vllm_args": {}, "in_flight": 64,
+            "sleep": "never", "vllm_args": {}, "in_flight": 64, "staleness": 0,
             "sync": {
                 "transport": "shared_memory", "bucket_mib": 1, "delta": False, "folder": "unused", "adapter": "merged",
                 "probe_every": 1, "probe_tolerance": 1e-3,

@@ -19,7 +19,8 @@ from verl_ray.models.tiny import Architecture
 from verl_ray.rollout.requests import Request, Sampling
 from verl_ray.rollout.server import RolloutServer
 from verl_ray.rollout.update import STALE, Probe
-from verl_ray.rollout.vllm_engine import VllmEngine, environment
+from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_setup import environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint

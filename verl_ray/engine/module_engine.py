@@ -21,8 +21,9 @@ from torch.distributed.tensor import DTensor
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.base import EngineSpec
+from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.engine.offload import Held, Offload, tensor_held
-from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
+from verl_ray.engine.packed_engine import PackedEngine
 from verl_ray.errors import EngineError
 from verl_ray.models.lora import adapter_name, merged, write_config
 from verl_ray.models.names import Box, Piece, is_adapter, pieces

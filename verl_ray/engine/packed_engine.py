@@ -12,7 +12,7 @@ import math
 import shutil
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from verl_ray.data.batch import Int64, Kind, offsets_of
 from verl_ray.data.packing import micro_batches
 from verl_ray.data.stages import Float32, Rows, TrainingBatch
 from verl_ray.engine.base import Engine, EngineSpec, ForwardResult, LossReport, StepReport, scattered
+from verl_ray.engine.micro_batches import MICRO_BATCHES, Loss, MicroBatch, MicroBatches
 from verl_ray.engine.schedule import learning_rate
 from verl_ray.engine.tally import Tally
 from verl_ray.errors import DataError, EngineError
@@ -42,51 +43,10 @@ from verl_ray.profiling.flops import ModelShape
 from verl_ray.profiling.progress import reach, touch
 from verl_ray.weight_sync.manifest import Manifest, Parameter
 
-MICRO_BATCHES = "micro-batches"
-
 COPIED_FILES = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "vocab*", "merges.txt", "chat_template*",
     "added_tokens.json",
 )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some rows on the device, with the tokens that are read."""
-
-    packed: PackedRows
-    index: Int64  # [rows] which rows of the whole batch
-    read: Int64  # [read] their places among the tokens of the whole batch
-    row: Tensor  # int64 [read] which of these rows each belongs to
-    weight: Tensor | None = None  # float32 [rows] of each loss of the row, where they are learned from
-
-    def row_of_losses(self, outputs: Outputs) -> Tensor:
-        """int64 [losses]: which row each loss of such outputs is of, one per token that is read, or one per row."""
-        return torch.arange(len(self.index), device=self.row.device) if outputs.scores else self.row
-
-
-class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of a call; each comes to the device when it is asked for."""
-
-    def __init__(self, plan: Sequence[Int64], make: Callable[[Int64], MicroBatch]) -> None:
-        self._plan, self._make = plan, make
-        self.read: dict[int, Int64] = {}
-        """Of those that were asked for."""
-
-    def __len__(self) -> int:
-        return len(self._plan)
-
-    def __getitem__(self, i: int) -> MicroBatch:  # type: ignore[override]
-        if not 0 <= i < len(self):
-            raise IndexError(i)
-        reach(i, len(self), MICRO_BATCHES)  # those before it are done, or under way in a pipeline
-        batch = self._make(self._plan[i])
-        self.read[i] = batch.read
-        return batch
-
-
-Loss = Callable[[MicroBatch, TokenOutputs], Tensor]
-"""What a micro-batch adds to the loss, given its outputs."""
 
 
 class PackedEngine(Engine):

@@ -8,9 +8,11 @@ The base does nothing, for ranks that have their rows to themselves. Deliberatel
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Self
+
+import numpy as np
 
 from verl_ray.data.batch import Int64
 from verl_ray.ops.outputs import TokenOutputs
@@ -28,6 +30,18 @@ class PackedTokens:
     targets: Int64  # [read]: ids of the tokens that are read
     ends: Int64  # [rows], ascending: the last token of each row
     offsets: Int64  # [rows of the whole + 1]: where each begins, and the total
+
+    def filled_up(self, multiple: int) -> Self:
+        """With as many tokens behind the last row as make it a multiple, in a row of their own that nobody reads."""
+        missing = -len(self.tokens) % multiple
+        if not missing:
+            return self
+        return replace(
+            self,
+            tokens=np.pad(self.tokens, (0, missing)),
+            positions=np.concatenate([self.positions, np.arange(missing)]),
+            offsets=np.append(self.offsets, len(self.tokens) + missing),
+        )
 
 
 class ShardingManager:

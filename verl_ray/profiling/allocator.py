@@ -2,7 +2,7 @@
 
 Invariant: what a user set is never changed for a trainer. Nothing here imports torch before it has to: the settings are
 environment variables, which torch reads once. Deliberately not here: rollout engines, which cannot use what trainers
-can (`rollout/vllm_engine.py`).
+can (`rollout/vllm_setup.py`).
 """
 
 from __future__ import annotations

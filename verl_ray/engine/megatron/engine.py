@@ -2,7 +2,8 @@
 
 Invariant: whatever the layout, results are those of the plain engine; weights and state leave and enter under the names
 of the model as transformers has it, so any layout, and any other backend, goes on from there.
-Deliberately not here: the model (`model.py`), who holds what (`weight_map.py`), and groups (`layout.py`).
+Deliberately not here: the model (`model.py`), which models (`supported.py`), who holds what (`weight_map.py`), groups
+(`layout.py`), the form of a checkpoint (`state.py`), and how buffers are moved (`residence.py`).
 """
 
 from __future__ import annotations
@@ -14,9 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -25,20 +24,21 @@ from torch import Tensor, nn
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
-from verl_ray.checkpoint.slices import Slices
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collected
 from verl_ray.engine.megatron.experts import RoutedRows, reported
 from verl_ray.engine.megatron.layout import Axis, layout_of
 from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary, transformer_config
-from verl_ray.engine.megatron.optimizer import MOMENTS, clip_and_step, make_optimizer, restore, shards_of
+from verl_ray.engine.megatron.optimizer import clip_and_step, make_optimizer, restore, shards_of
+from verl_ray.engine.megatron.residence import Buffers
+from verl_ray.engine.megatron.state import held_state
+from verl_ray.engine.megatron.supported import require_complete, require_mapped
 from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
+from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
 from verl_ray.engine.module_engine import adam, manifest_of
 from verl_ray.engine.offload import Offload, tensor_held
-from verl_ray.engine.packed_engine import Loss, MicroBatch, MicroBatches, PackedEngine
-from verl_ray.errors import EngineError, ModelError
-from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
+from verl_ray.engine.packed_engine import PackedEngine
 from verl_ray.models.names import Box, pieces
 from verl_ray.models.role_model import PackedRows, build_role_model
 from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
@@ -70,7 +70,7 @@ class MegatronEngine(PackedEngine):
 
         source = CheckpointReader(spec.model_path)
         self.described = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head)
-        self._refuse_unmapped()
+        require_mapped(spec, self.described)
         self._manifest = _in_dtype(manifest_of(self.described)[0], backend.dtype)
         self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
         self.describe(self.described)
@@ -103,68 +103,21 @@ class MegatronEngine(PackedEngine):
             self._zero_gradients()  # their memory holds anything yet
             if self.dtype != torch.float32:
                 self._fill_main(source)
-        self._refuse_incomplete()
+        require_complete(spec, self._shapes, self._mapped.values(), world_size)
         self._owned = self._by_piece(self._regions_owned())
         self.offload = Offload(device)
+        self.buffers = Buffers([] if spec.optimizer is None else self._modules, self.offload)
         self.steps = 0
         self._rng = self._seeded(spec.seed)
         self._random_states = tensor_parallel.get_cuda_rng_tracker().get_states()
 
     # ----------------------------------------------------------------------------------------------- building
 
-    def _refuse_unmapped(self) -> None:
-        """What `check` says of models too, before anything starts."""
-        spec, family = self.spec, self.described.hf.config.model_type
-        if spec.lora is not None:
-            raise EngineError(
-                f"{spec.role}.lora.rank = {spec.lora.rank}: megatron takes no adapter here; set it to 0, or take fsdp "
-                f"or engine as {spec.role}.backend"
-            )
-        if family not in IN_MEGATRON:
-            raise ModelError(
-                f"model.path: {spec.model_path} is a {family!r} model, which has no place in megatron's; those of "
-                f"{', '.join(IN_MEGATRON)} have"
-            )
-
-        activation = self.described.hf.config.hidden_act
-        if activation not in ACTIVATIONS_IN_MEGATRON:
-            raise ModelError(
-                f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes "
-                f"{ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as {spec.role}.backend"
-            )
-        factor = cast(Any, self.described.backbone.rotary_emb).attention_scaling
-        if factor != 1:
-            raise ModelError(
-                f"model.path: {spec.model_path} scales attention by {factor} with its rotary positions, which megatron "
-                f"does not here; take fsdp or engine as {spec.role}.backend"
-            )
-
-    def _refuse_incomplete(self) -> None:
-        """Every parameter of the model must be on some rank: one without a place would be lost in silence."""
-        mapped = {region.name for one in self._mapped.values() for region in one.regions}
-        everyone: list[set[str]] = [mapped] * self.world_size
-        if self.world_size > 1:
-            dist.all_gather_object(everyone, mapped)
-        if missing := sorted(self._shapes.keys() - set().union(*everyone)):
-            raise ModelError(
-                f"model.path: {self.spec.model_path} has {missing[:5]}, which have no place in megatron's model; take "
-                f"fsdp or engine as {self.spec.role}.backend"
-            )
-
     def _map(self) -> Iterator[tuple[nn.Parameter, Mapped]]:
         """This rank's parameters, and what they are."""
         hf, attention = self._config, cast(Any, self.described.layers[0]).self_attn
-        sizes = Sizes(
-            hidden=hf.hidden_size,
-            heads=hf.num_attention_heads,
-            key_heads=hf.num_key_value_heads,
-            head_size=attention.head_dim,
-            vocabulary=hf.vocab_size,
-            padded_vocabulary=padded_vocabulary(hf.vocab_size, self.layout.tp.size),
-            intermediate=hf.intermediate_size,
-            experts=getattr(hf, "num_experts", 0),
-            expert_intermediate=getattr(hf, "moe_intermediate_size", 0),
-        )
+        padded = padded_vocabulary(hf.vocab_size, self.layout.tp.size)
+        sizes = Sizes.of(hf, head_size=attention.head_dim, padded_vocabulary=padded)
         weights = WeightMap(sizes, self.layout, tied=self._tied)
         for stage in self._stages:
             numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
@@ -280,7 +233,7 @@ class MegatronEngine(PackedEngine):
         )
 
     def _own_part(self, rows: PackedTokens) -> PackedRows:
-        return super()._own_part(_filled_up(rows, self._token_multiple))
+        return super()._own_part(rows.filled_up(self._token_multiple))
 
     def _norm(self) -> float:
         finalize_model_grads(self._modules)
@@ -331,9 +284,7 @@ class MegatronEngine(PackedEngine):
         """Of a parameter; while its memory on the device is given back, those on the host."""
         if parameter.untyped_storage().nbytes():
             return parameter.detach()
-        buffer = next(one for one in self._buffers() if parameter in one.param_index_map)
-        first = parameter.storage_offset() - buffer.param_data.storage_offset()
-        return cast(Tensor, buffer.param_data_cpu).as_strided(parameter.shape, parameter.stride(), first)
+        return self.buffers.on_host(parameter)
 
     def _main_owned(self) -> Iterator[Held]:
         """What this rank exports: in float32, as it learns."""
@@ -368,31 +319,9 @@ class MegatronEngine(PackedEngine):
         state |= {self._tracked_key(name): value for name, value in self._random_states.items()}
         if self._optimizer is None:
             return state
-        model: dict[str, list[Any]] = defaultdict(list)
-        moments: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name in MOMENTS}
-        steps: dict[str, Tensor] = {}
-        saved: dict[str, bool] = {}
-        for one in shards_of(self._optimizer, self._mapped):
-            for name, box, run in one.parts():
-                sides = _sides(box)
-                model[name].append((box, one.main[run].view(sides)))
-                for kind in MOMENTS:
-                    moments[kind][name].append((box, one.held[kind][run].view(sides)))
-                steps[name] = one.held["step"]
-                saved[name] = one.mapped.owned
-
-        def slices(name: str, parts: list[Any]) -> Slices:
-            return Slices(self._shapes[name], torch.float32, parts, saved=saved[name])
-
-        held_names = {f"hf.{name}": slices(name, parts) for name, parts in model.items()}
-        for parameter in self._manifest.parameters:
-            if parameter.tied_to in model:
-                held_names[f"hf.{parameter.name}"] = slices(parameter.tied_to, model[parameter.tied_to])
-        of_optimizer = {
-            f"hf.{name}": {"step": steps[name].clone(), **{kind: slices(name, moments[kind][name]) for kind in MOMENTS}}
-            for name in model
-        }
-        return state | {"model": held_names, "optimizer": {"state": of_optimizer, "param_groups": self._groups()}}
+        held = held_state(shards_of(self._optimizer, self._mapped), self._shapes, self._manifest)
+        held["optimizer"]["param_groups"] = self._groups()
+        return state | held
 
     def load_state(self, state: dict[str, Any]) -> None:
         """The tensors of `state` are this engine's own, so they are here already."""
@@ -435,11 +364,11 @@ class MegatronEngine(PackedEngine):
             return
         if to_host["optimizer"]:
             self._optimizer.offload_to_cpu()
-        self._weights_to_host() if to_host["params"] else self._weights_to_device()
+        self.buffers.weights_to_host() if to_host["params"] else self.buffers.weights_to_device()
         if to_host["params"] or to_host["optimizer"]:  # no step follows
-            self._release_gradients()
+            self.buffers.release_gradients()
         else:
-            self._renew_gradients()
+            self.buffers.renew_gradients()
         if not to_host["optimizer"]:
             restore(self._optimizer)
 
@@ -448,62 +377,6 @@ class MegatronEngine(PackedEngine):
         for number, stage in enumerate(self._stages):
             for name, parameter in stage.named_parameters():
                 yield f"stage {number}: {name}", parameter
-
-    def _weights_to_host(self) -> None:
-        """Of a role that learns: megatron-core moves its buffers. It begins the copies and does not wait."""
-        there = {name: buffer for name, buffer in self._named_buffers() if not _is_freed(buffer.param_data)}
-        for name, buffer in there.items():
-            if buffer.param_data_cpu is None:  # megatron-core would make it of two copies, and only where CUDA is
-                buffer.param_data_cpu = self.offload.place(name, buffer.param_data)
-        sources = {name: buffer.param_data for name, buffer in there.items()}
-        targets = {name: buffer.param_data_cpu for name, buffer in there.items()}
-        with self.offload.proving(sources, targets, "host"):
-            for buffer in there.values():
-                buffer.offload_to_cpu(move_grads=False)
-
-    def _weights_to_device(self) -> None:
-        away = {name: buffer for name, buffer in self._named_buffers() if _is_freed(buffer.param_data)}
-        sources = {name: buffer.param_data_cpu for name, buffer in away.items()}
-        targets = {name: buffer.param_data for name, buffer in away.items()}
-        with self.offload.proving(sources, targets, "device"):
-            for buffer in away.values():
-                buffer.reload_from_cpu(move_grads=False)
-
-    def _named_buffers(self) -> Iterator[tuple[str, Any]]:
-        for number, buffer in enumerate(self._buffers()):
-            yield f"weights {number}", buffer
-
-    def _release_gradients(self) -> None:
-        """Give their memory back. Between steps they are none."""
-        for buffer in self._buffers():
-            buffer.offload_to_cpu(move_params=False)
-
-    def _renew_gradients(self) -> None:
-        """Have their memory again, all zeros; idempotent."""
-        for buffer in self._buffers():
-            buffer.reload_from_cpu(move_params=False)
-
-    def _buffers(self) -> Iterator[Any]:
-        for module in self._modules:
-            yield from (*module.buffers, *module.expert_parallel_buffers)
-
-
-def _is_freed(memory: Tensor) -> bool:
-    """Whether megatron-core has given it back; the tensor stays."""
-    return memory.untyped_storage().size() == 0
-
-
-def _filled_up(rows: PackedTokens, multiple: int) -> PackedTokens:
-    """With as many tokens behind the last row as make it a multiple, in a row of their own that nobody reads."""
-    missing = -len(rows.tokens) % multiple
-    if not missing:
-        return rows
-    return dataclasses.replace(
-        rows,
-        tokens=np.pad(rows.tokens, (0, missing)),
-        positions=np.concatenate([rows.positions, np.arange(missing)]),
-        offsets=np.append(rows.offsets, len(rows.tokens) + missing),
-    )
 
 
 def _parts(owned: Parts, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:

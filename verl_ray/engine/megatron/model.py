@@ -183,17 +183,6 @@ def transformer_config(described: RoleModel, backend: MegatronBackend, dtype: to
     """What megatron-core must know of the model and its layout. Everything that is a kernel of TransformerEngine or
     apex is off; no weight is drawn, because all are read."""
     hf = described.hf.config
-    experts: dict[str, Any] = {}
-    if getattr(hf, "num_experts", None):
-        experts = {
-            "num_moe_experts": hf.num_experts,
-            "moe_ffn_hidden_size": hf.moe_intermediate_size,
-            "moe_router_topk": hf.num_experts_per_tok,
-            "moe_router_pre_softmax": not hf.norm_topk_prob,
-            "moe_router_load_balancing_type": "none",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
-        }
     of_recompute: dict[str, dict[str, Any]] = {
         "none": {},
         "selective": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -240,9 +229,24 @@ def transformer_config(described: RoleModel, backend: MegatronBackend, dtype: to
         apply_rope_fusion=False,
         moe_permute_fusion=False,
         moe_grouped_gemm=False,
-        **experts,
+        **_expert_settings(hf),
         **of_recompute[backend.recompute],
     )
+
+
+def _expert_settings(hf: Any) -> dict[str, Any]:
+    """What megatron-core must know of a model's experts; their balance is a loss of the engine's own."""
+    if not getattr(hf, "num_experts", None):
+        return {}
+    return {
+        "num_moe_experts": hf.num_experts,
+        "moe_ffn_hidden_size": hf.moe_intermediate_size,
+        "moe_router_topk": hf.num_experts_per_tok,
+        "moe_router_pre_softmax": not hf.norm_topk_prob,
+        "moe_router_load_balancing_type": "none",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_layer_freq": [int(has_experts(hf, layer)) for layer in range(hf.num_hidden_layers)],
+    }
 
 
 def has_experts(hf: Any, layer: int) -> bool:

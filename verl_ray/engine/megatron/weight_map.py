@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any, Self
 
 from verl_ray.engine.megatron.layout import Axis, Layout
 from verl_ray.errors import EngineError, ModelError
@@ -106,6 +107,21 @@ class Sizes:
     intermediate: int
     experts: int
     expert_intermediate: int
+
+    @classmethod
+    def of(cls, hf: Any, *, head_size: int, padded_vocabulary: int) -> Self:
+        """Those of a configuration of transformers."""
+        return cls(
+            hidden=hf.hidden_size,
+            heads=hf.num_attention_heads,
+            key_heads=hf.num_key_value_heads,
+            head_size=head_size,
+            vocabulary=hf.vocab_size,
+            padded_vocabulary=padded_vocabulary,
+            intermediate=hf.intermediate_size,
+            experts=getattr(hf, "num_experts", 0),
+            expert_intermediate=getattr(hf, "moe_intermediate_size", 0),
+        )
 
 
 class WeightMap:

@@ -23,9 +23,9 @@ from verl_ray.config.roles import OptimizerConfig
 from verl_ray.engine.megatron_fsdp import residence
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
+from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.engine.offload import Held
-from verl_ray.engine.packed_engine import Loss, MicroBatches
 from verl_ray.models import lora
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import TensorSource, fill, own_box
