@@ -60,12 +60,13 @@ def test_every_advantage_says_what_it_needs() -> None:
 
 def test_the_kind_of_an_entry_tells_how_to_call_it() -> None:
     for advantage in ADVANTAGES.values():
+        usual: dict[str, Any] = {setting.name: value for setting, value in advantage.reads.items()}
         if isinstance(advantage, GroupBaseline):
-            assert advantage.function(f32(0, 1), ids(0, 0), valid(2)).shape == (2,)
+            assert advantage.function(f32(0, 1), ids(0, 0), valid(2), trajectory=ids(0, 1), **usual).shape == (2,)
         elif isinstance(advantage, CriticBaseline):
-            assert advantage.function(f32(0, 1), f32(0, 0), ids(0, 2), f32(0), 1.0, 1.0)[0].shape == (2,)
+            assert advantage.function(f32(0, 1), f32(0, 0), ids(0, 2), f32(0), **usual)[0].shape == (2,)
         elif isinstance(advantage, NoBaseline):
-            assert advantage.function(f32(0, 1), ids(0, 2), 1.0).shape == (2,)
+            assert advantage.function(f32(0, 1), ids(0, 2), **usual).shape == (2,)
 
 
 # ------------------------------------------------------------------------------------------------------- row level

@@ -17,6 +17,7 @@ import configs
 from controllers.bench import SUITES
 from controllers.command_line import _stoppable, command_to_resume, compose, main
 from controllers.compose.composition import examine
+from verl_ray.backends import BACKENDS
 from verl_ray.config.schema import RLConfig, SFTConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.findings import preflight
@@ -72,10 +73,8 @@ def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
 def test_backend_mistakes() -> None:
     key = "backend@critic.backend"
     found = problems("quickstart", f"{key}=megatorn")[key]
-    assert (found.rule, found.fix) == (
-        "there is no such choice",
-        "Did you mean megatron or megatron_fsdp? There is engine, fsdp, megatron, megatron_fsdp.",
-    )
+    assert found.rule == "there is no such choice"
+    assert found.fix == f"Did you mean megatron or megatron_fsdp? There is {', '.join(sorted(BACKENDS))}."
     found = problems("quickstart", "backend.sharding=full")["backend.sharding"]
     assert found.fix == "It belongs to backend=fsdp or backend=megatron_fsdp."
     found = problems("quickstart", "actor.backend.sharding=full")["actor.backend.sharding"]

@@ -55,8 +55,7 @@ CASES = [
         "backend@actor.backend=megatron actor.lora.rank=8",
         "actor.lora.rank",
         "actor.backend=megatron trains all parameters, and has no adapters",
-        "Set it to 0, or choose backend@actor.backend=engine, backend@actor.backend=fsdp or "
-        "backend@actor.backend=megatron_fsdp.",
+        "Set it to 0, or choose backend@actor.backend=engine, backend@actor.backend=fsdp",
     ),
 ]
 
