@@ -43,10 +43,11 @@ def main(argv: list[str]) -> int:
     config = configuration(given.model, "engine", Path(given.dir), overrides)
     with contextlib.redirect_stdout(sys.stderr):  # what is printed there is JSON
         make_inputs(config, warm_start=False)
-    source = PromptSource(config.data.train_path, load_tokenizer(config.actor.model.path), config.data, 0)
-    prompts = source.next_batch(given.prompts)
     with Session.open(config.ray.address) as session:
         stop_on_signals()
+        data = resolve_on(config, Shape.of(session)).data
+        source = PromptSource(data.train_path, load_tokenizer(config.actor.model.path), data, 0)
+        prompts = source.next_batch(given.prompts)
         figures = {
             f"{count}_replica{'s' * (count > 1)}": measure(config, session, prompts, count, given.repeats)
             for count in given.replicas
