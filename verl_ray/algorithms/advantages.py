@@ -246,10 +246,17 @@ class NoBaseline(Declaration):
 Advantage = GroupBaseline | CriticBaseline | NoBaseline
 
 ADVANTAGES: dict[str, Advantage] = by_name(
-    CriticBaseline(name="gae", paper="arXiv:1506.02438", function=gae, reads={GAMMA: 1.0, LAM: 0.95}),
-    GroupBaseline(name="grpo", paper="arXiv:2402.03300", function=grpo, forgets_scale=True),
-    GroupBaseline(name="dr_grpo", paper="arXiv:2503.20783", function=subtract_group_mean),
-    GroupBaseline(name="rloo", paper="arXiv:2402.14740", function=rloo),
-    NoBaseline(name="reinforce_plus_plus", paper="arXiv:2501.03262", function=discounted_returns, reads={GAMMA: 1.0}),
-    GroupBaseline(name="reinforce_plus_plus_baseline", paper="arXiv:2501.03262", function=subtract_group_mean),
+    CriticBaseline(name="gae", paper="GAE (arXiv:1506.02438)", function=gae, reads={GAMMA: 1.0, LAM: 0.95}),
+    GroupBaseline(name="grpo", paper="DeepSeekMath (arXiv:2402.03300)", function=grpo, forgets_scale=True),
+    GroupBaseline(name="dr_grpo", paper="Dr. GRPO (arXiv:2503.20783)", function=subtract_group_mean),
+    GroupBaseline(name="rloo", paper="RLOO (arXiv:2402.14740)", function=rloo),
+    NoBaseline(
+        name="reinforce_plus_plus",
+        paper="REINFORCE++ (arXiv:2501.03262)",
+        function=discounted_returns,
+        reads={GAMMA: 1.0},
+    ),
+    GroupBaseline(
+        name="reinforce_plus_plus_baseline", paper="REINFORCE++ (arXiv:2501.03262)", function=subtract_group_mean
+    ),
 )

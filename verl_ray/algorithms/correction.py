@@ -1,7 +1,7 @@
 """What is done about tokens that another policy sampled than the one that learns: weights, and tokens left out.
 
 Invariant: a weight is a constant for the gradient, and depends on its row alone; a token that is left out bears no term
-of the loss. Denominators stay what they are without a correction (`aggregation.py`): all response tokens, or rows, that
+of the loss. Denominators stay what they are without a correction (`row_weights.py`): all response tokens, or rows, that
 are learned from, those left out among them; so a token is weighed the same whatever becomes of the others. A ratio that
 is NaN is beyond no bound: its token is kept with a weight of NaN, so that the step is skipped and says so.
 Deliberately not here: which policies are compared and where the weights go (`objectives.py`).

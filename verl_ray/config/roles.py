@@ -1,6 +1,6 @@
 """The roles that run a model on a training backend, and how they learn.
 
-Deliberately not here: how a backend computes (`backends`), vLLM's engines (`rollout`), and what else may score
+Deliberately not here: how a backend computes (`verl_ray/backends`), vLLM's engines (`rollout`), and what else may score
 (`reward`).
 """
 

@@ -2,7 +2,7 @@
 
 Invariant: a pure function of the configuration, the models' directories and the kind of machine; what is marked as
 certain is a lower bound, so a machine that lacks it cannot hold the run, and the rest is an estimate. Deliberately not
-here: how a backend shares a model out (`footprints.py`), and what was measured (`watch/memory.py`).
+here: how a backend shares a model out (`verl_ray/backends`), and what was measured (`watch/memory.py`).
 
 Phases. generate: rollouts are drawn and scored. measure: log-probs and values. learn: optimizer steps. publish: new
 weights go to the rollout engines. On GPUs that rollouts share with their trainers, what placement.offload says of the
