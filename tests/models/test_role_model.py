@@ -8,11 +8,11 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForSequenceClassification
 
+from tests.models.loading import load_role_model
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ModelError
 from verl_ray.models.families import VALUE_HEAD
-from verl_ray.models.role_model import load_role_model
 from verl_ray.models.tiny import make_tiny
 from verl_ray.models.weights import CheckpointReader
 

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from tests.models.loading import load_role_model
 from verl_ray.data.batch import offsets_of
 from verl_ray.models.attention import plan_layout
-from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel, load_role_model
+from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager

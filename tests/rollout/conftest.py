@@ -113,7 +113,7 @@ def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
     def reload(engine: VllmEngine, model: PreTrainedModel) -> None:
         state = checkpoint_of(model)
         weights = [(parameter.name, state[parameter.name]) for parameter in manifest_of(model).sent]
-        engine.core.reload(weights)
+        engine.core._client.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
         engine.core.forget_prefixes()
 
     return reload

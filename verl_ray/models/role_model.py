@@ -19,7 +19,7 @@ from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
 from verl_ray.models.experts import RouterWatch, routing
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
-from verl_ray.models.weights import CheckpointReader, TensorSource, fill, materialize, parameters_on_meta
+from verl_ray.models.weights import TensorSource, fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
 from verl_ray.ops.outputs import Outputs, TokenOutputs
 
@@ -160,14 +160,6 @@ def fill_role_model(model: RoleModel, source: TensorSource, *, seed: int, device
     hf.tie_weights()
     new, unused = model.heads_of_others
     fill(hf, source, new=new | lora.initial_scales(hf), unused=unused, seed=seed)
-
-
-def load_role_model(path: str, kind: HeadKind, *, seed: int, device: torch.device, new_head: bool = True) -> RoleModel:
-    """Both in one, for a model that nothing shards."""
-    source = CheckpointReader(path)
-    model = build_role_model(source, path, kind, new_head=new_head)
-    fill_role_model(model, source, seed=seed, device=device)
-    return model
 
 
 def _refuse_head(path: str, checkpoint: TensorSource, new_head: bool) -> None:

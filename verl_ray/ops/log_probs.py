@@ -10,7 +10,7 @@ Not here: which tokens to look at (the engine selects the rows of `hidden`), and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,21 +33,6 @@ class HeadOutputs:
     greedy: Tensor | None  # bool [T]: the token is the most probable one (the first of equals)
 
 
-def token_log_probs(
-    logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0, *, chunk_tokens: int | None = None
-) -> Tensor:
-    """log softmax(logits / temperature)[targets], differentiable in the logits.
-
-    `logits` [T, V] of any float dtype (finite), `targets` int64 [T], `temperature` > 0, one number or float [T] with
-    one per token. Returns float32 [T]. Raises EngineError on shapes that do not fit or a temperature that is not > 0.
-    """
-    _check(logits, targets, logits.shape[-1])
-    divisor = _divisor(temperature, targets)
-    chunk = chunk_tokens or _chunk_tokens(logits, logits.shape[-1])
-    log_probs, _, _ = _LogProbs.apply(logits, None, None, targets, divisor, chunk, None, False, False)  # type: ignore[no-untyped-call]
-    return cast(Tensor, log_probs)
-
-
 def head_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -60,11 +45,12 @@ def head_log_probs(
     with_greedy: bool = False,
     chunk_tokens: int | None = None,
 ) -> HeadOutputs:
-    """The same from the last hidden states, without holding all logits: logits = hidden @ weight.T + bias.
+    """log softmax(logits / temperature)[targets], where logits = hidden @ weight.T + bias, without holding all logits.
 
-    `hidden` [T, H], `weight` [V, H], `bias` [V], `targets` int64 [T]; `temperature` > 0, one number or float [T].
-    Differentiable in hidden, weight and bias, through the log-probs and the entropy. The logits are computed in the
-    dtype of `hidden` (of autocast, where that is on), then turned to float32. Raises EngineError as above.
+    `hidden` [T, H], `weight` [V, H], `bias` [V], `targets` int64 [T]; `temperature` > 0, one number or float [T] with
+    one per token. Differentiable in hidden, weight and bias, through the log-probs and the entropy. The logits are
+    computed in the dtype of `hidden` (of autocast, where that is on), then turned to float32. Raises EngineError on
+    shapes that do not fit or a temperature that is not > 0.
 
     With `vocabulary`, `weight` and `bias` are this rank's slice of the head, `hidden` and `targets` (ids in the whole
     vocabulary) are the same on all ranks of its group, and so are the outputs; every rank must call this, and one

@@ -7,7 +7,6 @@ nothing. Deliberately not here: memory for the parameters (`memory_plan.py`), an
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -282,11 +281,6 @@ def _json(path: Path) -> dict[str, object]:
     except (OSError, ValueError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def parameter_count(path: str) -> int:
-    """Parameters in the safetensors of a model directory; 0 where there are none yet."""
-    return sum(math.prod(shape) for shape in tensor_shapes(path).values())
 
 
 def tensor_shapes(path: str) -> dict[str, list[int]]:

@@ -28,7 +28,6 @@ class DeviceMemory:
     """Of this process on its current device, as torch's allocator counts it; peaks since they were last reset."""
 
     allocated_bytes: int
-    reserved_bytes: int
     peak_allocated_bytes: int
     peak_reserved_bytes: int
 
@@ -51,7 +50,6 @@ def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
         return None
     memory = DeviceMemory(
         allocated_bytes=torch.cuda.memory_allocated(),
-        reserved_bytes=torch.cuda.memory_reserved(),
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
         peak_reserved_bytes=torch.cuda.max_memory_reserved(),
     )

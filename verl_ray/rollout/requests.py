@@ -39,7 +39,6 @@ class Request:
     seed: int
     stream: bool = False  # chunks as tokens are sampled, instead of one at the end
     session: str | None = None  # requests of one session share a prefix: a hint
-    adapter: str | None = None
     gives_way: bool = False  # ended where it is when sleep or a weight update needs an engine without requests
 
 

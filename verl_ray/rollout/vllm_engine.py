@@ -122,8 +122,6 @@ class VllmEngine(RolloutEngine):
                 f"request {request.request_id}: found the token ids {least} to {most}, expected 0 to "
                 f"{self._vocabulary - 1}, the vocabulary of the model"
             )
-        if request.adapter is not None:
-            raise RolloutError(f"request {request.request_id}: no adapter {request.adapter!r} is loaded in this engine")
 
     def _make_sampling_params(self, sampling: Sampling) -> SamplingParams:
         from vllm import SamplingParams

@@ -144,7 +144,7 @@ def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
 
 def test_utilisation_counts_the_slowest_rank_of_each_step() -> None:
     def report(seconds: float, flops: float, peak: float | None = 1e12) -> UpdateReport:
-        memory = DeviceMemory(0, 0, GIB, 2 * GIB)
+        memory = DeviceMemory(0, GIB, 2 * GIB)
         return UpdateReport(LossReport(), StepReport(1.0, 0.1), seconds, flops, peak, memory if peak else None)
 
     # two ranks for 2 s, then for 1 s: 6 rank-seconds; 3 TFLOP of the 6 that the devices could have done
