@@ -254,13 +254,17 @@ def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 4)
 
 
-def test_a_rollout_engine_on_a_gpu_does_without_expandable_segments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_rollout_engine_on_a_gpu_does_without_expandable_segments(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     given = {
         "PYTORCH_ALLOC_CONF": "max_split_size_mb:512, expandable_segments:True,roundup_power2_divisions:[256:1,512:2]",
         "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:False",
     }
-    made = environment("cuda", 1, given=given)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    made = environment("cuda", 1)
     assert made["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:512,roundup_power2_divisions:[256:1,512:2]"
     assert "PYTORCH_CUDA_ALLOC_CONF" not in made  # stays as it is
     assert "runs without expandable_segments of PYTORCH_ALLOC_CONF" in capsys.readouterr().out
-    assert not environment("cpu", 1, given=given).keys() & given.keys()
+    assert not environment("cpu", 1).keys() & given.keys()

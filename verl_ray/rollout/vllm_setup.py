@@ -28,16 +28,13 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def environment(
-    device: str, threads: int, tensor_parallel: int = 1, given: Mapping[str, str] | None = None
-) -> dict[str, str]:
-    """The environment variables that a process needs before it imports torch, to hold a `VllmEngine`.
+def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str, str]:
+    """The environment variables that this process needs before it imports torch, to hold a `VllmEngine`.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of each rank of the engine.
         tensor_parallel: ranks of the engine.
-        given: the variables that the process has, some of which it may not keep; None = those of this one.
     """
     variables = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is stepped by its owner: starts in 3 s instead of 40
@@ -50,7 +47,7 @@ def environment(
         variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits 8-15 s for a compiler
         variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tensor_parallel == 1 else _cores(threads, tensor_parallel)
     else:
-        variables |= _without_expandable_segments(os.environ if given is None else given)
+        variables |= _without_expandable_segments(os.environ)
     return variables
 
 

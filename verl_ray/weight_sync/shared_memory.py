@@ -66,7 +66,7 @@ class SharedMemorySender:
             remove(self._own)
 
 
-def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAddress:
+def create(session: str, slot_bytes: int) -> SharedMemoryAddress:
     """Make the files, owned by this process, with room for `slot_bytes` each.
 
     First removes what owners that no longer live have left behind. Files of a live owner go when it calls `remove`.
@@ -77,7 +77,7 @@ def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAdd
     remove_stale()
     slot_bytes = max(slot_bytes, 1)
     name = f"{prefix('weights')}{session}-{secrets.token_hex(4)}"
-    address = SharedMemoryAddress(tuple(str(FOLDER / f"{name}-{i}") for i in range(slots)), slot_bytes)
+    address = SharedMemoryAddress(tuple(str(FOLDER / f"{name}-{i}") for i in range(SLOTS)), slot_bytes)
     for path in address.paths:
         descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         try:
@@ -86,7 +86,7 @@ def create(session: str, slot_bytes: int, slots: int = SLOTS) -> SharedMemoryAdd
             remove(address)
             room = os.statvfs(FOLDER)
             raise WeightSyncError(
-                f"weight sync needs {slots} x {slot_bytes / 2**20:.0f} MiB in {FOLDER}, found "
+                f"weight sync needs {SLOTS} x {slot_bytes / 2**20:.0f} MiB in {FOLDER}, found "
                 f"{room.f_bavail * room.f_frsize / 2**20:.0f} of {room.f_blocks * room.f_frsize / 2**20:.0f} MiB free "
                 f"({error.strerror}). Enlarge {FOLDER} (in a container: --shm-size), or lower rollout.sync.bucket_mib"
             ) from error
