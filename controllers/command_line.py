@@ -124,6 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except ConfigError as error:
         print_problems(error.problems, sys.stderr)
+        _print_origin(error)
         return error.exit_code
     except Interrupted as stop:
         with contextlib.suppress(OSError):  # nobody may read it any more
@@ -131,10 +132,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return stop.exit_code
     except VerlRayError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        _print_origin(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return Interrupted.exit_code
+
+
+def _print_origin(error: VerlRayError) -> None:
+    """Which process has raised it, if it was another one."""
+    if (origin := error.origin) is not None:
+        print(f"raised by {origin.role} rank {origin.rank} on {origin.node}; {origin.detail}", file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

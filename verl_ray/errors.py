@@ -14,6 +14,8 @@ class VerlRayError(Exception):
     """Root of every error that this project raises on purpose."""
 
     exit_code = 1
+    origin: WorkerError | None = None
+    """Of an error that was raised in a worker: which process that was, and where its stack is."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,20 @@ def _rebuild_worker_error(
     cls: type[WorkerError], what: str, role: str, rank: int, node: str, detail: str, output: str
 ) -> WorkerError:
     return cls(what, role=role, rank=rank, node=node, detail=detail, output=output)
+
+
+def as_raised(error: WorkerError) -> VerlRayError:
+    """The error of this project's own that a worker has raised, which then names its origin; else `error` itself."""
+    raised = error.__cause__
+    if not isinstance(raised, VerlRayError) or isinstance(raised, WorkerError):
+        return error
+    raised.origin = error
+    return raised
+
+
+def failure_of_worker(error: VerlRayError) -> WorkerError | None:
+    """What an error says of a worker; None = it was raised where it was caught."""
+    return error if isinstance(error, WorkerError) else error.origin
 
 
 class WorkerDied(WorkerError):

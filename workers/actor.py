@@ -12,7 +12,7 @@ from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.mismatch import compare
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.host import steering
+from verl_ray.cluster.lanes import steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.stages import (

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.algorithms.row_weights import row_weights
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.host import concurrent
+from verl_ray.cluster.lanes import concurrent
 from verl_ray.cluster.rendezvous import share_timeout
 from verl_ray.config.algorithm import AggregationName
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Rows, TrainingBatch

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.host import concurrent, steering, when_nobody_listens
+from verl_ray.cluster.lanes import concurrent, steering, when_nobody_listens
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig, RolloutEngineConfig
 from verl_ray.data.batch import Int64, Ragged, offsets_of

@@ -155,8 +155,9 @@ class Publisher:
                 receivers.wait([*stream.opening, *stream.received[i - SLOTS]])
             try:
                 part = self._wire.send(bucket, receivers.watch)
-            except WeightSyncError:
-                receivers.wait(stream.calls)  # a receiver that failed is why
+            except WeightSyncError as error:
+                if error.origin is None:  # the wire is broken: a receiver that failed is why
+                    receivers.wait(stream.calls)
                 raise
             stream.prints |= part.prints.by_name
             stream.nbytes += part.nbytes

@@ -12,9 +12,9 @@ from typing import Any
 
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.host import PATIENCE, Facts
+from verl_ray.cluster.messages import PATIENCE, Facts
 from verl_ray.config.schema import RLConfig
-from verl_ray.errors import WeightSyncError, WorkerError
+from verl_ray.errors import VerlRayError, WeightSyncError, failure_of_worker
 from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
 from verl_ray.weight_sync.manifest import Manifest, as_loaded
@@ -119,7 +119,9 @@ class WeightWire:
             first += replica.num_ranks * parallel
         try:
             wait_all(joining, watch)
-        except WorkerError:
+        except VerlRayError as error:
+            if failure_of_worker(error) is None:
+                raise
             self._actor.broadcast(ActorWorker.leave_wire).result()
             raise
         for missing in (told for told in meeting.result() if told is not None):

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from controllers.rollouts.restarts import Replica
-from verl_ray.cluster.group import Stream, next_stream
-from verl_ray.cluster.host import LANES, SERVING
+from verl_ray.cluster.lanes import LANES, SERVING
 from verl_ray.cluster.store import put
+from verl_ray.cluster.streams import Stream, next_stream
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.errors import RolloutError, WorkerError
@@ -159,7 +159,7 @@ class Dealer:
         """Take the pieces that are there; waits for the first one up to `timeout_s` seconds.
 
         Raises:
-            WorkerError: a replica failed or makes no progress.
+            VerlRayError: a replica failed or makes no progress.
             RolloutError: a replica's answers end, and are not all.
         """
         while self._draws:

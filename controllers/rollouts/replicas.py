@@ -23,7 +23,7 @@ from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.stages import Prompts
-from verl_ray.errors import WorkerError
+from verl_ray.errors import VerlRayError
 from workers.rollout import Generation, RolloutWorker
 
 
@@ -77,7 +77,7 @@ class Replicas:
             try:
                 metrics = self._publisher.publish(version, receivers)
                 break
-            except WorkerError as error:
+            except VerlRayError as error:
                 lost = self._roster.lose(error)
                 self._holders.clear()
                 self._publisher.give_up()
@@ -121,7 +121,7 @@ class Replicas:
         `timeout_s` seconds.
 
         Raises:
-            WorkerError: a replica refused, or more were lost than rollout.health.max_restarts allows.
+            VerlRayError: a replica refused, or more were lost than rollout.health.max_restarts allows.
         """
         heed_signals()
         self._roster.take_started()
@@ -140,7 +140,7 @@ class Replicas:
                 self._dealer.take(timeout_s)
             elif timeout_s:
                 time.sleep(min(timeout_s, TICK_S / 10))  # until a replica is there
-        except WorkerError as error:
+        except VerlRayError as error:
             self._roster.lose(error)
 
     def _bring_up(self, replica: Replica) -> None:
@@ -150,7 +150,7 @@ class Replicas:
         try:
             self._publisher.bring_up(self._version, Receivers((replica,), watch, background=self))
             self._holders.add((replica, replica.incarnation))
-        except WorkerError as error:
+        except VerlRayError as error:
             self._roster.lose(error)
         finally:
             self._brings_up = False

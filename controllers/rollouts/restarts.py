@@ -18,12 +18,12 @@ from controllers.rollouts.endpoints import Endpoints
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.failures import Member, stalled
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.host import Status
+from verl_ray.cluster.messages import Status
 from verl_ray.cluster.processes import Restart
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import HealthConfig
-from verl_ray.errors import DeadlineExceeded, EngineFailed, WorkerDied, WorkerError
+from verl_ray.errors import DeadlineExceeded, EngineFailed, VerlRayError, WorkerDied, WorkerError, failure_of_worker
 from workers.rollout import RolloutWorker
 
 Replica = WorkerGroup[RolloutWorker]
@@ -97,13 +97,13 @@ class Roster:
         for replica in replicas:
             try:
                 calls[replica] = replica.broadcast(verb, *args)
-            except WorkerError as error:  # it has failed before
+            except VerlRayError as error:  # it has failed before
                 self.lose(error)
         while calls:
             try:
                 wait_all(list(calls.values()), functools.partial(self.watch, list(calls)))
                 return
-            except WorkerError as error:
+            except VerlRayError as error:
                 del calls[self.lose(error)]
 
     def watch(self, replicas: Sequence[Replica]) -> None:
@@ -119,13 +119,14 @@ class Roster:
             except WorkerError as error:
                 self._fence(replica, error)
 
-    def lose(self, error: WorkerError) -> Replica:
+    def lose(self, error: VerlRayError) -> Replica:
         """The replica that failed, which is fenced and started anew, beside everything else.
 
         Raises `error` if it is not about a replica, or says nothing against the process; or if too many were lost.
         """
-        replica = next((one for one in self._there if one.owns(error)), None)
-        if replica is None or not self._is_lost(replica, error):
+        failure = failure_of_worker(error)
+        replica = next((one for one in self._there if failure is not None and one.owns(failure)), None)
+        if failure is None or replica is None or not self._is_lost(replica, failure):
             raise error
         self._fence(replica, error)
         return replica
@@ -173,11 +174,14 @@ class Roster:
                     self._there.append(replica)
                     self._tell(replica)
                     started.append(replica)
-            except WorkerError as error:  # it did not come up: once more, while there are others
+            except VerlRayError as error:  # it did not come up: once more, while there are others
                 self._fence(replica, error)
         return started
 
-    def _fence(self, replica: Replica, error: WorkerError) -> None:
+    def _fence(self, replica: Replica, error: VerlRayError) -> None:
+        failure = failure_of_worker(error)
+        if failure is None:  # a stop, for instance
+            raise error
         if replica in self._there:
             self._there.remove(replica)
         self._condemned.discard(replica)
@@ -187,8 +191,8 @@ class Roster:
             limit = f"rollout.health.max_restarts = {self._config.max_restarts}"
             error.add_note(f"more than {limit} replicas were lost in a row")
             raise error
-        print(f"warning: {error.role} rank {error.rank} on {error.node} is lost and starts again: {error.what}",
-              file=sys.stderr, flush=True)  # fmt: skip
+        who = f"{failure.role} rank {failure.rank} on {failure.node}"
+        print(f"warning: {who} is lost and starts again: {failure.what}", file=sys.stderr, flush=True)
         replica.kill()
         self._begin(replica)
 

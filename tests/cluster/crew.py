@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.host import concurrent, steering, when_nobody_listens
+from verl_ray.cluster.lanes import concurrent, steering, when_nobody_listens
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
+from verl_ray.errors import VerlRayError
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.progress import reach
 
@@ -120,6 +121,14 @@ class Echo:
         print(f"about to fail, says rank {self.context.rank}")
         if self.context.rank == rank:
             raise ValueError("the reason")
+
+    def refuse(self, rank: int, error: VerlRayError) -> None:
+        if self.context.rank == rank:
+            raise error
+
+    def one_then_refuse(self, rows: Rows, error: VerlRayError) -> Iterator[LogProbs]:
+        yield self.halve(rows.select([0]))
+        raise error
 
     def die(self, rank: int) -> None:
         print(f"last words of rank {self.context.rank}")

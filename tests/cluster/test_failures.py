@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import signal
 import subprocess
 import sys
@@ -19,13 +20,24 @@ from tests.cluster.crew import Echo, Reducer, processes, rows_of
 from verl_ray.cluster.calls import look_after, wait_all
 from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.host import Facts
 from verl_ray.cluster.launch import start_groups
+from verl_ray.cluster.messages import Facts
 from verl_ray.cluster.processes import COLLECTIVES_LAST, Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Receipt, Sharded
-from verl_ray.errors import ClusterError, DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
+from verl_ray.errors import (
+    CallRefused,
+    ClusterError,
+    ConfigError,
+    DeadlineExceeded,
+    Problem,
+    StaleIncarnation,
+    VerlRayError,
+    WeightSyncError,
+    WorkerDied,
+    WorkerError,
+)
 
 Crew = Callable[..., WorkerGroup[Any]]
 pytestmark = pytest.mark.cluster
@@ -45,6 +57,39 @@ def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(crew:
     # A failed group refuses further calls with the first reason.
     with pytest.raises(WorkerError, match=r"the group failed earlier.*ValueError: the reason"):
         group.broadcast(Echo.pid)
+
+
+REFUSALS = [
+    ConfigError([Problem("a.key", 1, "a rule", "a fix")]),
+    WeightSyncError("two names differ"),
+    CallRefused("no such field", "n", 404),
+]
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
+def test_what_is_raised_on_purpose_comes_as_it_is(crew: Crew, refusal: VerlRayError) -> None:
+    group = crew(Echo, 2)
+    with pytest.raises(type(refusal)) as caught:
+        group.broadcast(Echo.refuse, 1, refusal).result()
+    check_origin(caught.value, refusal, "in refuse")
+    with pytest.raises(WorkerError, match="the group failed earlier"):
+        group.broadcast(Echo.pid)
+
+    group.restart().wait()
+    pieces = group.stream(Echo.one_then_refuse, put(rows_of([1, 1])), refusal)
+    with pytest.raises(type(refusal)) as caught:
+        list(pieces)
+    check_origin(caught.value, refusal, "in one_then_refuse")
+
+
+def check_origin(error: VerlRayError, refusal: VerlRayError, frame: str) -> None:
+    """It says itself what is wrong; who raised it is beside it, and the stack is in that process's log."""
+    assert str(error) == str(refusal)
+    assert vars(pickle.loads(pickle.dumps(error))).keys() == vars(error).keys()
+    origin = error.origin
+    assert origin is not None and origin.role == "echo" and origin.output == ""
+    told = re.fullmatch(r"its stack is in (\S+)", origin.detail)
+    assert told is not None and frame in Path(told[1]).read_text()
 
 
 def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:

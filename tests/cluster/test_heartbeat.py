@@ -9,7 +9,7 @@ import pytest
 from verl_ray.cluster.calls import Flight, causes
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.heartbeat import Clock, Heartbeat
-from verl_ray.cluster.host import Status
+from verl_ray.cluster.messages import Status
 from verl_ray.profiling.progress import Progress
 
 LIMIT = 10.0

@@ -10,8 +10,9 @@ import pytest
 
 from tests.cluster.crew import Echo, rows_of
 from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.group import Stream, WorkerGroup, next_stream
+from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
+from verl_ray.cluster.streams import Stream, next_stream
 from verl_ray.data.stages import LogProbs
 from verl_ray.errors import WorkerError
 

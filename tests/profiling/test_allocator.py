@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_ray.cluster.host import Seat, process_environment
+from verl_ray.cluster.host import process_environment
+from verl_ray.cluster.messages import Seat
 from verl_ray.profiling.allocator import exportable, is_expandable
 
 

@@ -22,9 +22,9 @@ import ray
 from verl_ray.cluster import failures
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.heartbeat import ASKED
-from verl_ray.cluster.host import Failure
+from verl_ray.cluster.messages import Failure
 from verl_ray.cluster.waiting import TICK_S, Background, wait
-from verl_ray.errors import StaleIncarnation, WorkerDied, WorkerError
+from verl_ray.errors import StaleIncarnation, WorkerDied, WorkerError, as_raised
 
 T = TypeVar("T")
 
@@ -84,7 +84,8 @@ class Call(Generic[T]):
     def result(self) -> T:
         """The answer of all ranks.
 
-        Raises WorkerError, WorkerDied, DeadlineExceeded, or StaleIncarnation when the group was restarted meanwhile.
+        Raises what a rank raised on purpose, with its `origin`; WorkerError where a rank failed otherwise; WorkerDied,
+        DeadlineExceeded; StaleIncarnation when the group was restarted meanwhile.
         """
         return wait_all([self])[0]
 
@@ -99,7 +100,7 @@ class Call(Generic[T]):
         """Whether the answer is there; returns at once. Raises as `result` does once a rank has failed."""
         if self._answer is None:
             check_current(self._caller, self._incarnation)
-            with _failing([self]):
+            with failing([self._caller]):
                 replies = arrived(self._flights)
             if replies is not None:
                 self._finish(replies)
@@ -125,7 +126,7 @@ def wait_all(
     for call in calls:
         check_current(call._caller, call._incarnation)
     waiting = [call for call in calls if call._answer is None]
-    with _failing(waiting):
+    with failing([call._caller for call in waiting]):
         replies = collect([flight for call in waiting for flight in call._flights], watch, background)
     start = 0
     for call in waiting:
@@ -142,20 +143,24 @@ def look_after(calls: Sequence[Call[Any]]) -> None:
     flights = {flight.reply: flight for call in waiting for flight in call._flights}
     for reply in wait(list(flights), len(flights), 0.0) if flights else []:
         del flights[reply]
-    with _failing(waiting):
+    with failing([call._caller for call in waiting]):
         refuse_stalled(list(flights.values()))
 
 
 @contextlib.contextmanager
-def _failing(calls: Sequence[Call[Any]]) -> Iterator[None]:
-    """An error about one of the calls' processes: their group refuses further calls."""
+def failing(callers: Sequence[Caller]) -> Iterator[None]:
+    """An error about a process of one of these: it refuses further calls. What a worker has raised on purpose is
+    raised as it was there."""
     try:
         yield
     except WorkerError as error:
-        for call in calls:
-            if call._caller.owns(error):
-                call._caller.fail(error)
-        raise
+        for caller in callers:
+            if caller.owns(error):
+                caller.fail(error)
+        raised = as_raised(error)
+        if raised is error:
+            raise
+        raise raised from None
 
 
 def collect(

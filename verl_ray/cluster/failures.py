@@ -20,7 +20,9 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from verl_ray.cluster.heartbeat import Heartbeat
-from verl_ray.cluster.host import CONTROL, STACKS_SIGNAL, Facts, Failure, tail
+from verl_ray.cluster.host import STACKS_SIGNAL, tail
+from verl_ray.cluster.lanes import CONTROL
+from verl_ray.cluster.messages import Facts, Failure
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import DeadlineExceeded, StaleIncarnation, WorkerDied, WorkerError
 
@@ -48,9 +50,11 @@ def raised(member: Member, method: str, failure: Failure) -> WorkerError:
     """A worker's method raised."""
     if isinstance(failure.error, StaleIncarnation):
         return failure.error
-    what = f"{method} raised {failure.what}"
+    what, detail = f"{method} raised {failure.what}", failure.trace
+    if failure.error is not None and member.facts is not None:
+        detail = f"its stack is in {member.facts.log_path}"
     error = WorkerError(
-        what, role=member.role, rank=member.rank, node=member.node, detail=failure.trace, output=failure.output
+        what, role=member.role, rank=member.rank, node=member.node, detail=detail, output=failure.output
     )
     error.__cause__ = failure.error
     return error

@@ -18,11 +18,13 @@ import numpy as np
 import ray
 
 from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Call, Flight, receive, refuse_stalled
+from verl_ray.cluster.calls import Call, Flight
 from verl_ray.cluster.failures import Member
-from verl_ray.cluster.host import CONTROL, PATIENCE, Request, Status, Value, lane_of
+from verl_ray.cluster.lanes import CONTROL, lane_of
+from verl_ray.cluster.messages import PATIENCE, Request, Status, Value
 from verl_ray.cluster.processes import Processes, Restart
-from verl_ray.cluster.waiting import TICK_S, wait
+from verl_ray.cluster.streams import Stream, pieces
+from verl_ray.cluster.waiting import wait
 from verl_ray.data.batch import Batch, Int64
 from verl_ray.data.packing import balance, estimated_work
 from verl_ray.data.sharded import Receipt, Sharded, join
@@ -205,7 +207,7 @@ class WorkerGroup(Generic[W]):
             if len(index)
             for stream in self._streams(replica, method, _slice((rows, *more), index))
         ]
-        return _pieces(streams)
+        return pieces(streams)
 
     def open_stream(
         self,
@@ -326,85 +328,6 @@ class WorkerGroup(Generic[W]):
                     f"{self.role}: {len(other)} rows of {other.stage.__name__} were given beside {len(rows)} rows of "
                     f"{rows.stage.__name__}; they must stand row by row"
                 )
-
-
-class Stream(Generic[R]):
-    """The pieces of one process's generator method. Nothing is lost by not waiting for it: pieces are kept."""
-
-    def __init__(self, group: WorkerGroup[Any], flight: Flight, stream_id: str) -> None:
-        self.group = group
-        self.flight = flight
-        self._stream_id = stream_id
-
-    def take(self) -> Sharded[R] | None:
-        """The next piece, which should be there already (`next_stream`); None at the end.
-
-        Raises WorkerError and its kin, after which the group refuses further calls.
-        """
-        source = self.flight.payload
-        try:
-            try:
-                payload = next(source)
-            except StopIteration:
-                return None
-            _any_of([self])
-            try:
-                reply = receive(replace(self.flight, reply=next(source)))
-            except StopIteration:  # the process ended between the two; the reason lies in the first
-                reply = receive(replace(self.flight, reply=payload))
-            if isinstance(reply, WorkerError):
-                raise reply
-        except WorkerError as error:
-            self.group.fail(error)
-            raise
-        return Sharded.stored(payload, reply)
-
-    def end(self) -> None:
-        """Nobody listens any more: the worker's `abort`, if it has one, and no further piece."""
-        lane = self.flight.member.actor.end_stream.options(concurrency_group=CONTROL)
-        lane.remote(self.group.role, self._stream_id)
-
-
-def next_stream(streams: Sequence[Stream[R]], timeout_s: float) -> Stream[R] | None:
-    """The first of these that has a piece, an end or a failure to take; None when none has for `timeout_s` seconds.
-
-    Raises DeadlineExceeded when the process of one of them makes no progress.
-    """
-    by_source = {stream.flight.payload: stream for stream in streams}
-    ready = wait(list(by_source), 1, timeout_s)
-    found = by_source.pop(ready[0]) if ready else None
-    try:
-        refuse_stalled([stream.flight for stream in by_source.values()])
-    except WorkerError as error:
-        for stream in streams:
-            if stream.group.owns(error):
-                stream.group.fail(error)
-        raise
-    return found
-
-
-def _any_of(streams: Sequence[Stream[R]]) -> Stream[R]:
-    while True:
-        ready = next_stream(streams, TICK_S)
-        if ready is not None:
-            return ready
-
-
-def _pieces(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:
-    # Consumes every stream to its end; waits for the next piece of any; unblocked by a piece, an end, a failure or
-    # a process that makes no progress; stops when all streams have ended or one has failed.
-    running = list(streams)
-    try:
-        while running:
-            stream = _any_of(running)
-            piece = stream.take()
-            if piece is None:
-                running.remove(stream)
-            else:
-                yield piece
-    finally:
-        for stream in running:
-            stream.end()
 
 
 def _slice(args: tuple[object, ...], index: Int64) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 
-from verl_ray.cluster.host import Status
+from verl_ray.cluster.messages import Status
 from verl_ray.cluster.waiting import wait
 
 ASKED = 0.125

@@ -20,15 +20,17 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
 import ray
 
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.cluster.lanes import COLLECTIVE, SERVING, STEERING, Listening, this_thread
+from verl_ray.cluster.messages import Facts, Failure, Reply, Request, Seat, Status, Value
 from verl_ray.cluster.rendezvous import Meeting, join, listen, share_timeout
 from verl_ray.cluster.store import read
 from verl_ray.data.batch import Batch
@@ -37,132 +39,10 @@ from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.allocator import trainer_environment
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
-from verl_ray.profiling.progress import Progress, advance, begin, progress, touch, waiting_for_others
+from verl_ray.profiling.progress import advance, begin, progress, touch, waiting_for_others
 
-COLLECTIVE, SERVING, STEERING, CONTROL = "collective", "serving", "steering", "control"
-LANES = {COLLECTIVE: 1, SERVING: 64, STEERING: 4, CONTROL: 1}
-"""Threads of each lane. A call that is served holds one until it ends; what steers those must not wait for one."""
 STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
-PATIENCE = 0.8
-"""Of run.stall_s: so long a worker waits for others, so that it can say who did not come before it is named itself."""
 _TAIL_BYTES = 4096
-
-
-@dataclass(frozen=True)
-class Seat:
-    """Which process this is: rank `rank` of the process set `processes`, of which `num_ranks` live and die together."""
-
-    processes: str
-    rank: int
-    num_ranks: int
-    device: str
-    threads: int
-    process_group: bool
-    log_dir: str
-    incarnation: int
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Where a process runs and where its output is kept."""
-
-    pid: int
-    started: float  # seconds since the epoch; with pid, tells it from a later process of the same number
-    node_id: str
-    address: str
-    host_name: str
-    log_path: str
-
-    @property
-    def node(self) -> str:
-        return f"{self.host_name} ({self.address})"
-
-
-@dataclass(frozen=True)
-class Request:
-    """One call of one method. `Sharded` arguments arrive at the method as plain batches."""
-
-    role: str
-    incarnation: int
-    method: str
-    args: tuple[object, ...]
-    kwargs: dict[str, object]
-    patience_s: float
-    """How long it waits for the rows to come."""
-    lane: str
-
-
-@dataclass(frozen=True)
-class Value:
-    """What a method returned that is not a batch."""
-
-    value: Any
-
-
-@dataclass(frozen=True)
-class Failure:
-    """An exception of a worker, as text; `error` is the exception itself where it is one of this project's own."""
-
-    what: str
-    trace: str
-    output: str
-    error: VerlRayError | None
-
-
-Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answer for its rows
-
-
-@dataclass(frozen=True)
-class Status:
-    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle; how far the process
-    is with whatever it does on any lane; and what workers that have a `health` say of themselves, by role."""
-
-    pid: int
-    resident_bytes: int
-    running: tuple[str, str, float] | None
-    progress: Progress
-    health: dict[str, Any]
-
-
-M = TypeVar("M", bound=Callable[..., Any])
-
-
-def concurrent(method: M) -> M:
-    """Mark a worker's method that may run beside any other."""
-    method.lane = SERVING  # type: ignore[attr-defined]
-    return method
-
-
-def steering(method: M) -> M:
-    """Mark a worker's method that tells its concurrent ones what to do: it never waits for one of them to begin."""
-    method.lane = STEERING  # type: ignore[attr-defined]
-    return method
-
-
-def when_nobody_listens(act: Callable[[], None]) -> None:
-    """In a generator method: what to do, on another thread, when its caller no longer wants what it yields."""
-    listening: _Listening | None = getattr(_thread, "listening", None)
-    if listening is not None:
-        listening.acts.append(act)
-        if listening.gone:
-            act()
-
-
-@dataclass(eq=False)
-class _Listening:
-    """Who listens to a stream: whether they have gone, and what is done then."""
-
-    lane: str
-    gone: bool = False
-    acts: list[Callable[[], None]] = field(default_factory=list)
-
-
-_thread = threading.local()
-
-
-def lane_of(method: Callable[..., Any]) -> str:
-    """The lane that a worker's method runs on."""
-    return getattr(method, "lane", COLLECTIVE)
 
 
 class WorkerHost:
@@ -175,7 +55,7 @@ class WorkerHost:
         self._log_path = _keep_output(seat)
         self._workers: dict[str, Any] = {}
         self._running: tuple[str, str, float] | None = None
-        self._streams: dict[str, _Listening] = {}
+        self._streams: dict[str, Listening] = {}
         self._ended: deque[str] = deque(maxlen=1024)  # of which their callers may not know yet
         self._listener: socket.socket | None = None
         self._joined = not seat.process_group
@@ -242,8 +122,8 @@ class WorkerHost:
 
     def stream(self, request: Request, stream_id: str) -> Iterator[Batch | Reply]:
         """Run one generator method: each batch that it yields, followed by its receipt."""
-        listening = self._streams.setdefault(stream_id, _Listening(request.lane))
-        _thread.listening = listening
+        listening = self._streams.setdefault(stream_id, Listening(request.lane))
+        this_thread.listening = listening
         with self._doing(request):
             try:
                 for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
@@ -257,7 +137,7 @@ class WorkerHost:
                 yield None
                 yield self._failure(error)
             finally:
-                _thread.listening = None
+                this_thread.listening = None
                 del self._streams[stream_id]
                 self._ended.append(stream_id)
 
@@ -324,7 +204,7 @@ class WorkerHost:
         """Nobody listens to this stream any more: stop at its next piece, which the worker may bring about."""
         if stream_id in self._ended:
             return
-        listening = self._streams.setdefault(stream_id, _Listening(SERVING))  # it may begin yet
+        listening = self._streams.setdefault(stream_id, Listening(SERVING))  # it may begin yet
         listening.gone = True
         for act in listening.acts:
             act()
@@ -378,10 +258,12 @@ class WorkerHost:
             torch.set_num_threads(self._seat.threads)
 
     def _failure(self, error: Exception) -> Failure:
-        own = error if isinstance(error, VerlRayError) else None
+        what, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        if isinstance(error, VerlRayError):
+            print(trace, file=sys.stderr, flush=True)  # the log
+            return Failure(what, "", "", error)
         sys.stdout.flush()
-        trace = "".join(traceback.format_exception(error))
-        return Failure(f"{type(error).__name__}: {error}", trace, tail(self._log_path), own)
+        return Failure(what, trace, tail(self._log_path), None)
 
 
 def process_environment(seat: Seat, given: Mapping[str, str]) -> dict[str, str]:

@@ -14,10 +14,12 @@ from typing import Any, Generic, TypeVar
 import ray
 
 from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Flight, arrived, collect
+from verl_ray.cluster.calls import Flight, arrived, collect, failing
 from verl_ray.cluster.failures import Member
 from verl_ray.cluster.heartbeat import Heartbeat
-from verl_ray.cluster.host import COLLECTIVE, CONTROL, LANES, Seat, WorkerHost
+from verl_ray.cluster.host import WorkerHost
+from verl_ray.cluster.lanes import COLLECTIVE, CONTROL, LANES
+from verl_ray.cluster.messages import Seat
 from verl_ray.cluster.placement import Place, ProcessSet
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import ClusterError
@@ -160,10 +162,11 @@ class Restart:
         """Whether they are there; returns at once.
 
         Raises:
-            WorkerError: one of them failed or makes no progress; all have ended by then.
+            VerlRayError: one of them failed or makes no progress; all have ended by then.
         """
         try:
-            replies = arrived(self._asked)
+            with failing(()):
+                replies = arrived(self._asked)
             if replies is None:
                 return False
             self._asked = self._steps.send(replies)
@@ -220,5 +223,6 @@ def check_topologies(role: str, topologies: Sequence[Topology]) -> None:
 
 
 def _collect_by_set(flights: Sequence[Sequence[Flight]]) -> list[list[Any]]:
-    replies = iter(collect([flight for one in flights for flight in one]))
+    with failing(()):
+        replies = iter(collect([flight for one in flights for flight in one]))
     return [[next(replies) for _ in one] for one in flights]

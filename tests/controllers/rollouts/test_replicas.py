@@ -235,9 +235,9 @@ def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Tra
     replica = run.replicas.there[0]
     publisher = run.replicas._publisher
     publisher._proof._tolerance = 1e-12
-    with pytest.raises(WorkerError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
+    with pytest.raises(WeightSyncError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
         publisher.bring_up(8, Receivers((replica,), lambda: None))
-    assert isinstance(caught.value.__cause__, WeightSyncError)
+    assert caught.value.origin is not None and caught.value.origin.role == "rollout"
     with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
         drawn(run)
 

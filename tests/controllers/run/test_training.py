@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from controllers.trainers.tasks import task_of
 from tests.controllers.runs import ROOT, Inputs, command, command_here
@@ -182,3 +184,20 @@ def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
 def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:
     assert task_of(inputs.supervised(tmp_path)).next_command().startswith("verl-ray ")
     assert task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")
+
+
+@pytest.mark.cluster
+def test_what_a_worker_refuses_is_told_in_two_lines(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(inputs.model, model)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["model.layers.1.mlp.gate_proj.weight"]
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    ended = command_here(
+        cluster, "train", "--config-name", "sft", *inputs.overrides(tmp_path / "run"), f"model.path={model}", code=1
+    )
+    refused, origin = ended.stderr.splitlines()[-2:]
+    assert refused.startswith("ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model.")
+    log = tmp_path / "run" / "logs" / "engine trainer-0.log"
+    assert origin.startswith("raised by actor rank 0 on ") and origin.endswith(f"; its stack is in {log}")
+    assert "Traceback" not in ended.stdout + ended.stderr and "ModelError: model.path" in log.read_text()
