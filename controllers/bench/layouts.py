@@ -278,7 +278,7 @@ def _configured(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
     """A role on a backend of this kind, whose layout is each case's own, and the algorithm of both heads."""
     from controllers.compose.composition import compose
     from verl_ray.config.roles import SupervisedRole
-    from verl_ray.config.schema import RLConfig
+    from verl_ray.config.tasks.rl import RLConfig
 
     settings = ["actor.backend.micro_batch_tokens_per_rank=88", f"sft.max_tokens={max(_LENGTHS)}"]
     settings += ["actor.optimizer.lr=1e-4", "actor.optimizer.max_grad_norm=0.3", "actor.optimizer.weight_decay=0.1"]

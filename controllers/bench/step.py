@@ -27,11 +27,11 @@ from controllers.compose.composition import compose
 from controllers.rollouts.producer import Producer
 from controllers.run.preparation import prepare
 from controllers.system.build import Shape, System, resolve_on, start
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource

@@ -30,7 +30,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.rollout import WireName
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from controllers.run.recovery import Recovery
 from controllers.run.session import open_session
 from controllers.system.build import Shape, resolve_on, start
-from controllers.trainers.base import Evaluation
-from controllers.trainers.tasks import task_of
+from controllers.trainers.base import Evaluation, task_of
 from verl_ray.config.schema import Config
 
 

@@ -12,13 +12,13 @@ import tempfile
 from pathlib import Path
 
 from controllers.system.build import Shape, plan_processes, resolve_on
-from controllers.trainers.tasks import task_of
+from controllers.tasks import typed
+from controllers.trainers.base import task_of
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
-from verl_ray.config.load import parse
 from verl_ray.config.renamed import renewed
 from verl_ray.config.resolve import shared_anew
 from verl_ray.config.schema import Config
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     """Export and verify; returns 0."""
     given = _parser().parse_args(argv)
     checkpoint = CheckpointStore.open(Path(given.checkpoint).absolute())  # ranks have a current folder of their own
-    config = parse(renewed(checkpoint.config))
+    config = typed(renewed(checkpoint.config))
     role = _role(given.role, config, checkpoint.path)
     target = Path(given.directory)
     if target.exists() and any(target.iterdir()):

@@ -17,7 +17,7 @@ from controllers.run.recovery import Recovery, claim
 from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
 from controllers.system.build import Shape, resolve_on, start
-from controllers.trainers.tasks import task_of
+from controllers.trainers.base import task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import noting
 from verl_ray.config.load import to_tree

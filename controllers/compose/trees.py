@@ -14,7 +14,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_ray.config.load import parse
+from controllers.tasks import typed
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 
@@ -122,7 +122,7 @@ def _absolute(path: str) -> str:
 def as_typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | None:
     """`tree` typed. Values that do not fit become problems and are replaced by those of `base`."""
     try:
-        return parse(tree)
+        return typed(tree)
     except ConfigError as error:
         known_bad = {problem.key for problem in problems}
         problems += [problem for problem in error.problems if problem.key not in known_bad]
@@ -130,7 +130,7 @@ def as_typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | 
         for problem in error.problems:
             _replace(tree, defaults, problem.key.split("."))
     try:
-        return parse(tree)
+        return typed(tree)
     except ConfigError:
         return None
 

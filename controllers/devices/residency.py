@@ -14,7 +14,7 @@ from typing import Any, Literal, Self
 
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import Offloaded, RLConfig
+from verl_ray.config.drawing import DrawingConfig, Offloaded
 from verl_ray.config.section import resolved
 from verl_ray.rollout.base import Part
 from workers.actor import ActorWorker
@@ -37,7 +37,7 @@ class Sharing:
     """What trainers free while rollouts are drawn."""
 
     @classmethod
-    def of(cls, config: RLConfig, *, on_gpus: bool) -> Self:
+    def of(cls, config: DrawingConfig, *, on_gpus: bool) -> Self:
         """`on_gpus`: whether the run has any; without them nothing is moved, and engines sleep only if told to."""
         devices = on_gpus and config.placement.kind == "colocated"
         offload: Offloaded = resolved(config.placement.offload)

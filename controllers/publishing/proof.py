@@ -10,7 +10,7 @@ from typing import Literal
 
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.section import resolved
 from verl_ray.rollout.update import Probe
 from workers.actor import ActorWorker
@@ -26,7 +26,7 @@ TIMES_THE_FIRST = 5
 class Proof:
     """When it is due, how much may differ, and the probe of the present version."""
 
-    def __init__(self, actor: WorkerGroup[ActorWorker], config: RLConfig) -> None:
+    def __init__(self, actor: WorkerGroup[ActorWorker], config: DrawingConfig) -> None:
         self._actor = actor
         rollout = config.rollout
         self._every: int = resolved(rollout.sync.probe_every)

@@ -23,7 +23,7 @@ from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing
 from verl_ray.cluster.waiting import Background
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.fingerprint import Fingerprint
@@ -69,7 +69,7 @@ class Publisher:
     """One run's way from the actor to its replicas."""
 
     def __init__(
-        self, actor: WorkerGroup[ActorWorker], config: RLConfig, residency: Residency, *, has_gpus: bool
+        self, actor: WorkerGroup[ActorWorker], config: DrawingConfig, residency: Residency, *, has_gpus: bool
     ) -> None:
         self._residency = residency
         self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=residency.sharing.devices)

@@ -13,7 +13,7 @@ from typing import Any
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.messages import PATIENCE, Facts
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.errors import VerlRayError, WeightSyncError, failure_of_worker
 from verl_ray.weight_sync.buckets import Bucket, plan_buckets
 from verl_ray.weight_sync.fingerprint import Prints
@@ -31,7 +31,7 @@ class WeightWire:
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        config: RLConfig,
+        config: DrawingConfig,
         *,
         has_gpus: bool,
         shares_gpus: bool,

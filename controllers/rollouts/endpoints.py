@@ -11,14 +11,14 @@ import json
 from pathlib import Path
 
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.drawing import DrawingConfig
 from workers.rollout import RolloutWorker
 
 FILE = "endpoints.json"
 
 
 class Endpoints:
-    def __init__(self, config: RLConfig) -> None:
+    def __init__(self, config: DrawingConfig) -> None:
         self._host, self._model = config.rollout.endpoint.host, config.run.name
         self._path = Path(config.run.dir) / FILE
         self._known: dict[int, dict[str, str]] = {}

@@ -14,7 +14,7 @@ from controllers.watch import measures
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Finish

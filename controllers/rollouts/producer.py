@@ -18,7 +18,7 @@ from controllers.rollouts.replicas import Replicas
 from verl_ray.cluster.calls import look_after
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, wait
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Prompts
 from verl_ray.profiling.timers import Timers

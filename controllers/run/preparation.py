@@ -21,11 +21,13 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, noting, telling
 from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.resolve import shared_anew
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.run import RunConfig
-from verl_ray.config.schema import Config, RLConfig, SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.sft import SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
@@ -74,7 +76,7 @@ def prepare(run: Config, session: Session) -> None:
     complete.write_text(recipe)
 
 
-def _recipe(config: RLConfig, wanted: PrepareConfig) -> str:
+def _recipe(config: DrawingConfig, wanted: PrepareConfig) -> str:
     """What the inputs depend on."""
     return json.dumps({"seed": config.run.seed, **wanted.model_dump(exclude={"min_gain"})}, indent=1)
 
@@ -126,7 +128,7 @@ class WarmStartLines(Tracker):
 
 
 def _warm_start(
-    config: RLConfig, wanted: PrepareConfig, session: Session, folder: Path, train: Path, validation: Path
+    config: DrawingConfig, wanted: PrepareConfig, session: Session, folder: Path, train: Path, validation: Path
 ) -> None:
     """The model in `folder`/model. Nothing of it is kept at a stop: it begins anew next time."""
     warm = wanted.warm_start
@@ -150,7 +152,9 @@ def _warm_start(
         trainer.export(str(folder / "model"))
 
 
-def supervised_job(config: RLConfig, wanted: PrepareConfig, folder: Path, train: Path, validation: Path) -> SFTConfig:
+def supervised_job(
+    config: DrawingConfig, wanted: PrepareConfig, folder: Path, train: Path, validation: Path
+) -> SFTConfig:
     """The warm start as a supervised job: the actor's backend and ranks, the warm start's optimizer."""
     warm = wanted.warm_start
     model = ModelConfig(path=str(folder / "untrained"))

@@ -23,14 +23,14 @@ from verl_ray.cluster.placement import ProcessSet, Resources, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.resolve import resolve
-from verl_ray.config.reward import HELD_OUT, FunctionReward, SingleReward
+from verl_ray.config.reward import SingleReward
 from verl_ray.config.roles import ModelRole
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import facts_of
-from verl_ray.preflight.model_directories import reads_values
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -39,7 +39,6 @@ from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader, RewardModelWorker
 from workers.rollout import RolloutSpec, RolloutWorker
 
-ROLES = ("actor", "critic", "reference", "rollout")
 SHARED = "shared"  # the bundles that colocated processes sit in
 
 C = TypeVar("C", bound=Config)
@@ -103,16 +102,26 @@ class System:
     """The running groups of one job. A role that the job does without is None."""
 
     groups: Groups
-    actor: WorkerGroup[ActorWorker]
-    critic: WorkerGroup[CriticWorker] | None
-    reference: WorkerGroup[ReferenceWorker] | None
+    models: Mapping[str, WorkerGroup[Any]]
+    """The roles that run a model on a backend, by name, without those that grade."""
     rollout: Replicas | None
     graders: Mapping[str, WorkerGroup[Any]]
-    """The reward role by the keys of its components, each with the verb `score`; HELD_OUT; or the reward model that a
-    run trains."""
+    """The reward role by the keys of its components, and HELD_OUT; each with the verb `score`."""
     has_gpus: bool
     devices: int
     """What throughput is divided by (`count_devices`)."""
+
+    @property
+    def actor(self) -> WorkerGroup[ActorWorker]:
+        return self.models["actor"]
+
+    @property
+    def critic(self) -> WorkerGroup[CriticWorker] | None:
+        return self.models.get("critic")
+
+    @property
+    def reference(self) -> WorkerGroup[ReferenceWorker] | None:
+        return self.models.get("reference")
 
     def __enter__(self) -> Self:
         return self
@@ -140,26 +149,22 @@ def start(config: Config, session: Session, workers: Workers = WORKERS, *, learn
         log_dir=Path(config.run.dir) / "logs",
     )
 
-    def group(name: str) -> Any:
-        return groups[plan.roles[name]] if name in plan.roles else None
-
-    graders = {name: groups[role] for name, role in plan.roles.items() if name not in ROLES}
-    actor, critic, reference = map(group, ("actor", "critic", "reference"))
+    graders = {name: groups[plan.roles[name]] for name in config.graders_at_work(learns=learns)}
+    named = [name for name in config.model_roles if name in plan.roles and name not in graders]
+    models = {name: groups[plan.roles[name]] for name in named}
     rollout = None
     if config.drawing is not None:
-        models = [one for one in (actor, critic, reference) if one is not None]
+        replicas, actor = groups.replicas(plan.roles["rollout"]), models[config.answers]
         try:
-            rollout = own_replicas(
-                config.drawing, groups.replicas(plan.roles["rollout"]), actor, models, on_gpus=shape.gpus > 0
-            )
+            rollout = own_replicas(config.drawing, replicas, actor, list(models.values()), on_gpus=shape.gpus > 0)
         except BaseException:
             groups.close()
             raise
-    return System(groups, actor, critic, reference, rollout, graders, shape.gpus > 0, plan.devices)
+    return System(groups, models, rollout, graders, shape.gpus > 0, plan.devices)
 
 
 def own_replicas(
-    config: RLConfig,
+    config: DrawingConfig,
     replicas: Sequence[WorkerGroup[RolloutWorker]],
     actor: WorkerGroup[ActorWorker],
     models: Sequence[WorkerGroup[Any]],
@@ -183,7 +188,7 @@ def plan_processes(config: Config, shape: Shape, workers: Workers = WORKERS, *, 
     """
     gpu = 1 if shape.gpus else 0
     shares = config.shares_processes
-    graders = graders_of(config, learns=learns)
+    graders = config.graders_at_work(learns=learns)
     models = {
         name: role for name, role in config.model_roles.items() if learns or name == config.answers or name in graders
     }
@@ -219,7 +224,7 @@ def plan_processes(config: Config, shape: Shape, workers: Workers = WORKERS, *, 
     return Plan(tuple(shared), roles, () if warning is None or gpu else (warning,), count_devices(computing))
 
 
-def grader_role(name: str, grader: SingleReward, home: str, config: RLConfig) -> Role[Any]:
+def grader_role(name: str, grader: SingleReward, home: str, config: DrawingConfig) -> Role[Any]:
     """One component of the reward role, in the processes `home`."""
     policy = config.actor.model.path
     if (model := config.model_roles.get(name)) is not None:
@@ -240,26 +245,12 @@ def count_devices(sets: Sequence[ProcessSet]) -> int:
     return sum(devices.values())
 
 
-def graders_of(config: Config, *, learns: bool) -> dict[str, SingleReward]:
-    """Who grades: the reward's components, and HELD_OUT; without learning, only those that held-out problems need."""
-    if config.drawing is None:
-        return {}
-    evaluation = config.drawing.evaluation
-    if evaluation.functions is None:
-        return config.graders
-    held_out = FunctionReward(
-        kind="function", num_ranks=1, processes_per_rank=1, deadline_s=evaluation.deadline_s,
-        functions=evaluation.functions, normalise="none", clip=None, max_failed_fraction=1.0,
-    )  # fmt: skip
-    return (config.graders if learns else {}) | {HELD_OUT: held_out}
-
-
 def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
     learning = role.learning
     return EngineSpec(
         role=name,
         model_path=role.model.path,
-        head="value" if reads_values(name) else "policy",
+        head=config.head_of(name),
         backend=role.backend,
         optimizer=learning.optimizer if learning else None,
         new_head=learning is not None,
@@ -270,7 +261,7 @@ def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
     )
 
 
-def rollout_spec(config: RLConfig) -> RolloutSpec:
+def rollout_spec(config: DrawingConfig) -> RolloutSpec:
     longest = config.data.max_prompt_tokens + config.rollout.max_response_tokens
     lora = config.actor.lora if config.sends_adapter_alone else None
     return RolloutSpec(

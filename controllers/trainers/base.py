@@ -1,8 +1,8 @@
 """What a task is, and what its trainer can do: all that the loop around a step asks of either.
 
-Invariant: what sets one kind of run apart from another is in its task's file, beside its trainer (`reinforcement.py`,
-`sft.py`, `reward_model.py`); whoever else would ask for the kind of a run asks its task. Deliberately not here: the
-loop (`controllers/run/loop.py`).
+Invariant: what sets one task apart from another is in its file (`rl.py`, `sft.py`, `reward_model.py`), beside its
+trainer; whoever else would ask for the task of a run asks its configuration or its `Task`. Deliberately not here: how a
+name leads to the file (`controllers/tasks.py`), and the loop (`controllers/run/loop.py`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from controllers.system.build import WORKERS, System, Workers
+from controllers.tasks import declared, module_of
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import Config
@@ -64,8 +65,6 @@ MakeTrainer = Callable[[System], Trainable]
 class Task(ABC, Generic[C]):
     """One kind of run."""
 
-    config_type: ClassVar[type[Config]]
-    """Its settings, the models they ask for, and the rules over them."""
     workers: ClassVar[Workers] = WORKERS
     """The classes of the roles that run a model."""
 
@@ -102,6 +101,12 @@ class Task(ABC, Generic[C]):
     def folder(self) -> Path:
         """Where the run writes."""
         return Path(self.config.run.dir)
+
+
+def task_of(config: Config) -> Task[Any]:
+    """The task of this run."""
+    kind: type[Task[Any]] = declared(module_of(config.task), Task)
+    return kind(config)
 
 
 def tell_skipped(count: int, what: str) -> None:

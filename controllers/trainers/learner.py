@@ -31,7 +31,7 @@ from verl_ray.cluster.store import put
 from verl_ray.cluster.waiting import Background
 from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
 from verl_ray.config.roles import TrainedRole
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values

@@ -1,7 +1,7 @@
 """Training a reward model on preferences: pairs of rows of which the first should score higher.
 
 Invariant: the rows of a pair go to one rank, so that its loss sees both. Deliberately not here: scoring rollouts,
-which is the reward role's part in `reinforcement.py`.
+which is the reward role's part in `rl.py`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import RewardModelConfig
+from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.data.packing import lengths_of_units, rows_of_units
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.sharded import Sharded
@@ -58,8 +58,6 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
 class RewardModelTask(SupervisedTask[RewardModelConfig]):
     """`train --config-name reward_model`."""
 
-    config_type = RewardModelConfig
-
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The pairs."""
         config, wanted = self.config, self.config.preference
@@ -82,7 +80,7 @@ class RewardModelTask(SupervisedTask[RewardModelConfig]):
         def make(system: System) -> PreferenceTrainer:
             memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus) if trains else None
             return PreferenceTrainer(
-                system.graders["reward"], train, held_out, wanted.batch_size, config.run.max_skipped_steps, objective,
+                system.models["reward"], train, held_out, wanted.batch_size, config.run.max_skipped_steps, objective,
                 memory,
             )  # fmt: skip
 

@@ -15,7 +15,7 @@ from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.schema import SFTConfig
+from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
@@ -63,8 +63,6 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
 
 class SFTTask(SupervisedTask[SFTConfig]):
     """`train --config-name sft`."""
-
-    config_type = SFTConfig
 
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The demonstrations."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import MismatchError
 from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport

@@ -20,7 +20,7 @@ from verl_ray.algorithms.catalogue import (
     settings,
 )
 from verl_ray.algorithms.declaration import Declaration
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 
 OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEVELS)
 

@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from controllers.compose.composition import compose, examine
-from verl_ray.config.load import known_keys, parse, to_tree
+from controllers.tasks import typed
+from verl_ray.config.load import known_keys, to_tree
 from verl_ray.config.renamed import ADDED, RENAMED, renewed
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 
 INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
@@ -24,14 +25,14 @@ def tree(*overrides: str) -> dict[str, Any]:
 
 def problems(values: dict[str, Any]) -> dict[str, Problem]:
     with pytest.raises(ConfigError) as caught:
-        parse(values)
+        typed(values)
     return {problem.key: problem for problem in caught.value.problems}
 
 
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo", "sft"])
 def test_a_configuration_survives_yaml(root: str) -> None:
     config = compose(root, [] if root == "quickstart" else INPUTS)
-    assert parse(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+    assert typed(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
 
 
 def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:
@@ -48,7 +49,7 @@ def test_an_earlier_configuration_is_renewed() -> None:
     del saved["run"]["stall_s"], saved["rollout"]["staleness"]
     saved["run"] |= {"call_deadline_s": 77.0, "start_deadline_s": 5.0}
     saved["rollout"]["health"]["stall_s"] = 6.0
-    assert parse(renewed(saved)).run.stall_s == 77.0
+    assert typed(renewed(saved)).run.stall_s == 77.0
     assert renewed(saved)["rollout"]["staleness"] == 0 and "rollout" not in renewed({"run": {}})
     assert saved["run"]["call_deadline_s"] == 77.0  # what was given is as it was
     assert renewed(tree()) == tree()
@@ -140,11 +141,9 @@ def test_an_unknown_backend_and_task_are_named() -> None:
     values = tree()
     values["critic"]["backend"]["kind"] = "deepspeed"
     assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
-    own = "or module:Class of a task of your own."
-    assert problems({"task": "dpo"})["task"].fix == f"Use rl, sft or reward_model, {own}"
-    assert "No module named 'nowhere'" in problems({"task": "nowhere:Task"})["task"].rule
-    assert "has no attribute 'Task'" in problems({"task": "json:Task"})["task"].rule
-    assert "has no attribute 'config_type'" in problems({"task": "json:JSONEncoder"})["task"].rule
+    own = "A module of your own is named with its dots."
+    assert problems({"task": "dpo"})["task"].fix == f"There is reward_model, rl, sft. {own}"
+    assert "declares one class over Config" in problems({"task": "json.decoder"})["task"].rule
 
 
 def test_known_keys_cover_every_choice() -> None:

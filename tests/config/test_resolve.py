@@ -13,8 +13,11 @@ from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
 from verl_ray.config.resolve import AUTO_KEYS, Facts, resolutions, resolve, shared_anew
 from verl_ray.config.rules import broken
-from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
+from verl_ray.config.tasks.reward_model import RewardModelConfig
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")

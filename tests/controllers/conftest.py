@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from tests.controllers.runs import Inputs, Samplers, make_inputs, replicas_of, start_some, trainer_of
 from verl_ray.cluster.session import Session
 

@@ -17,12 +17,14 @@ from unittest import mock
 from controllers.command_line import main
 from controllers.compose.composition import compose
 from controllers.system.build import Shape, System, own_replicas, plan_processes, resolve_on
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
@@ -166,12 +168,9 @@ def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], 
     """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
     config = resolve_on(config, SHAPE)
     used = {name: group for name, group in roles.items() if name in config.model_roles}
-    models = [used[name] for name in ("actor", "critic", "reference") if name in used]
-    replicas = own_replicas(config, samplers.rollout, used["actor"], models, on_gpus=False)
-    system = System(
-        groups, used["actor"], used.get("critic"), used.get("reference"), replicas,
-        {"reward": samplers.reward}, has_gpus=False, devices=used["actor"].num_ranks,
-    )  # fmt: skip
+    replicas = own_replicas(config, samplers.rollout, used["actor"], list(used.values()), on_gpus=False)
+    devices = used["actor"].num_ranks
+    system = System(groups, used, replicas, {"reward": samplers.reward}, has_gpus=False, devices=devices)
     tokenizer = load_tokenizer(config.actor.model.path)
     prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
     return Trainer(config, system, prompts, None)

@@ -120,7 +120,7 @@ from ray.cluster_utils import Cluster
 import ray
 from controllers.compose.composition import compose
 from controllers.system.build import Shape, resolve_on, start
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.tokenizers import load_tokenizer

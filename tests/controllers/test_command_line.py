@@ -18,7 +18,8 @@ from controllers.bench import SUITES
 from controllers.command_line import _stoppable, command_to_resume, compose, main
 from controllers.compose.composition import examine
 from verl_ray.backends import BACKENDS
-from verl_ray.config.schema import RLConfig, SFTConfig
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.findings import preflight
 

@@ -8,7 +8,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from verl_ray.backends.base import Bytes
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.footprints import Work, engine_footprint, footprint
 from verl_ray.preflight.model_sizes import ModelSize
 from verl_ray.profiling.flops import ModelShape

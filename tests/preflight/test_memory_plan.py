@@ -10,7 +10,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from tests.preflight.found import NO_GAIN, judged, planned, ppo, settled
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan, Phase, wire_bytes
 from verl_ray.preflight.memory_table import memory_table, print_tables

@@ -10,7 +10,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from verl_ray.config.reward import JudgeReward
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import Health, Score
 from verl_ray.rewards.judge import Judgement
 from verl_ray.rewards.process import ScoreRequest

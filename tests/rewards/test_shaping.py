@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from controllers.compose.composition import compose
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.rewards.health import Health
 from verl_ray.rewards.shaping import Graded, Shaping
 

@@ -1,7 +1,8 @@
 """The one conversion between a plain tree of values and the typed configuration.
 
-Invariant: past `parse` there is no dictionary of settings and no unknown key, and `parse(to_tree(c)) == c`.
-Deliberately not here: where the tree comes from (the command line), and rules over several fields (`rules`).
+Invariant: past `parse` there is no dictionary of settings and no unknown key, and `parse(to_tree(c), type(c)) == c`.
+Deliberately not here: where the tree comes from (the command line), which type a task has (`controllers/tasks.py`), and
+rules over several fields (`rules`).
 """
 
 from __future__ import annotations
@@ -9,56 +10,36 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from verl_ray.config.renamed import new_name
-from verl_ray.config.schema import Config, RewardModelConfig, RLConfig, SFTConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import closest, did_you_mean, either
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.lazy import Lazy
 
 _NAMED = re.compile(r"^(reward\.components)\.[^.]+")  # the names of these sections are the user's
 _BOUNDS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
-CONFIGS: dict[str, type[Config]] = {"rl": RLConfig, "sft": SFTConfig, "reward_model": RewardModelConfig}
-"""By the key `task` of a root config. Those of other tasks are in the files of these, and are found there."""
+
+C = TypeVar("C", bound=Config)
 
 
-def parse(tree: Mapping[str, object]) -> Config:
-    """Turn a tree of plain values (as YAML or JSON gives them) into the typed configuration.
+def parse(tree: Mapping[str, object], kind: type[C]) -> C:
+    """Turn a tree of plain values (as YAML or JSON gives them) into the typed configuration of a task.
 
     Raises ConfigError with every problem at once: unknown and missing keys, wrong types, values out of range.
     Rules over several fields are `rules.broken`.
     """
-    kind = _kind_of(tree.get("task"))
     try:
         return kind.model_validate_json(json.dumps(tree))
     except ValidationError as error:
         raise ConfigError(_problems(error.errors(include_url=False), tree, kind)) from None
     except TypeError as error:
         raise ConfigError([Problem("(the tree)", type(tree).__name__, str(error), "Use plain values only.")]) from None
-
-
-def _kind_of(task: object) -> type[Config]:
-    """The class of a task's configuration: of one of `CONFIGS`, or of the task at an address `module:Class`."""
-    name = str(task)
-    if name in CONFIGS:
-        return CONFIGS[name]
-    fix = f"Use {either(CONFIGS)}, or module:Class of a task of your own."
-    if ":" not in name:
-        raise ConfigError([Problem("task", task, "no such kind of run", fix)])
-    try:
-        kind = Lazy(name).target.config_type
-    except (ImportError, AttributeError) as error:
-        raise ConfigError([Problem("task", task, f"there is no such task: {error}", fix)]) from None
-    if not (isinstance(kind, type) and issubclass(kind, Config)):
-        rule = f"config_type of a task is a class of configurations, and this is {kind!r}"
-        raise ConfigError([Problem("task", task, rule, "Derive it from verl_ray.config.schema.Config.")])
-    return kind
 
 
 def to_tree(config: Config) -> dict[str, object]:

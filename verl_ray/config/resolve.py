@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 
 MIB = 2**20
 
@@ -69,7 +70,7 @@ def resolve(config: C, facts: Facts) -> C:
     for one in resolutions(config, facts):
         section, _, name = one.key.rpartition(".")
         _section(tree, section)[name] = one.value
-    return cast("C", parse(tree))
+    return parse(tree, type(config))
 
 
 def shared_anew(config: C) -> C:
@@ -123,8 +124,7 @@ def _threads_per_rank(config: Config, facts: Facts) -> Answer:
 
 def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
     """Processes that train, and ranks of engines that draw; in each case all at the same time."""
-    own = config.drawing is not None and config.drawing.evaluation.functions is not None
-    graders = config.graders if learns or not own else {}  # held-out problems may have graders of their own
+    graders = config.graders_at_work(learns=learns)
     served = {section.removesuffix(".engine"): one.config for section, one in config.engines.items()}
     at_work = [engine for name, engine in served.items() if name not in config.judges or name in graders]
     drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in at_work)
@@ -140,13 +140,13 @@ def _apply_chat_template(_: Config, facts: Facts) -> Answer:
     return facts.has_chat_template, f"the tokenizer has {'a' if facts.has_chat_template else 'no'} chat template"
 
 
-def _offload(config: RLConfig, facts: Facts) -> Answer:
+def _offload(config: DrawingConfig, facts: Facts) -> Answer:
     if _shares_gpus(config, facts):
         return "all", "rollout engines and trainers share GPUs"
     return "none", "rollout engines and trainers share no GPU"
 
 
-def _sleep(config: RLConfig, facts: Facts) -> Answer:
+def _sleep(config: DrawingConfig, facts: Facts) -> Answer:
     if not _shares_gpus(config, facts):
         return "never", "rollout engines and trainers share no GPU"
     if config.rollout.sync.adapter == "alone":
@@ -154,20 +154,20 @@ def _sleep(config: RLConfig, facts: Facts) -> Answer:
     return "weights", "rollout engines and trainers share GPUs, and each sync brings new weights"
 
 
-def _transport(_: RLConfig, facts: Facts) -> Answer:
+def _transport(_: DrawingConfig, facts: Facts) -> Answer:
     if facts.nodes == 1:
         return "shared_memory", "the cluster is one node"
     return "host_broadcast", f"the cluster is {facts.nodes} nodes, and a broadcast between GPUs has not run yet"
 
 
-def _bucket_mib(_: RLConfig, facts: Facts) -> Answer:
+def _bucket_mib(_: DrawingConfig, facts: Facts) -> Answer:
     least, most = BUCKET_MIB
     share = -(-facts.sent_bytes // (BUCKETS * MIB))
     because = f"a part in {BUCKETS} of {facts.sent_bytes / MIB:.0f} MiB, at least {least} and at most {most}"
     return min(max(share, least), most), because
 
 
-def _adapter(config: RLConfig, facts: Facts) -> Answer:
+def _adapter(config: DrawingConfig, facts: Facts) -> Answer:
     lora, sleep = config.actor.lora, config.rollout.sleep
     if lora.rank == 0:
         return "merged", "there is no adapter"
@@ -178,20 +178,20 @@ def _adapter(config: RLConfig, facts: Facts) -> Answer:
     return "alone", "rollout engines keep the model"
 
 
-def _probe_every(_: RLConfig, facts: Facts) -> Answer:
+def _probe_every(_: DrawingConfig, facts: Facts) -> Answer:
     if facts.gpus:
         return PROBE_EVERY_ON_GPUS, "fingerprints prove every sync, and on GPUs engines do not pack what they receive"
     return PROBE_EVERY, "on a CPU the engine packs what it receives"
 
 
-def _probe_tolerance(config: RLConfig, _: Facts) -> Answer:
+def _probe_tolerance(config: DrawingConfig, _: Facts) -> Answer:
     dtypes = {config.actor.backend.dtype, config.rollout.dtype}
     if dtypes == {"float32"}:
         return PROBE_TOLERANCE, "trainer and rollout engine compute in float32"
     return "measured", f"{' and '.join(sorted(dtypes))} round"
 
 
-def _shares_gpus(config: RLConfig, facts: Facts) -> bool:
+def _shares_gpus(config: DrawingConfig, facts: Facts) -> bool:
     return facts.gpus > 0 and config.placement.kind == "colocated"
 
 

@@ -1,7 +1,7 @@
 """Where scores come from: functions, a model, a judge, a service, or several of them.
 
 Invariant: each source is a class of its own with a `kind`, which chooses it. Deliberately not here: learning a reward
-model (`schema.RewardModelConfig`).
+model (`tasks/reward_model.py`).
 """
 
 from __future__ import annotations
@@ -68,6 +68,11 @@ class Grader(Section):
         return None
 
     @property
+    def model_role(self) -> ModelRole | None:
+        """The grader itself where it is a model on a training backend."""
+        return None
+
+    @property
     def processes(self) -> int:
         """How many it has of its own."""
         return self.cpu_ranks or 0
@@ -112,6 +117,10 @@ class ModelReward(Grader, ModelRole):
     """Scores by a sequence-classification model with one label, on a backend."""
 
     kind: Literal["model"]
+
+    @property
+    def model_role(self) -> ModelRole | None:
+        return self
 
     @property
     def grades(self) -> bool:

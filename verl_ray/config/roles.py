@@ -100,7 +100,7 @@ class SupervisedRole(ModelRole):
     def adapter(self) -> LoraConfig | None:
         return self.lora if self.lora.rank else None
 
-    def rows_per_update(self, rows: int) -> int | None:
+    def rows_per_update(self, rows: int) -> int:
         return rows
 
     def updates_per_step(self, rows: int) -> int:
@@ -115,11 +115,11 @@ class TrainedRole(SupervisedRole):
     epochs: Positive
     """Passes over the rollouts of one step."""
 
-    def rows_per_update(self, rows: int) -> int | None:
+    def rows_per_update(self, rows: int) -> int:
         return self.mini_batch_size or rows
 
     def updates_per_step(self, rows: int) -> int:
-        return self.epochs * -(-rows // (self.mini_batch_size or rows))
+        return self.epochs * -(-rows // self.rows_per_update(rows))
 
 
 class ReferenceRole(ModelRole):

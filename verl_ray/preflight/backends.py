@@ -13,7 +13,7 @@ from verl_ray.config.schema import Config
 from verl_ray.engine.packages import INSTALL, missing_packages
 from verl_ray.errors import Problem
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_directories import reads_values, settings_of, shapes_of
+from verl_ray.preflight.model_directories import settings_of, shapes_of
 
 
 def backend_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
@@ -22,7 +22,7 @@ def backend_problems(config: Config, machine: Machine | None) -> Iterator[Proble
         yield from _package_problems(config)
     for name, role in config.model_roles.items():
         path = role.model.path
-        model = ModelFacts(path, settings_of(path, config), shapes_of(path, config), reads_values(name))
+        model = ModelFacts(path, settings_of(path, config), shapes_of(path, config), config.head_of(name) == "value")
         yield from role.backend.model_problems(name, role.num_ranks, model)
 
 

@@ -12,12 +12,13 @@ import importlib.metadata
 import ipaddress
 import os
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.resolve import resolve
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
@@ -57,7 +58,6 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += backend_problems(config, machine)
     findings.problems += _grader_problems(config)
     if config.drawing is not None:
-        findings.problems += _specs_problems("evaluation.functions", config.drawing.evaluation.functions)
         findings.problems += _endpoint_problems(config.drawing, machine)
         findings.warnings += _endpoint_warnings(config.drawing)
     planned = resolve(config, facts_here(config, machine, learns=not evaluates))
@@ -77,16 +77,12 @@ def _installed_problems() -> Iterator[Problem]:
 
 
 def _grader_problems(config: Config) -> Iterator[Problem]:
-    """Of functions and services that score while the run trains."""
-    for key, one in config.graders.items():
-        yield from _specs_problems(f"{key}.functions", one.named_functions)
+    """Of functions and services that score."""
+    for key, one in config.graders_at_work(learns=True).items():
+        for source, spec in (one.named_functions or {}).items():
+            if (problem := spec_problem(spec, f"{key}.functions.{source}")) is not None:
+                yield problem
         if one.service is not None and (problem := url_problem(one.service.url, f"{key}.url")) is not None:
-            yield problem
-
-
-def _specs_problems(key: str, functions: Mapping[str, str] | None) -> Iterator[Problem]:
-    for source, spec in (functions or {}).items():
-        if (problem := spec_problem(spec, f"{key}.{source}")) is not None:
             yield problem
 
 
@@ -138,7 +134,7 @@ def _inputs_problems(config: Config, evaluates: bool) -> Iterator[Problem]:
         yield from foreign_inputs(config)
 
 
-def _endpoint_problems(config: RLConfig, machine: Machine | None) -> Iterator[Problem]:
+def _endpoint_problems(config: DrawingConfig, machine: Machine | None) -> Iterator[Problem]:
     """What keeps the replicas from listening, where they will be on this machine."""
     endpoint, key = config.rollout.endpoint, "rollout.endpoint"
     address = _address(endpoint.host)
@@ -159,7 +155,7 @@ def _endpoint_problems(config: RLConfig, machine: Machine | None) -> Iterator[Pr
             return
 
 
-def _endpoint_warnings(config: RLConfig) -> Iterator[str]:
+def _endpoint_warnings(config: DrawingConfig) -> Iterator[str]:
     endpoint = config.rollout.endpoint
     address = _address(endpoint.host)
     if endpoint.enabled and endpoint.token_env is None and address is not None and not address.is_loopback:

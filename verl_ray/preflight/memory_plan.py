@@ -18,13 +18,13 @@ from typing import Literal
 
 from verl_ray.backends.base import Bytes, Part
 from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import ServedModel
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.preflight.footprints import CERTAIN, Footprint, Work, engine_footprint, footprint
 from verl_ray.preflight.machine import GIB, MIB
-from verl_ray.preflight.model_directories import reads_values
 from verl_ray.preflight.model_sizes import ModelSize, size_of
 from verl_ray.weight_sync import SLOTS
 
@@ -193,24 +193,24 @@ def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
 def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
     """Of the model that a role runs, with the head that it has there."""
     adapted = role.adapter.targets if role.adapter is not None else ()
-    return size_of(role.model.path, config, "value" if reads_values(name) else "policy", adapted)
+    return size_of(role.model.path, config, config.head_of(name), adapted)
 
 
-def wire_bytes(config: RLConfig) -> int:
+def wire_bytes(config: DrawingConfig) -> int:
     """Shared memory through which weights travel."""
     if config.rollout.sync.wire != "shared_memory":
         return 0
     return SLOTS * min(sent_bytes(config), config.rollout.sync.bucket_bytes)
 
 
-def sent_bytes(config: RLConfig) -> int:
+def sent_bytes(config: DrawingConfig) -> int:
     """All weights, as the trainer holds them or the rollout engines will, whichever is narrower."""
     actor = config.actor
     width = 2 if config.rollout.dtype == "bfloat16" else actor.backend.sent_width
     return width * model_size("actor", actor, config).parameters
 
 
-def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
+def _wire_end_bytes(config: DrawingConfig, *, on_gpus: bool) -> int:
     """Of the wire, what the memory of every process counts that has used it, or its device: it stays open; and on a CPU
     what was sent last, where only changes follow."""
     sync, sent = config.rollout.sync, sent_bytes(config)
@@ -221,7 +221,7 @@ def _wire_end_bytes(config: RLConfig, *, on_gpus: bool) -> int:
     return slots if on_devices else 0
 
 
-def _leaving(own: Footprint, config: RLConfig) -> frozenset[Part]:
+def _leaving(own: Footprint, config: DrawingConfig) -> frozenset[Part]:
     """What of a trainer's state is on the host while rollouts are drawn on its device."""
     offload = resolved(config.placement.offload)
     if offload == "all":
@@ -256,7 +256,7 @@ def _trainer(
             yield phase, Use(own.held, working)
 
 
-def _engine(name: str, engine: ServedModel, config: RLConfig, *, device: str) -> Iterator[tuple[Phase, Use]]:
+def _engine(name: str, engine: ServedModel, config: DrawingConfig, *, device: str) -> Iterator[tuple[Phase, Use]]:
     """A rollout engine: the policy's, or a judge."""
     own, policy = engine.config, name == ROLLOUT
     model = size_of(engine.path, config, "policy")

@@ -189,11 +189,6 @@ def _has_experts(path: str) -> bool:
     return _json(Path(path).expanduser() / "config.json").get("model_type") in WITH_EXPERTS
 
 
-def reads_values(role: str) -> bool:
-    """Whether a role's model has a value head in place of the language head."""
-    return role == "critic" or role.startswith("reward")
-
-
 def _is_judge(key: str, config: Config) -> bool:
     return key.removesuffix(".model.path") in config.judges
 
@@ -202,7 +197,7 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
     """Whether a model gives one number per text. A critic's, or one that is to become a reward model, may give none."""
     fix = "Give a sequence-classification model with one label; `train --config-name reward_model` makes one."
     for name, role in config.model_roles.items():
-        if not reads_values(name):
+        if config.head_of(name) != "value":
             continue
         key, path, shapes = f"{name}.model.path", role.model.path, tensor_shapes(role.model.path)
         labels = shapes[VALUE_HEAD][0] if VALUE_HEAD in shapes else None

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from verl_ray.config.reward import SingleReward
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
 from verl_ray.rewards.health import Health

@@ -7,7 +7,7 @@ import pytest
 from controllers.compose.composition import compose
 from controllers.compose.listing import groups
 from tests.config.rules.cases import INPUTS, Case
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 
 CASES = [
     Case(

@@ -6,7 +6,7 @@ import pytest
 
 from controllers.compose.composition import compose, examine
 from tests.config.rules.cases import Case
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 
 KEY = "algorithm.correction"
 TIS = f"{KEY}.form=three_policy {KEY}.kind=tis {KEY}.level=token {KEY}.upper=2.0"

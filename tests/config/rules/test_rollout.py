@@ -9,7 +9,7 @@ import pytest
 from controllers.compose.composition import compose
 from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED, VLLM_ARGS_FIXED_ON_A_CPU, VLLM_ARGS_OF_OTHER_KEYS
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.rollout.vllm_setup import fixed_arguments
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import chain
-
 import pytest
 
 from controllers.compose.composition import examine
@@ -19,7 +17,10 @@ from tests.config.rules import (
     test_run,
 )
 from tests.config.rules.cases import Case
-from verl_ray.config.rules import OF_TASK, RULES
+from verl_ray.config.rules import RULES
+from verl_ray.config.tasks.reward_model import RewardModelConfig
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
 
 CASES = [
     case
@@ -46,7 +47,8 @@ def test_message(case: Case) -> None:
 
 
 def test_every_rule_has_a_case() -> None:
-    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *chain(*OF_TASK.values()))}
+    own = (*RLConfig.own_rules, *SFTConfig.own_rules, *RewardModelConfig.own_rules)
+    assert {case.rule for case in CASES} == {rule.__name__ for rule in (*RULES, *own)}
 
 
 def test_every_rule_runs_and_all_are_reported_at_once() -> None:

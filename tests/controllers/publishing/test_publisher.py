@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from controllers.devices.residency import Residency, Sharing
 from controllers.publishing.publisher import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Samplers, produced
 from verl_ray.cluster.calls import Call

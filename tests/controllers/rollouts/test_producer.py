@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import produced

@@ -22,7 +22,7 @@ from controllers.devices.residency import Residency, Sharing
 from controllers.publishing.publisher import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.restarts import Replica, Roster
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from tests.cluster.crew import HangsAgain, processes
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
 from verl_ray.cluster.launch import start_groups

@@ -10,7 +10,7 @@ import pytest
 from controllers.compose.composition import compose
 from controllers.run.preparation import prepare, supervised_job
 from verl_ray.cluster.session import Session
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder

@@ -26,7 +26,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import CheckpointError, ConfigError, WorkerDied
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.jsonl import read_metrics

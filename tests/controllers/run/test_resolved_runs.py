@@ -15,7 +15,7 @@ from tests.controllers.runs import SHAPE, Inputs, command_here
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.session import Session
 from verl_ray.config.load import to_tree
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
 
 TWO_NODES = Shape(cores=(8, 8), gpus_per_node=(0, 0))

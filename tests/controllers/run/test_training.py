@@ -12,10 +12,10 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from controllers.trainers.tasks import task_of
+from controllers.tasks import typed
+from controllers.trainers.base import task_of
 from tests.controllers.runs import ROOT, Inputs, command, command_here
 from verl_ray.cluster.session import Session
-from verl_ray.config.load import parse
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
 from verl_ray.tracking.jsonl import read_metrics
@@ -76,7 +76,7 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
     )  # fmt: skip
 
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config = parse(tree)  # fully resolved: it is a configuration by itself
+    config = typed(tree)  # fully resolved: it is a configuration by itself
     assert config.run.total_steps == 3 and config.model.path == str(inputs.model)
 
     lines = read_metrics(run_dir / "metrics.jsonl")

@@ -15,7 +15,8 @@ from controllers.system.build import (
     resolve_on,
     rollout_spec,
 )
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.tasks.rl import RLConfig
 from workers.judge import JudgeWorker
 from workers.reward import RewardWorker
 from workers.reward_model import RewardModelGrader

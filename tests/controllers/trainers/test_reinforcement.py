@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
-from controllers.trainers.reinforcement import Trainer
+from controllers.trainers.rl import Trainer
 from controllers.watch.measures import graded
 from tests.controllers.conftest import MakeTrainer
 from tests.controllers.runs import Inputs, Samplers, lasting, produced, replicas_of, start_some, training

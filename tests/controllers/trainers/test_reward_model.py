@@ -17,7 +17,7 @@ from tests.controllers.runs import GRADER, Inputs, command, command_here, lastin
 from tests.reward_models import make_reward_model, make_tokenizers
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.config.schema import RewardModelConfig
+from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic_pairs
 from verl_ray.data.files import read_preferences
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer

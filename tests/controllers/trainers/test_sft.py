@@ -12,7 +12,7 @@ from controllers.trainers.sft import SFTTrainer
 from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
-from verl_ray.config.schema import SFTConfig
+from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.models.tiny import make_tiny

@@ -9,7 +9,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.watch.mismatch import MismatchWatch, causes
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import MismatchError
 from verl_ray.rollout.requests import Sampling

@@ -7,6 +7,7 @@ here: the declarations, and the formulas.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.algorithms.catalogue import (
@@ -18,9 +19,11 @@ from verl_ray.algorithms.catalogue import (
 )
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
 from verl_ray.config.rules.rule import Overridden, iff, resolved
-from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.tasks.rl import RLConfig
 
 
 def group_baseline_has_a_group(config: RLConfig, _: Overridden) -> Iterator[Problem]:

@@ -7,12 +7,15 @@ here: the formulas (`verl_ray.algorithms`).
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_ray.algorithms.catalogue import CORRECTIONS, POLICY_LOSSES
 from verl_ray.config.rules.rule import Overridden, iff
-from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.tasks.rl import RLConfig
 
 
 def correction_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:

@@ -7,12 +7,15 @@ Invariant: what is asked for can be made, and leaves the run something to gain. 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_ray.config.rules.rollout import ATTENTION_HEAD_SIZES
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.tasks.rl import RLConfig
 
 
 def inputs_are_made_or_given(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:

@@ -8,46 +8,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, TemplateError, meta
 
 from verl_ray.algorithms.advantages import ADVANTAGES
 from verl_ray.config.rules.rollout import VLLM_LEAST_TEMPERATURE
 from verl_ray.config.rules.rule import Overridden
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.tasks.rl import RLConfig
 
 TEMPLATE_FIELDS = ("prompt", "response", "answer", "data_source", "extra")
 """What a judge's template may show: the fields of a `rewards.process.ScoreRequest`."""
 
 
-def rewards_have_a_function(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    functions = {
-        f"{key}.functions": one.named_functions
-        for key, one in config.graders.items()
-        if one.named_functions is not None
-    }
-    if config.evaluation.functions is not None:
-        functions["evaluation.functions"] = config.evaluation.functions
-    for key, given in functions.items():
-        if not given:
-            fix = f"Set {key}={{default: exact_match}}."
-            yield Problem(key, {}, "no data source has a reward function", fix)
+def rewards_have_a_function(config: Config, _: Overridden) -> Iterator[Problem]:
+    for key, one in config.graders_at_work(learns=True).items():
+        if one.named_functions == {}:
+            fix = f"Set {key}.functions={{default: exact_match}}."
+            yield Problem(f"{key}.functions", {}, "no data source has a reward function", fix)
 
 
-def graders_keep_the_deadline_of_calls(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    limits = {key: one.slowest_s for key, one in config.graders.items() if one.slowest_s is not None}
-    if config.evaluation.functions is not None:
-        limits["evaluation"] = config.evaluation.deadline_s
-    for key, deadline_s in limits.items():
-        if deadline_s > config.run.stall_s:
+def graders_keep_the_deadline_of_calls(config: Config, _: Overridden) -> Iterator[Problem]:
+    for key, one in config.graders_at_work(learns=True).items():
+        deadline_s = one.slowest_s
+        if deadline_s is not None and deadline_s > config.run.stall_s:
             rule = f"run.stall_s={config.run.stall_s} ends the run before this ends a response's grading"
             fix = f"Use at most {config.run.stall_s}, or raise run.stall_s."
             yield Problem(f"{key}.deadline_s", deadline_s, rule, fix)
 
 
-def requests_end_before_their_batch(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def requests_end_before_their_batch(config: Config, _: Overridden) -> Iterator[Problem]:
     for section, grader in config.graders.items():
         service = grader.service
         if service is not None and service.request_timeout_s > service.deadline_s:
@@ -95,7 +90,7 @@ def mixed_rewards_have_weights(config: RLConfig, _: Overridden) -> Iterator[Prob
             yield Problem(f"reward.weights.{name}", weight, rule, "Give it a weight, or leave the component out.")
 
 
-def judges_can_be_asked(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def judges_can_be_asked(config: Config, _: Overridden) -> Iterator[Problem]:
     for section, judge in config.judges.items():
         if judge.lowest >= judge.highest:
             fix = f"Set it above {judge.lowest}."

@@ -7,11 +7,16 @@ train, are refused. Deliberately not here: whether the machine has the devices (
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import Config, RLConfig
+from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.drawing import DrawingConfig
+    from verl_ray.config.tasks.rl import RLConfig
 
 
 def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator[Problem]:
@@ -34,13 +39,12 @@ def micro_batch_holds_the_longest_row(config: Config, _: Overridden) -> Iterator
             )
 
 
-def mini_batches_divide_the_rows(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def mini_batches_divide_the_rows(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     prompts, group_size = config.data.prompts_per_step, config.rollout.group_size
-    rows = prompts * group_size
-    roles = {"actor": config.actor} | ({"critic": config.critic} if config.has_critic else {})
-    for name, role in roles.items():
-        size = role.mini_batch_size
-        if size is not None and rows % size:
+    rows = config.rows_per_step
+    for name, role in config.learners.items():
+        size = role.rows_per_update(rows)
+        if rows % size:
             nearest = nearest_divisors(rows, size)
             yield Problem(
                 f"{name}.mini_batch_size",
@@ -51,16 +55,16 @@ def mini_batches_divide_the_rows(config: RLConfig, _: Overridden) -> Iterator[Pr
             )
 
 
-def offloading_frees_shared_devices(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def offloading_frees_shared_devices(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     kind, offload = config.placement.kind, config.placement.offload
     if kind != "colocated" and offload in ("all", "optimizer"):
         rule = f"with placement={kind} trainers share their devices with no rollout engine"
         yield Problem("placement.offload", offload, rule, "Leave it out, or use placement=colocated.")
 
 
-def shared_processes_have_equal_ranks(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def shared_processes_have_equal_ranks(config: Config, _: Overridden) -> Iterator[Problem]:
     """Colocated roles on one kind of backend share a process per rank."""
-    if config.placement.kind != "colocated":
+    if not config.shares_processes:
         return
     leads: dict[str, str] = {}
     for name, role in config.model_roles.items():

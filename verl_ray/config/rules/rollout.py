@@ -9,13 +9,17 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import RLConfig
 from verl_ray.config.suggest import closest, either
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.drawing import DrawingConfig
+    from verl_ray.config.tasks.rl import RLConfig
 
 ATTENTION_HEAD_SIZES = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Head sizes that the rollout engine's attention takes on a CPU."""
@@ -78,7 +82,7 @@ VLLM_LEAST_TEMPERATURE = 0.01
 """Above 0, which is greedy, the sampler takes nothing lower."""
 
 
-def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def sampling_is_what_the_trainer_sees(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     rollout = config.rollout
     if rollout.temperature == 0:
         rule = "training needs sampled responses, and the trainer divides its logits by this"
@@ -95,7 +99,7 @@ def sampling_is_what_the_trainer_sees(config: RLConfig, _: Overridden) -> Iterat
         yield Problem(key, "synthetic", rule, "Use standard.")
 
 
-def rollouts_are_of_the_policy_that_learns(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def rollouts_are_of_the_policy_that_learns(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     staleness = config.rollout.staleness
     if staleness:
         rule = "rollouts are drawn while nothing learns, so no token is older than the policy that learns from it"
@@ -111,7 +115,7 @@ def temperature_is_not_too_low(config: RLConfig, _: Overridden) -> Iterator[Prob
             yield Problem(f"{section}.temperature", value, rule, f"Use at least {VLLM_LEAST_TEMPERATURE}{greedy}.")
 
 
-def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def vllm_args_are_free(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     yield from _vllm_args("rollout", config.rollout.vllm_args, VLLM_ARGS_OF_OTHER_KEYS, VLLM_ARGS_FIXED)
     fixed = VLLM_ARGS_FIXED | {"enable_sleep_mode": "a judge shares its devices with nobody and never sleeps"}
     fixed |= dict.fromkeys(_OF_ADAPTERS, "a judge has no adapter")
@@ -129,7 +133,7 @@ def vllm_args_are_free(config: RLConfig, _: Overridden) -> Iterator[Problem]:
         yield from _vllm_args(f"{section}.engine", judge.engine.vllm_args, setters, fixed)
 
 
-def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+def wires_can_join_the_ends(config: DrawingConfig, overridden: Overridden) -> Iterator[Problem]:
     sync, key = config.rollout.sync, "rollout.sync"
     if sync.delta and sync.transport not in ("broadcast", "host_broadcast", "disk"):
         rule = (
@@ -152,7 +156,7 @@ def wires_can_join_the_ends(config: RLConfig, overridden: Overridden) -> Iterato
             yield Problem(f"{key}.transport", "cuda_ipc", rule, "Use auto, or as many ranks as replicas.")
 
 
-def adapters_can_be_sent_alone(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+def adapters_can_be_sent_alone(config: DrawingConfig, overridden: Overridden) -> Iterator[Problem]:
     given, key, rank = config.rollout.sync.adapter, "rollout.sync.adapter", config.actor.lora.rank
     if given == "auto":
         return
@@ -169,14 +173,14 @@ def adapters_can_be_sent_alone(config: RLConfig, overridden: Overridden) -> Iter
         yield Problem(key, given, rule, f"Use merged, or take {HEAD} from actor.lora.targets.")
 
 
-def endpoint_settings_are_used(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+def endpoint_settings_are_used(config: DrawingConfig, overridden: Overridden) -> Iterator[Problem]:
     switch = "rollout.endpoint.enabled"
     if not config.rollout.endpoint.enabled:
         keys = [key for key in overridden.under("rollout.endpoint") if key != switch]
         yield from ignored(keys, config, f"{switch}=false", f"Leave it out, or set {switch}=true.")
 
 
-def endpoints_have_an_address(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def endpoints_have_an_address(config: DrawingConfig, _: Overridden) -> Iterator[Problem]:
     endpoint, replicas = config.rollout.endpoint, config.rollout.num_replicas
     try:
         ipaddress.ip_address(endpoint.host)

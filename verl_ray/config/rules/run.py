@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from verl_ray.config.rules.rule import Overridden, ignored
-from verl_ray.config.schema import Config, RLConfig, SFTConfig
+from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
+
+if TYPE_CHECKING:  # which name these rules
+    from verl_ray.config.tasks.rl import RLConfig
+    from verl_ray.config.tasks.sft import SFTConfig
 
 
 def run_has_a_name(config: Config, _: Overridden) -> Iterator[Problem]:

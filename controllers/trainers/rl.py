@@ -21,7 +21,7 @@ from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import no_way_back
-from verl_ray.config.schema import RLConfig
+from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
@@ -133,8 +133,6 @@ class Trainer:
 
 class ReinforcementTask(Task[RLConfig]):
     """`train --config-name ppo | grpo | quickstart`."""
-
-    config_type = RLConfig
 
     def read(self, *, trains: bool = True) -> MakeTrainer:
         """The prompts, and the held-out problems."""

@@ -1,0 +1,94 @@
+"""A task in one file of its own, as a user may write one: imitation of every token, the prompt's included."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from controllers.system.build import System
+from controllers.trainers.base import Evaluation, MakeTrainer
+from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from verl_ray.algorithms.objectives import SupervisedObjective
+from verl_ray.cluster.calls import Call
+from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.rules.rule import Overridden, TaskRule
+from verl_ray.config.schema import Config
+from verl_ray.config.section import Positive, PositiveFloat, Section
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import TrainingBatch
+from verl_ray.data.supervised import SupervisedSource
+from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.errors import Problem
+from workers.model_worker import ModelWorker, UpdateReport
+
+
+def weights_are_not_too_large(config: ImitationConfig, _: Overridden) -> Iterator[Problem]:
+    if config.imitation.weight > config.imitation.batch_size:
+        yield Problem("imitation.weight", config.imitation.weight, "this is no weight", "Use 1.0.")
+
+
+class ImitationSection(Section):
+    batch_size: Positive
+    max_tokens: Positive
+    weight: PositiveFloat
+    """Of every row."""
+
+
+class ImitationConfig(Config):
+    student: SupervisedRole
+    imitation: ImitationSection
+
+    own_rules: ClassVar[tuple[TaskRule, ...]] = (weights_are_not_too_large,)
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        return {"student": self.student}
+
+    @property
+    def drawn_per_step(self) -> int:
+        return self.imitation.batch_size
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        return self.imitation.max_tokens, "imitation.max_tokens"
+
+
+class StudentWorker(ModelWorker):
+    def imitate(self, rows: TrainingBatch, weight: float) -> UpdateReport:
+        """One optimizer step on all tokens but the first of each row."""
+        mask = rows.response_mask | True
+        mask[rows.offsets[:-1]] = False
+        weighted = rows.replace(response_mask=mask, loss_weight=weight * rows.loss_weight)
+        return self.learn(weighted, SupervisedObjective())
+
+
+class ImitationTrainer(SupervisedTrainer[StudentWorker]):
+    weight: float
+
+    def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
+        return self.group.scatter(StudentWorker.imitate, rows, self.weight)
+
+    def evaluate(self) -> Evaluation:
+        return {"val-core/held_out/rows": float(len(self.held_out))}, []
+
+
+class ImitationTask(SupervisedTask[ImitationConfig]):
+    workers: ClassVar = {"student": StudentWorker}
+
+    def read(self, *, trains: bool = True) -> MakeTrainer:
+        config, wanted = self.config, self.config.imitation
+        tokenizer = load_tokenizer(config.student.model.path)
+        source = SupervisedSource(
+            config.data.train_path, tokenizer, config.data, max_tokens=wanted.max_tokens, seed=config.run.seed
+        )
+
+        def make(system: System) -> ImitationTrainer:
+            student = system.models["student"]
+            trainer = ImitationTrainer("student", student, source, source.all(4), wanted.batch_size, 5)
+            trainer.weight = wanted.weight
+            return trainer
+
+        return make
+
+    def next_command(self) -> str:
+        return f"verl-ray check --config-name sft model.path={self.model_folder}"

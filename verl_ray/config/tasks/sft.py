@@ -1,0 +1,51 @@
+"""Supervised fine-tuning: `train --config-name sft`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import ClassVar
+
+from verl_ray.config.roles import ModelRole, SupervisedRole
+from verl_ray.config.rules.run import stopping_is_measured
+from verl_ray.config.schema import Config
+from verl_ray.config.section import Fraction, Positive, Section
+from verl_ray.errors import Problem
+
+
+class SupervisedConfig(Section):
+    batch_size: Positive
+    """Rows per optimizer step, over all ranks."""
+    max_tokens: Positive
+    """The longest row, prompt and response together, in tokens."""
+    stop_at_accuracy: Fraction | None
+    """Stop once held-out greedy accuracy reaches this; null = train for run.total_steps."""
+
+
+class SupervisedEvaluationConfig(Section):
+    num_prompts: Positive | None
+    """The first N held-out rows; null = all. Greedy accuracy and loss are read from one forward pass."""
+
+
+class SFTConfig(Config):
+    actor: SupervisedRole
+    sft: SupervisedConfig
+    evaluation: SupervisedEvaluationConfig
+
+    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = (stopping_is_measured,)
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        return {"actor": self.actor}
+
+    @property
+    def drawn_per_step(self) -> int:
+        """Rows."""
+        return self.sft.batch_size
+
+    @property
+    def longest_row(self) -> tuple[int, str]:
+        return self.sft.max_tokens, "sft.max_tokens"
+
+    @property
+    def evaluates_untrained(self) -> bool:
+        return False
