@@ -33,6 +33,7 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import facts_of
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
+from workers.grader import Grader
 from workers.judge import JudgeWorker
 from workers.reference import ReferenceWorker
 from workers.reward import RewardWorker
@@ -105,8 +106,8 @@ class System:
     models: Mapping[str, WorkerGroup[Any]]
     """The roles that run a model on a backend, by name, without those that grade."""
     rollout: Replicas | None
-    graders: Mapping[str, WorkerGroup[Any]]
-    """The reward role by the keys of its components, and HELD_OUT; each with the verb `score`."""
+    graders: Mapping[str, WorkerGroup[Grader]]
+    """The reward role by the keys of its components, and HELD_OUT."""
     has_gpus: bool
     devices: int
     """What throughput is divided by (`count_devices`)."""
