@@ -1,1 +1,1 @@
-"""A run from its beginning or its checkpoint to its end: the loop around every step, recovery, stops."""
+"""A run from its beginning or checkpoint to its end: the loop around every step, recovery, stops, the warm start."""

@@ -12,7 +12,8 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from controllers.run.loop import Loop, NothingKept
+from controllers.run.keeping import GivenUpAnywhere, NothingKept
+from controllers.run.loop import Loop
 from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.base import Evaluation
 from controllers.trainers.sft import ACCURACY, SFTTrainer
@@ -107,7 +108,7 @@ class WarmStart(SFTTrainer):
         metrics, samples = super().evaluate()
         self.reached = metrics[ACCURACY]
         within = config.accuracy_low <= self.reached <= config.accuracy_high
-        self.finished = within and self._steps >= config.min_steps
+        self.finished = within and self._steps >= max(1, config.min_steps)  # a model that has seen nothing is not warm
         return metrics, samples
 
 
@@ -141,8 +142,7 @@ def _warm_start(
         held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
         trainer = WarmStart(warm, system.actor, source, held_out, config.run.max_skipped_steps)
-        nothing = NothingKept()
-        Loop(job.run, trainer, WarmStartLines(), nothing, nothing).run()
+        Loop(job.run, trainer, WarmStartLines(), NothingKept(), GivenUpAnywhere()).run()
         if not trainer.finished:
             raise DataError(
                 f"the warm start ended at a held-out accuracy of {trainer.reached:.3f}, not within prepare.warm_start."

@@ -2,7 +2,7 @@
 
 Invariant: a checkpoint holds the state of every role that learns (written by its ranks) and of the driver (data
 cursor, KL controller, the trackers' run ids), and counts only once its manifest is written; a run that has checkpoints
-never starts anew by itself. Deliberately not here: the format (`verl_ray/checkpoint`) and when to save (`training.py`).
+never starts anew by itself. Deliberately not here: the format (`verl_ray/checkpoint`) and when to save (`loop.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from controllers.trainers.base import Resumable
 from verl_ray.checkpoint.changes import Change, changed_keys
 from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
 from verl_ray.cluster.calls import Call, wait_all
-from verl_ray.cluster.signals import finishing, leave_closed_outputs, stop_requested
+from verl_ray.cluster.signals import finishing, leave_closed_outputs
 from verl_ray.config.load import to_tree
 from verl_ray.config.renamed import renewed
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import drawn_rows
-from verl_ray.errors import CheckpointError, ConfigError, Interrupted, Problem
+from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.tracking.base import Tracker
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
 from verl_ray.tracking.record import free_name, steps_of
@@ -182,20 +182,21 @@ class Recovery:
         self.unrecorded = None if unrecorded is None else {name: float(value) for name, value in unrecorded.items()}
         self._trainer_state = copy.deepcopy(trainer.state())
 
-    def commit_evaluation(self, trainer: Resumable, trackers: Tracker) -> None:
-        """The evaluation that the checkpoint lacked is made, and its line written: neither has to be done again."""
-        if self.unrecorded is None:
+    def commit_line(self, number: int, trainer: Resumable, trackers: Tracker) -> None:
+        """The line of step `number` is written. Where the checkpoint that the run goes on from lacked it, it says so
+        now, so that the evaluation is not made again."""
+        if number == 0:  # a line before the first step: nothing is finished yet
             return
-        assert self.finished is not None and self._checkpoint is not None, "a checkpoint said that it was missing"
-        self.commit(self.finished, trainer)
-        if self._saves and self._is_here(self._checkpoint.path):
-            self._store.restate(self._checkpoint, self._state(trackers))
+        self.commit(number, trainer)
+        found = self._checkpoint
+        if found is not None and found.step == number and self._saves and self._is_here(found.path):
+            self._store.restate(found, self._state(trackers))
 
     def save(self, trainer: Resumable, trackers: Tracker) -> None:
         """Write the checkpoint after the step that was committed last; with run.checkpoint_behind it is there once
-        `finish` returned. A signal waits until it is written, or under way."""
+        `finish_save` returned. A signal waits until it is written, or under way."""
         assert self.finished is not None, "there is something to save once a step is committed"
-        self.finish()
+        self.finish_save()
         state = self._state(trackers)
         self._check_cursor(self.finished, self._trainer_state)
         verb = ModelWorker.begin_save if self._behind else ModelWorker.save
@@ -222,37 +223,31 @@ class Recovery:
         finally:
             self.writing = None
 
-    def finish(self) -> None:
+    def finish_save(self) -> None:
         """Wait for the checkpoint that is being written, if there is one, and commit it."""
         writing, self._unfinished = self._unfinished, None
         if writing is not None:
             with finishing():
                 writing.close()
 
-    @contextlib.contextmanager
-    def kept(self, trainer: Resumable, trackers: Tracker) -> Iterator[None]:
-        """Whatever ends the block: a checkpoint that is being written is committed if it is whole. And where it ends
-        after a signal, the last finished step is saved if no checkpoint holds it, unless the run writes none."""
-        try:
-            yield
-        except BaseException as error:
-            with finishing():
-                self._keep_unfinished()
-                if isinstance(error, Interrupted) or stop_requested():
-                    self._keep_finished(trainer, trackers)
-                    self._record_finished(trackers)
-            raise
-
-    def _keep_unfinished(self) -> None:
+    def rescue_save(self) -> None:
+        """After a failure: commit the checkpoint that is being written, if there is one and it is whole."""
         number = self.writing
         if self._unfinished is None:
             return
         try:
-            self.finish()
+            self.finish_save()
         except Exception as failure:
             _say(f"warning: the checkpoint of step {number} is not whole and was removed: {failure}")
         else:
             _say(f"the checkpoint of step {number}, which was being written, is whole and counts")
+
+    def keep_finished(self, trainer: Resumable, trackers: Tracker) -> None:
+        """After a signal: save the last finished step, if no checkpoint holds it and the run writes any, and write its
+        line, if a stop has left its evaluation undone."""
+        with finishing():
+            self._save_finished(trainer, trackers)
+            self._record_finished(trackers)
 
     def _record_finished(self, trackers: Tracker) -> None:
         """The line of a step whose evaluation the stop has left undone; the resumed run writes it anew."""
@@ -263,7 +258,7 @@ class Recovery:
         except Exception as failure:
             _say(f"warning: step {self.finished} has no line in {METRICS}: {failure}")
 
-    def _keep_finished(self, trainer: Resumable, trackers: Tracker) -> None:
+    def _save_finished(self, trainer: Resumable, trackers: Tracker) -> None:
         number = self.finished
         if number is None:  # the answer to the signal has said that there is nothing to save
             return
@@ -276,7 +271,7 @@ class Recovery:
         if number != self.saved:
             try:
                 self.save(trainer, trackers)
-                self.finish()
+                self.finish_save()
             except Exception as failure:
                 _say(f"warning: step {number} could not be saved: {failure}")
                 return

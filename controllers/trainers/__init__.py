@@ -1,1 +1,1 @@
-"""What one step does, by task: reinforcement learning, supervised learning, reward models; and the warm start."""
+"""What one step does, by task: reinforcement learning, supervised learning and reward models."""

@@ -84,3 +84,15 @@ def test_inputs_of_another_seed_are_not_trained_on(tmp_path: Path) -> None:
     (folder / INPUTS_COMPLETE).write_text("made with other settings")
     with pytest.raises(ConfigError, match="made with another seed or other settings"):
         prepare(config, cast(Session, None))
+
+
+@pytest.mark.cluster
+def test_a_model_that_has_seen_nothing_is_not_warm(
+    cluster: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The loop evaluates before the first step, where any accuracy may lie within the bounds."""
+    anything = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1",
+                "prepare.warm_start.min_steps=0", "prepare.warm_start.evaluate_every=2"]  # fmt: skip
+    prepare(quickstart(tmp_path, *anything), cluster)
+    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warm start: ")]
+    assert line.startswith("warm start: step 2  loss ")

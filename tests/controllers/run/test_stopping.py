@@ -17,9 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
+from controllers.run.keeping import GivenUpAnywhere, NothingKept
 from controllers.run.loop import Loop
 from controllers.run.recovery import Recovery
 from controllers.run.stopping import Stopping
+from controllers.trainers.base import Trainable
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
@@ -32,7 +34,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, all_or_nothing, heed_signals, no_way_back, noting, stop_on_signals
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.timers import Timers
-from verl_ray.tracking import Sample, Trackers
+from verl_ray.tracking import Sample, Tracker, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 
 
@@ -62,6 +64,8 @@ class Cursor:
     groups: dict[str, WorkerGroup[Any]] = field(default_factory=dict)
     stopped_in: int | None = None
     """The step in which a signal comes."""
+    fails_in: int | None = None
+    """The step whose update fails."""
     evaluated: list[int] = field(default_factory=list)
     timers: Timers = field(default_factory=Timers)
     finished: bool = False
@@ -74,6 +78,8 @@ class Cursor:
         self.drawn += 8
         if number == self.stopped_in:
             os.kill(os.getpid(), signal.SIGINT)
+        if number == self.fails_in:
+            raise RuntimeError("the new weights did not arrive")
         return {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
@@ -162,30 +168,59 @@ def test_an_evaluation_is_left_to_the_resumed_run(
 def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The roles hold what is neither of the step before nor of the one that failed."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
-    recovery, trainer = Recovery(config), Cursor()
-    stopping, trackers = Stopping(config, recovery), Trackers([])
-    with pytest.raises(RuntimeError), noting(), recovery.kept(trainer, trackers):
-        with stopping.step(1):
-            no_way_back()
-            recovery.commit(1, trainer)
-        with stopping.step(2):
-            no_way_back()
-            os.kill(os.getpid(), signal.SIGINT)
-            raise RuntimeError("the new weights did not arrive")
+    recovery, trainer = Recovery(config), Cursor(stopped_in=2, fails_in=2)
+    with pytest.raises(RuntimeError, match="the new weights did not arrive"), noting():
+        Loop(config.run, trainer, Trackers([]), recovery, Stopping(config, recovery)).run()
     assert "step 2 failed in its update, so nothing newer than step 0 is saved\n" in capfd.readouterr().err
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_failure_saves_nothing_newer(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Unlike a stop, it may be the doing of what would be saved."""
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
+    recovery = Recovery(config)
+    with pytest.raises(RuntimeError, match="the new weights did not arrive"):
+        Loop(config.run, Cursor(fails_in=4), Trackers([]), recovery, Stopping(config, recovery)).run()
+    assert (recovery.finished, recovery.saved) == (3, None)
+    assert capfd.readouterr().err == "" and not (tmp_path / "checkpoints").exists()
+
+
+class SignalledWhileRescuing(NothingKept):
+    finished_is_kept = False
+
+    def rescue_save(self) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def keep_finished(self, _: Trainable, __: Tracker) -> None:
+        self.finished_is_kept = True
+
+
+@pytest.mark.usefixtures("stoppable")
+def test_a_signal_after_a_failure_saves_what_it_tells(inputs: Inputs, tmp_path: Path) -> None:
+    """It is answered with the step that is saved, also while the loop waits for the checkpoint before."""
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=1", "run.total_steps=6")
+    keeping = SignalledWhileRescuing()
+    with pytest.raises(RuntimeError, match="the new weights did not arrive"), noting():
+        Loop(config.run, Cursor(fails_in=2), Trackers([]), keeping, GivenUpAnywhere()).run()
+    assert keeping.finished_is_kept
+
+
+def test_nothing_kept_runs_to_its_end(inputs: Inputs, tmp_path: Path) -> None:
+    every = ["run.checkpoint_every=1", "run.evaluate_every=2", "run.total_steps=3"]
+    config, trainer = inputs.config("ppo", tmp_path, *every), Cursor()
+    Loop(config.run, trainer, Trackers([]), NothingKept(), GivenUpAnywhere()).run()
+    assert (trainer.drawn, trainer.evaluated) == (24, [0, 16, 24])
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
     config = inputs.config("ppo", tmp_path)
     recovery = Recovery(config)
-    with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]
-        raise Interrupted("stopped by SIGINT")
+    recovery.keep_finished(Cursor(), Trackers([]))
     assert capfd.readouterr().err == ""  # no step is finished
     recovery.commit(3, Cursor())
     assert Stopping(config, recovery).outlook().next == "stopping; nothing is saved (run.checkpoint_every=0)"
-    with pytest.raises(Interrupted), recovery.kept(Cursor(), None):  # type: ignore[arg-type]
-        raise Interrupted("stopped by SIGINT")
+    recovery.keep_finished(Cursor(), Trackers([]))
     assert "nothing is saved (run.checkpoint_every=0): the 3 finished steps are lost" in capfd.readouterr().err
 
 
