@@ -129,7 +129,6 @@ def _peak_bytes(run: Callable[[], object], gpu: bool) -> int:
 def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], object]]:
     from controllers.compose.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
-    from verl_ray.config.roles import SupervisedRole
     from verl_ray.data.packing import balance
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
@@ -144,8 +143,7 @@ def _engine_passes(work: Work, device: torch.device) -> dict[str, Callable[[], o
     ]
     settings += [f"actor.num_ranks={work.world}", f"sft.max_tokens={LONGEST}", f"backend={work.kind}"]
     of_backend = (f"dtype={work.dtype}", f"micro_batch_tokens_per_rank={work.micro_batch_tokens}", *work.settings)
-    role = compose("sft", [*settings, *(f"actor.backend.{setting}" for setting in of_backend)]).model_roles["actor"]
-    assert isinstance(role, SupervisedRole)
+    role = compose("sft", [*settings, *(f"actor.backend.{setting}" for setting in of_backend)]).learners["actor"]
     spec = EngineSpec("actor", work.model, "policy", role.backend, role.optimizer, 1000, seed=0)
     engine = build_engine(spec, device=device, rank=work.rank, world_size=work.world)
     rows, place = rows_of(work.rows, engine.vocab_size), engine.topology

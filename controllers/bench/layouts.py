@@ -277,16 +277,14 @@ def _rank(work: Work) -> None:
 def _configured(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
     """A role on a backend of this kind, whose layout is each case's own, and the algorithm of both heads."""
     from controllers.compose.composition import compose
-    from verl_ray.config.roles import SupervisedRole
+    from verl_ray.config.load import parse, to_tree
     from verl_ray.config.tasks.rl import RLConfig
 
     settings = ["actor.backend.micro_batch_tokens_per_rank=88", f"sft.max_tokens={max(_LENGTHS)}"]
     settings += ["actor.optimizer.lr=1e-4", "actor.optimizer.max_grad_norm=0.3", "actor.optimizer.weight_decay=0.1"]
     settings += ["run.dir=none", "data.train_path=none", "data.validation_path=null", "model.path=none"]
-    role = compose("sft", [f"backend={kind}", "run.evaluate_every=0", *settings]).model_roles["actor"]
-    learned = compose("quickstart", ["algorithm=ppo"])
-    assert isinstance(role, SupervisedRole) and isinstance(learned, RLConfig)
-    return role, learned.algorithm
+    role = compose("sft", [f"backend={kind}", "run.evaluate_every=0", *settings]).learners["actor"]
+    return role, parse(to_tree(compose("quickstart", ["algorithm=ppo"])), RLConfig).algorithm
 
 
 def _measured(work: Work, case: Case) -> Found:

@@ -31,6 +31,7 @@ from controllers.trainers.rl import Trainer
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.store import read
+from verl_ray.config.load import parse, to_tree
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.buffer import Experience, RolloutBuffer
@@ -169,9 +170,7 @@ def main(argv: list[str]) -> int:
 def configuration(model: str, backend: str, folder: Path, overrides: Sequence[str]) -> RLConfig:
     """The run to measure: quickstart's task and model family under GRPO; `overrides` come last."""
     run = (f"run.dir={folder / model}", f"run.name=bench-{model}", f"backend={backend}")
-    config = compose("quickstart", (*WORK, *MODELS[model], *run, *overrides))
-    assert isinstance(config, RLConfig)
-    return config
+    return parse(to_tree(compose("quickstart", (*WORK, *MODELS[model], *run, *overrides))), RLConfig)
 
 
 def make_inputs(config: RLConfig, *, warm_start: bool) -> None:

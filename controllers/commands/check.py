@@ -34,10 +34,9 @@ def checked(
     """
     composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     problems = list(composition.problems)
-    if evaluates and composition.config is not None and not composition.config.evaluates_untrained:
-        rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
-        fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
-        problems.append(Problem("--config-name", config_name, rule, fix))
+    refusal = composition.config.why_no_evaluation if evaluates and composition.config is not None else None
+    if refusal is not None:
+        problems.append(Problem("--config-name", config_name, *refusal))
     findings = Findings()
     if composition.config is not None:
         findings = preflight(composition.config, machine_of(composition.config), evaluates=evaluates)
@@ -95,8 +94,8 @@ def _shown(value: object) -> str:
 
 def _batch_table(config: Config) -> Table:
     sizes = batch_algebra(config)
-    source = f"{config.source_of_rows} = {sizes.rows} rows"
-    table = Table(title=f"one step: {source}, each of up to {sizes.max_row_tokens} tokens", title_justify="left")
+    title = f"one step: {config.step_in_words}, each of up to {sizes.max_row_tokens} tokens"
+    table = Table(title=title, title_justify="left")
     headings = ("role", "ranks", "rows per rank", "mini-batch", "per rank", "updates per step", "micro-batch tokens")
     for heading in headings:
         table.add_column(heading, justify="left" if heading == "role" else "right", overflow="fold")
@@ -112,7 +111,8 @@ def _role_table(config: Config) -> Table:
     table = Table(title="roles", title_justify="left")
     for heading in ("role", "backend", "dtype", "ranks", "placement", "model, functions or service"):
         table.add_column(heading, overflow="fold")
-    place = "colocated" if config.drawing is not None and config.shares_processes else "separate"
+    several = len(config.model_roles) + len(config.engines) > 1
+    place = "colocated" if several and config.shares_processes else "separate"
     for name, role in config.model_roles.items():
         backend = role.backend
         shown = backend.described(role.num_ranks)
@@ -120,8 +120,8 @@ def _role_table(config: Config) -> Table:
     for name, grader in config.graders.items():
         if grader.cpu_ranks is not None:
             table.add_row(name, grader.kind, "-", str(grader.cpu_ranks), "CPU only", grader.asks)
-    for section, engine in config.engines.items():
-        name, ranks = section.removesuffix(".engine"), f"{engine.config.num_replicas} x {engine.config.tensor_parallel}"
+    for name, engine in config.engines.items():
+        ranks = f"{engine.config.num_replicas} x {engine.config.tensor_parallel}"
         where = "separate" if name in config.judges else place
         table.add_row(name, "vllm", engine.config.dtype, ranks, where, engine.path)
     return table

@@ -24,7 +24,7 @@ def test_ppo() -> None:
             ],
         )
     )
-    assert (sizes.prompts, sizes.group_size, sizes.rows, sizes.max_row_tokens) == (12, 4, 48, 512 + 1024)
+    assert (sizes.rows, sizes.max_row_tokens) == (12 * 4, 512 + 1024)
     actor, critic, reference = sizes.roles
     assert (actor.rows_per_rank, actor.mini_batch_size, actor.mini_batch_size_per_rank) == (10, 16, 4)
     assert actor.updates_per_step == 2 * 3

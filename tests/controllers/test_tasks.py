@@ -93,7 +93,7 @@ def test_a_task_of_ones_own_is_checked_and_trained(cluster: Session, inputs: Inp
         "tracking.wandb.mode=disabled",
     ]  # fmt: skip
     told = command_here(cluster, "check", *given).stdout
-    assert "= 8 rows, each of up to 16 tokens" in told and "student" in told
+    assert "one step: 8 rows, each of up to 16 tokens" in told and "student" in told
     command_here(cluster, "train", *given)
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [line["training/global_step"] for line in lines] == [0, 1, 2]

@@ -1,6 +1,6 @@
-"""The batch algebra: how the prompts of one step become rows, mini-batches and micro-batches, role by role.
+"""The batch algebra: how the rows of one step become mini-batches and micro-batches, role by role.
 
-Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row (one rollout), runs through all
+Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row, runs through all
 of them. Deliberately not here: whether the numbers can run (`rules`).
 """
 
@@ -34,10 +34,8 @@ class RoleBatch:
 class BatchAlgebra:
     """The sizes of one training step."""
 
-    prompts: int
-    group_size: int
     rows: int
-    """prompts x group_size"""
+    """That are learned from."""
     max_row_tokens: int
     """The longest row that can occur, in tokens."""
     roles: tuple[RoleBatch, ...]
@@ -47,7 +45,7 @@ def batch_algebra(config: Config) -> BatchAlgebra:
     """The sizes that `config` asks for. Divisions round up, as the fullest rank counts."""
     rows = config.rows_per_step
     roles = tuple(_role(name, role, rows) for name, role in config.model_roles.items())
-    return BatchAlgebra(config.prompts_per_step, config.group_size, rows, config.longest_row[0], roles)
+    return BatchAlgebra(rows, config.longest_row[0], roles)
 
 
 def _role(name: str, role: ModelRole, rows: int) -> RoleBatch:

@@ -47,8 +47,12 @@ class DrawingConfig(Config):
         return self.data.prompts_per_step
 
     @property
-    def group_size(self) -> int:
-        return self.rollout.group_size
+    def rows_per_step(self) -> int:
+        return self.data.prompts_per_step * self.rollout.group_size
+
+    @property
+    def step_in_words(self) -> str:
+        return f"{self.data.prompts_per_step} prompts x {self.rollout.group_size} = {self.rows_per_step} rows"
 
     @property
     def longest_row(self) -> tuple[int, str]:
@@ -76,5 +80,5 @@ class DrawingConfig(Config):
     def engines(self) -> dict[str, ServedModel]:
         """Those of the policy before the judges'."""
         key = "model.path" if self.actor.model.path == self.model.path else "actor.model.path"
-        policy = ServedModel(self.rollout, key, self.actor.model.path, self.data.max_prompt_tokens)
+        policy = ServedModel(self.rollout, "rollout", key, self.actor.model.path, self.data.max_prompt_tokens)
         return {"rollout": policy} | super().engines

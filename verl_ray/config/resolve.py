@@ -125,9 +125,7 @@ def _threads_per_rank(config: Config, facts: Facts) -> Answer:
 def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
     """Processes that train, and ranks of engines that draw; in each case all at the same time."""
     graders = config.graders_at_work(learns=learns)
-    served = {section.removesuffix(".engine"): one.config for section, one in config.engines.items()}
-    at_work = [engine for name, engine in served.items() if name not in config.judges or name in graders]
-    drawing = sum(engine.num_replicas * engine.tensor_parallel for engine in at_work)
+    drawing = sum(one.ranks for name, one in config.engines.items() if name not in config.judges or name in graders)
     homes = {
         role.backend.kind if config.shares_processes else name: role.num_ranks
         for name, role in config.model_roles.items()

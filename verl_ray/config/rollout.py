@@ -47,10 +47,17 @@ class ServedModel:
     """A model that vLLM engines serve."""
 
     config: RolloutEngineConfig
+    section: str
+    """The key of the engines' settings."""
     key: str
     """The key that names its directory."""
     path: str
     max_prompt_tokens: int
+
+    @property
+    def ranks(self) -> int:
+        """Of all replicas."""
+        return self.config.num_replicas * self.config.tensor_parallel
 
 
 class SyncConfig(Section):

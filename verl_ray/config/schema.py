@@ -84,22 +84,14 @@ class Config(Section):
         """By how much a step moves the data cursor."""
 
     @property
-    def prompts_per_step(self) -> int:
-        """Of which each step makes `group_size` rows."""
+    def rows_per_step(self) -> int:
+        """Rows that a step learns from."""
         return self.drawn_per_step
 
     @property
-    def group_size(self) -> int:
-        return 1
-
-    @property
-    def rows_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
-
-    @property
-    def source_of_rows(self) -> str:
-        """What the rows of a step are made of, in words."""
-        return f"{self.prompts_per_step} prompts x {self.group_size}"
+    def step_in_words(self) -> str:
+        """What a step is made of."""
+        return f"{self.rows_per_step} rows"
 
     @property
     def rows_per_unit(self) -> int:
@@ -144,9 +136,9 @@ class Config(Section):
 
     @property
     def engines(self) -> dict[str, ServedModel]:
-        """What vLLM serves, by the key of its section."""
+        """What vLLM serves, by role."""
         return {
-            f"{name}.engine": ServedModel(one.engine, f"{name}.model.path", one.model.path, one.max_prompt_tokens)
+            name: ServedModel(one.engine, f"{name}.engine", f"{name}.model.path", one.model.path, one.max_prompt_tokens)
             for name, one in self.judges.items()
         }
 
@@ -156,6 +148,7 @@ class Config(Section):
         return None
 
     @property
-    def evaluates_untrained(self) -> bool:
-        """Whether one evaluation without training says something: of a model, or of a checkpoint."""
-        return True
+    def why_no_evaluation(self) -> tuple[str, str] | None:
+        """Why there is none without training, and what to do instead; None = there is one: of a model, or of a
+        checkpoint."""
+        return None

@@ -179,8 +179,7 @@ def memory_plan(config: Config, *, on_gpus: bool) -> MemoryPlan:
         leaves = _leaving(own, rl) if rl is not None and moves else frozenset()
         uses[name] = dict(_trainer(own, role, sends=name == "actor", leaves=leaves, on_gpus=on_gpus))
     if rl is not None:
-        for section, engine in rl.engines.items():
-            name = section.removesuffix(".engine")
+        for name, engine in rl.engines.items():
             uses[name] = dict(_engine(name, engine, rl, device=device))
     if rl is not None and on_gpus and rl.rollout.sync.delta:
         for name in ("actor", ROLLOUT):  # both ends keep what was sent last
@@ -307,12 +306,11 @@ def _processes(config: Config) -> Iterator[Processes]:
         ranks = config.model_roles[names[0]].num_ranks
         place = "shared" if colocated else names[0]
         yield Processes("trainer", tuple(names), ranks, place, f"{names[0]}.num_ranks", ranks)
-    for section, engine in config.engines.items():
-        name, replicas = section.removesuffix(".engine"), engine.config.num_replicas
+    for name, engine in config.engines.items():
         kind: Kind = "rollout" if name == ROLLOUT else "judge"
         place = "shared" if colocated and kind == "rollout" else name
-        ranks = replicas * engine.config.tensor_parallel
-        yield Processes(kind, (name,), ranks, place, f"{section}.num_replicas", replicas)
+        replicas = engine.config.num_replicas
+        yield Processes(kind, (name,), engine.ranks, place, f"{engine.section}.num_replicas", replicas)
     for name, one in config.graders.items():
         if one.cpu_ranks is not None:
             yield Processes("reward", (name,), one.cpu_ranks, name, f"{name}.num_ranks", one.cpu_ranks)

@@ -37,8 +37,8 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
     yield from _expert_problems(config)
     yield from _adapter_problems(config)
     yield from _token_problems(config)
-    for section, engine in config.engines.items():
-        yield from _engine_problems(section, engine, machine)
+    for engine in config.engines.values():
+        yield from _engine_problems(engine, machine)
     yield from _judge_problems(config)
 
 
@@ -121,7 +121,7 @@ def _said(shape: list[int] | None, absent: str = "is absent", has: str = "has") 
     return absent if shape is None else f"{has} shape {shape}"
 
 
-def _engine_problems(section: str, engine: ServedModel, machine: Machine | None) -> Iterator[Problem]:
+def _engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Problem]:
     """What a rollout engine needs of its model."""
     settings = _json(Path(engine.path).expanduser() / "config.json")
     heads, hidden = settings.get("num_attention_heads"), settings.get("hidden_size")
@@ -131,7 +131,7 @@ def _engine_problems(section: str, engine: ServedModel, machine: Machine | None)
     if heads % parallel:
         rule = f"it must divide the {heads} attention heads of the model"
         nearest = either(nearest_divisors(heads, parallel))
-        yield Problem(f"{section}.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
+        yield Problem(f"{engine.section}.tensor_parallel", parallel, rule, f"The nearest that do are {nearest}.")
     if machine is None or machine.gpus:
         return
     if hidden % EXPERTS_HIDDEN_MULTIPLE and _has_experts(engine.path):

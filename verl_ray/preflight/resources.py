@@ -53,12 +53,8 @@ def resource_warnings(config: Config, machine: Machine | None) -> Iterator[str]:
 def _ranks(config: Config) -> dict[str, int]:
     """Devices that each role keeps for itself: colocated roles count once, as the most that one of them has."""
     roles = {name: role.num_ranks for name, role in config.model_roles.items()}
-    served = {
-        section.removesuffix(".engine"): one.config.num_replicas * one.config.tensor_parallel
-        for section, one in config.engines.items()
-    }
-    apart = {name: ranks for name, ranks in served.items() if name in config.judges}
-    roles |= {name: ranks for name, ranks in served.items() if name not in apart}
+    apart = {name: one.ranks for name, one in config.engines.items() if name in config.judges}
+    roles |= {name: one.ranks for name, one in config.engines.items() if name not in apart}
     if config.shares_processes:
         largest = max(roles, key=lambda name: roles[name])
         return {largest: roles[largest]} | apart
@@ -67,9 +63,8 @@ def _ranks(config: Config) -> dict[str, int]:
 
 def _ranks_key(role: str, config: Config) -> str:
     """The key that says how many ranks or replicas a role has."""
-    if role == "rollout":
-        return "rollout.num_replicas"
-    return f"{role}.engine.num_replicas" if role in config.judges else f"{role}.num_ranks"
+    engine = config.engines.get(role)
+    return f"{role}.num_ranks" if engine is None else f"{engine.section}.num_replicas"
 
 
 def _cpu_problems(config: Config) -> Iterator[Problem]:
@@ -80,11 +75,11 @@ def _cpu_problems(config: Config) -> Iterator[Problem]:
     if drawing is not None and drawing.placement.offload in ("all", "optimizer"):
         rule = "it frees GPUs, and this machine has none"
         yield Problem("placement.offload", drawing.placement.offload, rule, "Use auto.")
-    for section, engine in config.engines.items():
+    for engine in config.engines.values():
         arguments = engine.config.vllm_args
         for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):
             rule = f"this argument may not change on a CPU: {VLLM_ARGS_FIXED_ON_A_CPU[name]}"
-            yield Problem(f"{section}.vllm_args.{name}", arguments[name], rule, "Leave it out.")
+            yield Problem(f"{engine.section}.vllm_args.{name}", arguments[name], rule, "Leave it out.")
 
 
 def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:

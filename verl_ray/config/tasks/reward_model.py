@@ -47,13 +47,13 @@ class RewardModelConfig(Config):
         return self.preference.batch_size
 
     @property
-    def prompts_per_step(self) -> int:
+    def rows_per_step(self) -> int:
         """Two rows per pair."""
         return 2 * self.preference.batch_size
 
     @property
-    def source_of_rows(self) -> str:
-        return f"{self.preference.batch_size} pairs"
+    def step_in_words(self) -> str:
+        return f"{self.preference.batch_size} pairs = {self.rows_per_step} rows"
 
     @property
     def rows_per_unit(self) -> int:

@@ -47,5 +47,6 @@ class SFTConfig(Config):
         return self.sft.max_tokens, "sft.max_tokens"
 
     @property
-    def evaluates_untrained(self) -> bool:
-        return False
+    def why_no_evaluation(self) -> tuple[str, str]:
+        rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
+        return rule, "Use --config-name ppo or grpo, with the model's directory as model.path."
