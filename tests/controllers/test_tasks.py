@@ -11,16 +11,24 @@ import pytest
 
 from controllers.compose.composition import examine
 from controllers.compose.listing import root_configs
+from controllers.system.build import plan_processes, resolve_on
 from controllers.tasks import config_type, declared, tasks
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
-from tests.controllers.runs import Inputs, command_here
+from tests.controllers.runs import SHAPE, Inputs, command_here
 from tests.controllers.trainers.imitation import ImitationConfig
 from verl_ray.cluster.session import Session
+from verl_ray.config.load import parse, to_tree
+from verl_ray.config.roles import ModelRole, ReferenceRole, SupervisedRole
+from verl_ray.config.rules import broken
 from verl_ray.config.schema import Config
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError
+from verl_ray.preflight.findings import preflight
+from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.tracking.jsonl import read_metrics
+from workers.actor import ActorWorker
+from workers.reference import ReferenceWorker
 
 FOLDER = Path(__file__).parent / "trainers"
 OWN = "tests.controllers.trainers.imitation"
@@ -82,6 +90,35 @@ def test_the_rules_of_a_task_of_ones_own_are_checked() -> None:
     (long,) = examine("imitation", ["model.path=/m", "data.train_path=/t", "data.validation_path=/v",
                                     "imitation.max_tokens=100000"], str(FOLDER)).problems  # fmt: skip
     assert long.key == "student.backend.micro_batch_tokens_per_rank" and "(imitation.max_tokens)" in long.rule
+
+
+class PairsConfig(ImitationConfig):
+    """An actor that learns, and a frozen reference beside it, as preferences without a reward model need."""
+
+    actor: SupervisedRole
+    reference: ReferenceRole
+
+    @property
+    def model_roles(self) -> dict[str, ModelRole]:
+        return {"actor": self.actor, "reference": self.reference}
+
+
+def test_a_frozen_reference_is_planned_and_checked(inputs: Inputs, tmp_path: Path) -> None:
+    config = resolve_on(inputs.supervised(tmp_path, "actor.num_ranks=2"), SHAPE)
+    tree = to_tree(config) | {"imitation": {"batch_size": 8, "max_tokens": 16, "weight": 1.0}}
+    student, reference = tree["actor"], {key: tree["actor"][key] for key in ("model", "num_ranks", "backend")}
+    del tree["sft"], tree["evaluation"]
+    pairs = parse(tree | {"student": student, "reference": reference}, PairsConfig)
+    found = plan_processes(pairs, SHAPE)
+    assert {name: (role.factory, role.processes) for name, role in found.roles.items()} == {
+        "actor": (ActorWorker, "engine trainer"), "reference": (ReferenceWorker, "engine trainer"),
+    }  # fmt: skip
+    assert [(one.name, one.num_ranks) for one in found.sets] == [("engine trainer", 2)]
+    assert broken(pairs) == [] and preflight(pairs, None).problems == []
+    plan = memory_plan(pairs, on_gpus=True)
+    assert plan.uses["reference"]["learn"].working == {} and plan.uses["actor"]["learn"].working != {}
+    alone = pairs.model_copy(update={"reference": pairs.reference.model_copy(update={"num_ranks": 1})})
+    assert [problem.key for problem in broken(alone)] == ["reference.num_ranks"]
 
 
 @pytest.mark.cluster

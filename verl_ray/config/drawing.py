@@ -5,8 +5,7 @@ Deliberately not here: what is learned from the rollouts (`tasks`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar, Literal
+from typing import Literal
 
 from verl_ray.config.data import DataConfig
 from verl_ray.config.roles import TrainedRole
@@ -14,7 +13,6 @@ from verl_ray.config.rollout import RolloutConfig, ServedModel
 from verl_ray.config.rules.drawing import DRAWING_RULES
 from verl_ray.config.schema import Config
 from verl_ray.config.section import Auto, Section, resolved
-from verl_ray.errors import Problem
 
 Offloaded = Literal["all", "optimizer", "none"]
 
@@ -28,14 +26,14 @@ class PlacementConfig(Section):
 
 
 class DrawingConfig(Config):
-    """A run that learns from rollouts of its own policy, which is the actor."""
+    """A run that learns from rollouts of its own policy, which is the actor. A subclass adds its rules to these."""
 
     data: DataConfig
     rollout: RolloutConfig
     actor: TrainedRole
     placement: PlacementConfig
 
-    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = DRAWING_RULES
+    own_rules = DRAWING_RULES
 
     @property
     def drawing(self) -> DrawingConfig:

@@ -10,7 +10,6 @@ reading YAML (`load`), and anything about the machine the run will use (`verl_ra
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, ClassVar, Literal
 
 from verl_ray.config.data import DataFilesConfig
@@ -20,10 +19,10 @@ from verl_ray.config.roles import ModelConfig, ModelRole, OptimizerConfig, Super
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
 from verl_ray.config.section import Section
-from verl_ray.errors import Problem
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # which import this module
     from verl_ray.config.drawing import DrawingConfig
+    from verl_ray.config.rules.rule import TaskRule
 
 
 class Config(Section):
@@ -37,7 +36,7 @@ class Config(Section):
     data: DataFilesConfig
     tracking: TrackingConfig
 
-    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = ()
+    own_rules: ClassVar[tuple[TaskRule, ...]] = ()
     """Rules over several settings that not every task has, beside those of all (`rules`); each takes the configuration
     and what the user set (`rules/rule.py`)."""
 

@@ -29,7 +29,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tokenizer
 
 
 def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """What the models of a run lack: files, positions, heads, a score, the actor's tokens; and what an engine on
+    """What the models of a run lack: files, positions, heads, a score, the same tokens; and what an engine on
     `machine` does not take."""
     for key, path in _model_paths(config).items():
         yield from _model_problems(key, path, config)
@@ -208,18 +208,17 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
 
 
 def _token_problems(config: Config) -> Iterator[Problem]:
-    """Whether the models that read rollouts as they are know the actor's tokens. A reward model has its own."""
-    if config.drawing is None:
-        return
-    actor = config.drawing.actor.model.path
+    """Whether the models that read the same rows know their tokens. A model that grades has its own."""
+    first = config.answers
+    maker = config.model_roles[first].model.path
     for name, role in config.model_roles.items():
         path = role.model.path
-        if path == actor or role.grades:
+        if path == maker or role.grades:
             continue
-        written, read = _token_ids(actor), _token_ids(path)
+        written, read = _token_ids(maker), _token_ids(path)
         if written and read and not written.items() <= read.items():
-            rule = "it reads rollouts in the actor's tokens, and its tokenizer numbers them otherwise"
-            fix = "Give a model with the actor's tokenizer, such as one that was trained from the actor's model."
+            rule = f"it reads rows in the {first}'s tokens, and its tokenizer numbers them otherwise"
+            fix = f"Give a model with the {first}'s tokenizer, such as one that was trained from the {first}'s model."
             yield Problem(f"{name}.model.path", path, rule, fix)
 
 

@@ -11,7 +11,7 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rules.rule import Overridden, TaskRule
+from verl_ray.config.rules.rule import Overridden
 from verl_ray.config.schema import Config
 from verl_ray.config.section import Positive, PositiveFloat, Section
 from verl_ray.data.sharded import Sharded
@@ -38,7 +38,7 @@ class ImitationConfig(Config):
     student: SupervisedRole
     imitation: ImitationSection
 
-    own_rules: ClassVar[tuple[TaskRule, ...]] = (weights_are_not_too_large,)
+    own_rules = (weights_are_not_too_large,)
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -14,7 +13,6 @@ from verl_ray.config.reward import HELD_OUT, FunctionReward, Reward, SingleRewar
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
 from verl_ray.config.rules.rl import RL_RULES
 from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
-from verl_ray.errors import Problem
 
 
 class EvaluationConfig(Section):
@@ -40,7 +38,7 @@ class RLConfig(DrawingConfig):
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
 
-    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = (*DrawingConfig.own_rules, *RL_RULES)
+    own_rules = (*DrawingConfig.own_rules, *RL_RULES)
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:

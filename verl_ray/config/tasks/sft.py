@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import ClassVar
-
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rules.run import stopping_is_measured
 from verl_ray.config.schema import Config
 from verl_ray.config.section import Fraction, Positive, Section
-from verl_ray.errors import Problem
 
 
 class SupervisedConfig(Section):
@@ -31,7 +27,7 @@ class SFTConfig(Config):
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
 
-    own_rules: ClassVar[tuple[Callable[..., Iterator[Problem]], ...]] = (stopping_is_measured,)
+    own_rules = (stopping_is_measured,)
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
