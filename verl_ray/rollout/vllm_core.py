@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import importlib.metadata
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.versions import RELEASES, minor
@@ -182,6 +182,10 @@ class VllmCore:
     def call_workers(self, method: str, *args: object) -> list[Any]:
         """Call a method of every worker; the answer of each."""
         return list(self._client.collective_rpc(method, args=args))
+
+    def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load all weights by vLLM's own means, without what `vllm_loader` mends and proves: a yardstick of `bench`."""
+        self._client.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def forget_prefixes(self) -> None:
         """Empty the prefix cache; nothing may be in flight."""
