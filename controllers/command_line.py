@@ -140,7 +140,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _print_origin(error: VerlRayError) -> None:
-    """Which process has raised it, if it was another one."""
+    """What was added to it on its way here, and which process has raised it, if it was another one."""
+    for note in getattr(error, "__notes__", ()):
+        print(note, file=sys.stderr)
     if (origin := error.origin) is not None:
         print(f"raised by {origin.role} rank {origin.rank} on {origin.node}; {origin.detail}", file=sys.stderr)
 

@@ -114,7 +114,10 @@ class ClusterError(VerlRayError):
 
 
 class WorkerError(VerlRayError):
-    """A call on a worker failed. Names role, rank and node; carries the worker's traceback and last output."""
+    """A call on a worker failed. Names role, rank and node; of a defect it carries the worker's stack and last output.
+
+    As the `origin` of what a worker has raised on purpose it says where the stack is instead.
+    """
 
     def __init__(self, what: str, *, role: str, rank: int, node: str, detail: str = "", output: str = "") -> None:
         super().__init__(what, role, rank, node, detail, output)

@@ -216,9 +216,9 @@ class Paired(Echo):
 class Unbuildable:
     """Fails on rank 1."""
 
-    def __init__(self, context: WorkerContext) -> None:
+    def __init__(self, context: WorkerContext, error: Exception) -> None:
         if context.rank == 1:
-            raise RuntimeError("no model here")
+            raise error
 
 
 class Builds:

@@ -16,7 +16,9 @@ from typing import Any
 import psutil
 import pytest
 
+from controllers import command_line
 from tests.cluster.crew import Echo, Reducer, processes, rows_of
+from verl_ray import errors
 from verl_ray.cluster.calls import look_after, wait_all
 from verl_ray.cluster.failures import end
 from verl_ray.cluster.group import WorkerGroup
@@ -31,6 +33,7 @@ from verl_ray.errors import (
     ClusterError,
     ConfigError,
     DeadlineExceeded,
+    Interrupted,
     Problem,
     StaleIncarnation,
     VerlRayError,
@@ -90,6 +93,39 @@ def check_origin(error: VerlRayError, refusal: VerlRayError, frame: str) -> None
     assert origin is not None and origin.role == "echo" and origin.output == ""
     told = re.fullmatch(r"its stack is in (\S+)", origin.detail)
     assert told is not None and frame in Path(told[1]).read_text()
+
+
+def on_purpose() -> list[VerlRayError]:
+    """One error of each class that a worker may raise."""
+    told = {ConfigError: [Problem("a.key", 1, "a rule", "a fix")]}
+    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, VerlRayError)]
+    raised = [one for one in classes if not issubclass(one, WorkerError | Interrupted)]
+    return [one(told.get(one, f"what a {one.__name__} says")) for one in raised]
+
+
+def test_each_error_is_told_in_a_few_lines(
+    crew: Crew, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = crew(Echo, 2)
+    refusals = on_purpose()
+    calls = [(refusal, group.broadcast(Echo.refuse, 1, refusal)) for refusal in refusals]
+    failed = group.broadcast(Echo.fail, 1)
+
+    log = group.members()[1].facts.log_path
+    for refusal, call in calls:
+        monkeypatch.setattr(command_line, "check", lambda *_, call=call: call.result())
+        assert command_line.main(["check"]) == type(refusal).exit_code
+        *said, origin = capsys.readouterr().err.splitlines()
+        assert len(said) < 8
+        assert ("a fix" if isinstance(refusal, ConfigError) else f"{type(refusal).__name__}: {refusal}") in said[-1]
+        assert re.fullmatch(rf"raised by echo rank 1 on .*{os.uname().nodename}.*; its stack is in {log}", origin)
+        assert re.search(rf"in refuse\n.*\n.*{type(refusal).__name__}: ", Path(log).read_text())
+
+    monkeypatch.setattr(command_line, "check", lambda *_: failed.result())
+    assert command_line.main(["check"]) == 1
+    said = capsys.readouterr().err
+    assert "fail raised ValueError: the reason" in said and 'raise ValueError("the reason")' in said
+    assert "last output of echo rank 1:" in said and "about to fail, says rank 1" in said
 
 
 def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:
@@ -221,7 +257,6 @@ def test_control_lane_answers_while_a_call_runs(crew: Crew) -> None:
     assert 0.1 < running[2] < 10
     stacks = group.stacks()[0]
     assert "time.sleep(2)" in stacks[: stacks.index("thread", 10)]  # the busy thread comes first
-    group.abort()
 
 
 def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:

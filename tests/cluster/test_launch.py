@@ -14,7 +14,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put
-from verl_ray.errors import ClusterError, DeadlineExceeded, WorkerError
+from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
 from verl_ray.parallel.topology import Topology
 
 
@@ -89,10 +89,23 @@ def test_what_needs_the_room_of_others_is_built_first(cluster: Session, tmp_path
 
 @pytest.mark.cluster
 def test_a_failed_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
-    good, bad = Role("actor", "trainer", Echo), Role("critic", "other", Unbuildable)
+    good, bad = Role("actor", "trainer", Echo), Role("critic", "other", Unbuildable, (RuntimeError("no model here"),))
     plan = [processes("trainer", 1), processes("other", 2)]
-    with pytest.raises(WorkerError, match=r"critic rank 1 on .*no model here"):
+    with pytest.raises(WorkerError, match=r"critic rank 1 on .*no model here") as caught:
         start_groups(plan, [good, bad], stall_s=60, log_dir=tmp_path)
+    assert "raise error" in caught.value.detail
+    wait_until_released(cluster)
+
+
+@pytest.mark.cluster
+def test_what_a_start_refuses_comes_as_it_is(cluster: Session, tmp_path: Path) -> None:
+    bad = Role("critic", "other", Unbuildable, (ModelError("no model here"),))
+    with pytest.raises(ModelError, match=r"^no model here$") as caught:
+        start_groups([processes("other", 2)], [bad], stall_s=60, log_dir=tmp_path)
+    origin = caught.value.origin
+    assert origin is not None and (origin.role, origin.rank) == ("critic", 1)
+    assert origin.detail == f"its stack is in {tmp_path / 'other-1.log'}" and origin.output == ""
+    assert "raise error" in (tmp_path / "other-1.log").read_text()
     wait_until_released(cluster)
 
 

@@ -302,9 +302,13 @@ def test_whatever_ends_its_thread_is_a_lost_engine(where: str, error: BaseExcept
                 act()
         else:
             act()
+        ended_by = KeyError if where == "delivery" else type(error)
+        causes = []
         for one in waiting:
-            with pytest.raises(EngineFailed, match="KeyError" if where == "delivery" else type(error).__name__):
+            with pytest.raises(EngineFailed, match=ended_by.__name__) as caught:
                 one.result(10)
+            causes.append(type(caught.value.__cause__))
+        assert ended_by in causes  # with its stack, for the log; who came later is told without
     assert server.health().failure is not None and server.health().in_flight == 0
     with pytest.raises(EngineFailed, match="of no more use, start another"):
         server.respond([request(3, 1)])

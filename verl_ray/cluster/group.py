@@ -258,10 +258,6 @@ class WorkerGroup(Generic[W]):
         """The Python stacks of each rank, also while it is busy or stuck."""
         return cast(list[str], self._control("stacks"))
 
-    def abort(self) -> None:
-        """Tell every worker to give up what it is doing: its own `abort`, if it has one."""
-        self._control("abort", self.role)
-
     def restart(self) -> Restart:
         """New processes for this group, and for every group that shares them: one more incarnation of each. Returns
         at once; the group may be called once the restart is over."""
@@ -282,9 +278,9 @@ class WorkerGroup(Generic[W]):
 
     # ------------------------------------------------------------------------------------------------- internals
 
-    def _control(self, method: str, *args: object) -> list[Any]:
+    def _control(self, method: str) -> list[Any]:
         lanes = [getattr(m.actor, method).options(concurrency_group=CONTROL) for m in self._processes.members]
-        asked = [lane.remote(*args) for lane in lanes]
+        asked = [lane.remote() for lane in lanes]
         there = wait(asked, len(asked), self.stall_s)
         silent = [member for member, reply in zip(self.members(), asked, strict=True) if reply not in there]
         if silent:

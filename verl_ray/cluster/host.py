@@ -194,12 +194,6 @@ class WorkerHost:
         ]
         return "\n".join(sorted(texts, key=lambda text: f'"{__file__}"' not in text))
 
-    def abort(self, role: str) -> None:
-        """Tell the worker to give up what it is doing, if it knows how to."""
-        worker = self._workers.get(role)
-        if worker is not None and hasattr(worker, "abort"):
-            worker.abort()
-
     def end_stream(self, role: str, stream_id: str) -> None:
         """Nobody listens to this stream any more: stop at its next piece, which the worker may bring about."""
         if stream_id in self._ended:
@@ -208,8 +202,9 @@ class WorkerHost:
         listening.gone = True
         for act in listening.acts:
             act()
-        if listening.lane == COLLECTIVE:
-            self.abort(role)
+        worker: Any = self._workers.get(role)
+        if listening.lane == COLLECTIVE and hasattr(worker, "abort"):
+            worker.abort()
 
     # ------------------------------------------------------------------------------------------------- internals
 

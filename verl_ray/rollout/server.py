@@ -273,7 +273,7 @@ class RolloutServer:
         """Nobody knows what the engine holds now: it is of no more use, and whoever waits for it learns so."""
         engine.fail(f"its thread was ended by {error!r}")
         self._health = replace(self._health, in_flight=0, failure=engine.failure)
-        self._refuse(EngineFailed(f"rollout engine: {engine.failure}"))
+        self._refuse(_engine_failed(engine.failure, error))
 
     def _do(self, engine: RolloutEngine, task: _Task) -> None:
         if task.waits_for_resume and self._held is not None:
@@ -286,10 +286,10 @@ class RolloutServer:
                 done = task.act(engine)
         except Exception as error:
             if engine.failure is not None and not isinstance(error, EngineFailed):
-                error = EngineFailed(f"rollout engine: {engine.failure}: {error!r}")
+                error = _engine_failed(f"{engine.failure}: {error!r}", error)
             task.future.set_exception(error)
         except BaseException as error:
-            task.future.set_exception(EngineFailed(f"rollout engine: it was ended by {error!r}"))
+            task.future.set_exception(_engine_failed(f"it was ended by {error!r}", error))
             raise
         else:
             task.future.set_result(done)
@@ -326,7 +326,7 @@ class RolloutServer:
             except RolloutError as error:
                 paused.set_exception(error)
             except BaseException as error:
-                paused.set_exception(EngineFailed(f"rollout engine: it was ended by {error!r}"))
+                paused.set_exception(_engine_failed(f"it was ended by {error!r}", error))
                 raise
 
     def _tell(self, engine: RolloutEngine) -> None:
@@ -344,6 +344,13 @@ class RolloutServer:
         if self._pausing is not None:
             self._pausing[1].set_exception(error)
             self._pausing = None
+
+
+def _engine_failed(why: str | None, cause: BaseException) -> EngineFailed:
+    """To be raised in threads of callers, where the stack of the cause is to be seen, too."""
+    failed = EngineFailed(f"rollout engine: {why}")
+    failed.__cause__ = cause
+    return failed
 
 
 _CLOSED = "the rollout engine is of no more use, start another: it was closed"
