@@ -139,6 +139,8 @@ def close(gate: Gate, server: RolloutServer) -> None:
     """From now on each step waits for its release; one under way could still take in what is asked next."""
     soon(lambda: server.health().in_flight == 0)
     gate.is_open = False
+    while gate.steps.acquire(blocking=False):
+        pass  # what the test before has released and an open gate did not ask for
 
 
 def drawn(server: RolloutServer, prompt: list[int], sampling: Sampling, seed: int) -> Chunk:
