@@ -7,6 +7,7 @@ how a policy or a reward model is measured (`controllers/trainers`).
 from __future__ import annotations
 
 from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from controllers.run.session import open_session
 from controllers.system.build import Shape, resolve_on, start
 from controllers.trainers.base import Evaluation, task_of
@@ -26,15 +27,15 @@ def evaluate(config: Config) -> int:
 
 def evaluation_of(given: Config) -> Evaluation:
     """What the command finds."""
-    recovery = Recovery(given)
-    if recovery.step is None:
+    found = Resumption(given)
+    if found.step is None:
         task_of(given).refuse_untrained()
     with open_session(given) as session:
-        config = resolve_on(given, Shape.of(session), checkpoint=recovery.path, learns=False)
-        recovery.settle(config)
+        config = resolve_on(given, Shape.of(session), checkpoint=found.path, learns=False)
+        found.settle(config)
         task = task_of(config)
         make_trainer = task.read(trains=False)
         with start(config, session, task.workers, learns=False) as system:
             trainer = make_trainer(system)
-            trainer.begin(recovery.restore(trainer))
+            trainer.begin(Recovery(found).restore(trainer))
             return trainer.evaluate()

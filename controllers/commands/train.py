@@ -10,10 +10,12 @@ from pathlib import Path
 
 import yaml
 
+from controllers.run.claim import claim
 from controllers.run.conclusion import conclude
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
-from controllers.run.recovery import Recovery, claim
+from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
 from controllers.system.build import Shape, resolve_on, start
@@ -29,29 +31,30 @@ from verl_ray.preflight.memory_table import memory_table, print_tables
 def train(config: Config) -> int:
     """Run the job. Returns 0, or 1 if a run that promised a gain (prepare.min_gain) did not reach it."""
     with claim(config.run.dir):
-        recovery = Recovery(config)
+        found = Resumption(config)
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
-        recovery.refuse_fewer(config.run.total_steps)
-        recovery.set_aside()
+        found.refuse_fewer(config.run.total_steps)
+        found.set_aside()
         with open_session(config) as session:
-            return run(config, session, recovery)
+            return run(config, session, found)
 
 
-def run(given: Config, session: Session, recovery: Recovery) -> int:
+def run(given: Config, session: Session, found: Resumption) -> int:
     """One job on an open cluster, from its newest checkpoint or from the beginning."""
-    config = resolve_on(given, Shape.of(session), checkpoint=recovery.path)
-    recovery.settle(config)
+    config = resolve_on(given, Shape.of(session), checkpoint=found.path)
+    found.settle(config)
     (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
     print_tables(memory_table(memory_plan(config, on_gpus=Shape.of(session).gpus > 0)))
     task = task_of(config)
     prepare(config, session)
     make_trainer = task.read()
+    recovery = Recovery(found)
     stopping = Stopping(config, recovery)
     with (
         stopping.told(),
         noting(),
         start(config, session, task.workers) as system,
-        recording(config, recovery) as trackers,
+        recording(config, found) as trackers,
     ):
         trainer = make_trainer(system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)

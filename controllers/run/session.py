@@ -9,7 +9,7 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import Outlook, raising, stop_on_signals, telling
 from verl_ray.config.load import to_tree
@@ -27,7 +27,7 @@ def open_session(config: Config) -> Session:
 
 
 @contextlib.contextmanager
-def recording(config: Config, recovery: Recovery) -> Iterator[Trackers]:
+def recording(config: Config, found: Resumption) -> Iterator[Trackers]:
     """The trackers of the run, closed as failed if anything raises."""
     trackers = Trackers([])
     try:
@@ -36,8 +36,8 @@ def recording(config: Config, recovery: Recovery) -> Iterator[Trackers]:
                 config.tracking,
                 config.run,
                 to_tree(config),
-                committed_step=recovery.recorded_step,
-                state=recovery.tracker_state,
+                committed_step=found.recorded_step,
+                state=found.tracker_state,
             )
         yield trackers
     except BaseException:

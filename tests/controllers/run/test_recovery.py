@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from controllers.run.recovery import Recovery, claim
+from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from tests.cluster.crew import Echo, SlowWriter, processes
+from tests.controllers.run.checkpoints import cursor, written
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.config.load import to_tree
-from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.errors import CheckpointError, ConfigError, WorkerDied
+from verl_ray.errors import CheckpointError, WorkerDied
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.jsonl import read_metrics
 
@@ -186,7 +186,8 @@ def test_what_is_written_behind_counts_if_it_is_whole(
 ) -> None:
     run_dir, gates = tmp_path / "run", tmp_path / "gates"
     gates.mkdir()
-    recovery = Recovery(inputs.config("ppo", run_dir, "run.checkpoint_behind=true", "run.checkpoint_every=1"))
+    config = inputs.config("ppo", run_dir, "run.checkpoint_behind=true", "run.checkpoint_every=1")
+    recovery = Recovery(Resumption(config))
     trackers = Trackers([])
     roles = [Role(name, name, SlowWriter, (str(gates),)) for name in ("first", "second")]
     sets = [processes(name, 1, cpus=0.1) for name in ("first", "second")]
@@ -231,55 +232,6 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         assert found is not None and found.step == recovery.saved == 2
 
 
-# ------------------------------------------------------------------------------------ what is found before a start
-
-
-def cursor(drawn: int, rows: int = 10) -> dict[str, int]:
-    return {"rows": rows, "drawn": drawn, "epoch": drawn // rows, "position": drawn % rows}
-
-
-def written(config: RLConfig, *steps: int, drawn_per_step: int = 8) -> CheckpointStore:
-    store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=5)
-    for step in steps:
-        state = {
-            "trainer": {"cursor": cursor(step * drawn_per_step)},
-            "trackers": {"wandb_run_id": "abc", "recorded_steps": f"1-{step}"},
-            "unrecorded": None,
-        }
-        with store.writing(step, state, to_tree(config), ["actor"]) as folder:
-            (folder / "actor").mkdir()
-            (folder / "actor" / "shard").write_bytes(bytes(100))
-    return store
-
-
-def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    config = inputs.config("ppo", tmp_path)
-    store = written(config, 1, 2)
-    (store.root / "step_00000002" / "actor" / "shard").write_bytes(bytes(99))
-    recovery = Recovery(config)
-    assert recovery.step == 1 and recovery.tracker_state == {"wandb_run_id": "abc", "recorded_steps": "1-1"}
-    assert "actor/shard has 99 bytes instead of 100" in capsys.readouterr().err
-
-
-def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(inputs: Inputs, tmp_path: Path) -> None:
-    config = inputs.config("ppo", tmp_path)
-    store = written(config, 1)
-    (store.root / "step_00000001" / "actor" / "shard").unlink()
-    with pytest.raises(CheckpointError, match=r"no usable checkpoint.*actor/shard is missing"):
-        Recovery(config)
-
-
-@pytest.mark.parametrize("drawn_per_step", [7, 9])
-def test_rows_that_the_steps_did_not_use_are_refused(inputs: Inputs, tmp_path: Path, drawn_per_step: int) -> None:
-    config = inputs.config("ppo", tmp_path)
-    written(config, 3, drawn_per_step=drawn_per_step)
-    expected = f"after step 3 has drawn {3 * drawn_per_step} rows of the data; expected 24, 8 for each step"
-    with pytest.raises(CheckpointError, match=expected):
-        Recovery(config)
-
-
 class Ahead:
     """A trainer that has drawn the rows of a step that is not done."""
 
@@ -293,102 +245,9 @@ class Ahead:
 
 def test_a_state_ahead_of_its_step_is_not_saved(inputs: Inputs, tmp_path: Path) -> None:
     store = written(inputs.config("ppo", tmp_path), 2)
-    recovery = Recovery(inputs.config("ppo", tmp_path))
+    recovery = Recovery(Resumption(inputs.config("ppo", tmp_path)))
     recovery.commit(3, Ahead())
     with pytest.raises(CheckpointError, match="after step 3 has drawn 32 rows of the data; expected 24"):
         recovery.save(Ahead(), Trackers([]))
     found = store.latest()
     assert found.checkpoint is not None and (found.checkpoint.step, found.skipped) == (2, [])
-
-
-def test_a_setting_that_the_state_depends_on_may_not_change(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 1)
-    with pytest.raises(ConfigError) as caught:
-        Recovery(inputs.config("ppo", tmp_path, "run.seed=7", "rollout.group_size=8", "run.total_steps=9"))
-    assert sorted(problem.key for problem in caught.value.problems) == ["rollout.group_size", "run.seed"]
-    assert "was 0 when step_00000001 was written" in str(caught.value)
-
-
-def test_what_may_change_is_shown(inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(inputs.config("ppo", tmp_path), 1)
-    assert Recovery(inputs.config("ppo", tmp_path, "backend=fsdp", "run.total_steps=9")).step == 1
-    shown = capsys.readouterr().out
-    assert "run.total_steps: 100 -> 9" in shown and "actor.backend.kind: 'engine' -> 'fsdp'" in shown
-
-
-def test_resume_none_refuses_a_folder_that_holds_a_run(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 3)
-    with pytest.raises(ConfigError, match="already holds step_00000003"):
-        Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
-
-
-def test_a_record_without_a_checkpoint_is_kept_aside(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"training/global_step": 1}\n')
-    with pytest.raises(ConfigError, match="already holds the record of a run"):
-        Recovery(inputs.config("ppo", tmp_path, "run.resume=none"))
-    recovery = Recovery(inputs.config("ppo", tmp_path))
-    assert recovery.step is None and (tmp_path / "metrics.jsonl").exists()  # an evaluation only looks
-    recovery.set_aside()
-    assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
-    assert not (tmp_path / "metrics.jsonl").exists() and len(list(tmp_path.glob("metrics.*.jsonl"))) == 1
-
-
-def test_a_damaged_record_without_a_checkpoint_is_kept(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    damaged = b'{"training/global_step": 1}\nnot JSON\n' + bytes(20)
-    (tmp_path / "metrics.jsonl").write_bytes(damaged)
-    recovery = Recovery(inputs.config("ppo", tmp_path))
-    recovery.set_aside()
-    assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
-    (aside,) = tmp_path.glob("metrics.*.jsonl")
-    assert aside.read_bytes() == damaged
-
-
-HOLD = """
-import sys
-from controllers.run.recovery import claim
-with claim(sys.argv[1]):
-    print("mine", flush=True)
-    sys.stdin.read()
-"""
-
-
-@pytest.mark.processes
-def test_one_run_at_a_time_writes_to_a_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
-        assert other.stdout is not None and other.stdout.readline() == "mine\n"
-        with pytest.raises(ConfigError, match=f"another run is writing to it .process {other.pid} on "):
-            claim(str(tmp_path)).__enter__()
-        other.kill()
-    with claim(str(tmp_path)):
-        pass
-
-
-def test_fewer_steps_than_are_done_are_refused(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 3)
-    recovery = Recovery(inputs.config("ppo", tmp_path))
-    with pytest.raises(ConfigError, match=r"run.total_steps = 2: 3 steps are done already"):
-        recovery.refuse_fewer(2)
-    recovery.refuse_fewer(3)
-
-
-def test_another_runs_checkpoint_does_not_push_out_this_runs(inputs: Inputs, tmp_path: Path) -> None:
-    other = written(inputs.config("ppo", tmp_path / "other"), 3)
-    config = inputs.config("ppo", tmp_path / "mine", f"run.resume={other.root / 'step_00000003'}")
-    written(config, 7)
-    with pytest.raises(ConfigError, match=r"run\.dir holds another run"):
-        Recovery(config)
-
-
-def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:
-    store = written(inputs.config("ppo", tmp_path / "first"), 3, 4)
-    other = inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}")
-    recovery = Recovery(other)
-    assert recovery.step == 3
-    assert recovery.tracker_state == {"wandb_run_id": "abc"}  # the record of its steps stays where they ran
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
-        Recovery(inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"))

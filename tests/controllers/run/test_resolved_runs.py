@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from controllers.system.build import Shape, resolve_on
 from tests.controllers.runs import SHAPE, Inputs, command_here
 from verl_ray.checkpoint.store import CheckpointStore
@@ -81,20 +81,20 @@ def test_a_run_goes_on_with_what_was_asked_for(
     """Earlier versions have saved `auto` itself, and one key under another name."""
     given = asked(inputs, tmp_path)
     saved(given if earlier else resolve_on(given, SHAPE), earlier=earlier)
-    recovery = Recovery(given)
-    now = resolve_on(given, shape, checkpoint=recovery.path)
-    recovery.settle(now)
+    found = Resumption(given)
+    now = resolve_on(given, shape, checkpoint=found.path)
+    found.settle(now)
     assert "changed since" not in capsys.readouterr().out
     assert now.rollout.sync.transport == ("shared_memory" if shape is SHAPE else "host_broadcast")
     assert now.run.threads["trainers"] == shape.cores[0]
-    assert now.run.resume == recovery.path == str(tmp_path / "checkpoints" / "step_00000001")
+    assert now.run.resume == found.path == str(tmp_path / "checkpoints" / "step_00000001")
 
 
 def test_what_is_asked_for_otherwise_is_shown(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     saved(resolve_on(asked(inputs, tmp_path), SHAPE))
-    Recovery(asked(inputs, tmp_path, "rollout.sync.transport=disk", "rollout.sync.probe_every=1"))
+    Resumption(asked(inputs, tmp_path, "rollout.sync.transport=disk", "rollout.sync.probe_every=1"))
     said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("changed since")]
     assert said == ["changed since step_00000001: rollout.sync.transport: 'shared_memory' -> 'disk'"]
 
@@ -102,7 +102,7 @@ def test_what_is_asked_for_otherwise_is_shown(
 def test_a_template_that_has_appeared_is_refused(inputs: Inputs, tmp_path: Path) -> None:
     given = asked(inputs, tmp_path)
     saved(resolve_on(given, SHAPE))
-    recovery = Recovery(given)
+    found = Resumption(given)
     templated = resolve_on(asked(inputs, tmp_path, "data.apply_chat_template=true"), SHAPE)
     with pytest.raises(ConfigError, match=r"data\.apply_chat_template = True: was False"):
-        recovery.settle(templated)
+        found.settle(templated)

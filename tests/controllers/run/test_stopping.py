@@ -20,11 +20,13 @@ import pytest
 from controllers.run.keeping import GivenUpAnywhere, NothingKept
 from controllers.run.loop import Loop
 from controllers.run.recovery import Recovery
+from controllers.run.resumption import Resumption
 from controllers.run.stopping import Stopping
 from controllers.trainers.base import Trainable
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
+from tests.controllers.run.checkpoints import written
 from tests.controllers.runs import Inputs, timed_by
 from verl_ray.cluster import signals
 from verl_ray.cluster.group import WorkerGroup
@@ -94,8 +96,9 @@ class Cursor:
 
 
 def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: Path) -> None:
-    recovery, trainer = Recovery(inputs.config("ppo", tmp_path, "run.checkpoint_every=10")), Cursor()
-    run = Stopping(inputs.config("ppo", tmp_path, "run.checkpoint_every=10"), recovery)
+    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
+    recovery, trainer = Recovery(Resumption(config)), Cursor()
+    run = Stopping(config, recovery)
     assert run.outlook() == Outlook("stopping; no step is finished yet, so there is nothing to save", "")
     for number in (1, 2):
         with run.step(number):
@@ -137,7 +140,7 @@ def test_an_evaluation_is_left_to_the_resumed_run(
     (gates / "step_00000002").touch()
     role = Role("actor", "actor", SlowWriter, (str(gates),))
     with start_groups([worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path) as groups:
-        recovery, trainer = Recovery(config), Cursor(groups={"actor": groups[role]}, stopped_in=2)
+        recovery, trainer = Recovery(Resumption(config)), Cursor(groups={"actor": groups[role]}, stopped_in=2)
         trackers = Trackers([JsonlTracker(tmp_path)])
         with pytest.raises(Interrupted), noting():
             Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
@@ -149,14 +152,15 @@ def test_an_evaluation_is_left_to_the_resumed_run(
         assert trainer.evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
 
         forget()
-        recovery, trainer = Recovery(config), Cursor(groups=trainer.groups, stopped_in=3)
-        assert recovery.step == 2 and recovery.recorded_step == 1
-        trackers = Trackers([JsonlTracker(tmp_path, recovery.recorded_step, recovery.tracker_state)])
+        found = Resumption(config)
+        recovery, trainer = Recovery(found), Cursor(groups=trainer.groups, stopped_in=3)
+        assert found.step == 2 and found.recorded_step == 1
+        trackers = Trackers([JsonlTracker(tmp_path, found.recorded_step, found.tracker_state)])
         (gates / "step_00000003").touch()
         with pytest.raises(Interrupted), noting():
             Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
         trackers.close(failed=True)
-        again = Recovery(config)
+        again = Resumption(config)
         assert again.step == 3 and again.unrecorded is None  # the evaluation is not made again
     *others, resumed, third = read_metrics(tmp_path / "metrics.jsonl")
     assert len(others) == 2 and third["training/global_step"] == 3 and trainer.evaluated == [16]
@@ -168,7 +172,7 @@ def test_an_evaluation_is_left_to_the_resumed_run(
 def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """The roles hold what is neither of the step before nor of the one that failed."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
-    recovery, trainer = Recovery(config), Cursor(stopped_in=2, fails_in=2)
+    recovery, trainer = Recovery(Resumption(config)), Cursor(stopped_in=2, fails_in=2)
     with pytest.raises(RuntimeError, match="the new weights did not arrive"), noting():
         Loop(config.run, trainer, Trackers([]), recovery, Stopping(config, recovery)).run()
     assert "step 2 failed in its update, so nothing newer than step 0 is saved\n" in capfd.readouterr().err
@@ -178,7 +182,7 @@ def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: p
 def test_a_failure_saves_nothing_newer(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Unlike a stop, it may be the doing of what would be saved."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
-    recovery = Recovery(config)
+    recovery = Recovery(Resumption(config))
     with pytest.raises(RuntimeError, match="the new weights did not arrive"):
         Loop(config.run, Cursor(fails_in=4), Trackers([]), recovery, Stopping(config, recovery)).run()
     assert (recovery.finished, recovery.saved) == (3, None)
@@ -215,13 +219,25 @@ def test_nothing_kept_runs_to_its_end(inputs: Inputs, tmp_path: Path) -> None:
 
 def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
     config = inputs.config("ppo", tmp_path)
-    recovery = Recovery(config)
+    recovery = Recovery(Resumption(config))
     recovery.keep_finished(Cursor(), Trackers([]))
     assert capfd.readouterr().err == ""  # no step is finished
     recovery.commit(3, Cursor())
     assert Stopping(config, recovery).outlook().next == "stopping; nothing is saved (run.checkpoint_every=0)"
     recovery.keep_finished(Cursor(), Trackers([]))
     assert "nothing is saved (run.checkpoint_every=0): the 3 finished steps are lost" in capfd.readouterr().err
+
+
+def test_a_stop_tells_where_its_step_is_saved(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
+    """A run that goes on from another folder, and comes to no step of its own, even if it were to write nothing."""
+    store = written(inputs.config("ppo", tmp_path / "first"), 3)
+    config = inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}")
+    recovery = Recovery(Resumption(config))
+    recovery.keep_finished(Cursor(), Trackers([]))
+    assert capfd.readouterr().err == f"step 3 is saved in {store.root}\n"
+    recovery.commit(5, Cursor())
+    recovery.keep_finished(Cursor(), Trackers([]))
+    assert "(run.checkpoint_every=0): the 2 finished steps are lost" in capfd.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------- real phases
