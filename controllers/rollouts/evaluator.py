@@ -1,6 +1,7 @@
 """Held-out problems: greedy or sampled responses, their accuracy per data source, and rollouts for people to read.
 
-Deliberately not here: when a run evaluates (`training.py`), and the command that does nothing else (`evaluate.py`).
+Deliberately not here: when a run evaluates (`controllers/run/loop.py`), and the command that does nothing else
+(`controllers/commands/evaluate.py`).
 """
 
 from __future__ import annotations
