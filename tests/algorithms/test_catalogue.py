@@ -69,7 +69,7 @@ def test_a_name_that_is_nearly_declared_is_suggested() -> None:
     assert problem.fix.startswith("Did you mean rloo? Use gae, grpo,")
 
 
-def test_a_setting_has_the_type_that_its_declaration_says() -> None:
+def test_a_setting_has_its_declared_type() -> None:
     problems = examine("quickstart", ["algorithm.gamma=2", "algorithm.clip_low=wide"]).problems
     found = {problem.key: problem.fix for problem in problems}
     assert found["algorithm.gamma"] == "Use a number of at most 1.0."

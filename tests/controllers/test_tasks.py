@@ -71,7 +71,7 @@ def test_what_a_task_lacks_itself_is_told(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.processes
 @pytest.mark.parametrize("root", sorted(root_configs()))
-def test_the_projects_tasks_are_typed_without_a_trainer(root: str) -> None:
+def test_own_tasks_are_typed_without_a_trainer(root: str) -> None:
     code = (
         "import sys\nfrom controllers.compose.composition import examine\n"
         f"assert examine({root!r}).config is not None\n"

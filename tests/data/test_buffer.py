@@ -45,7 +45,7 @@ def scores(taken: Experience) -> list[float]:
     return taken.rollouts.row("row_id").tolist()
 
 
-def test_groups_come_whole_whatever_order_their_rows_came_in() -> None:
+def test_groups_come_whole_in_any_order_of_rows() -> None:
     made = buffer(0, 1, 2)
     for rows in ((5, 0), (3,), (1, 2, 4)):
         made.put(piece(*rows))
