@@ -1,1 +1,3 @@
-"""The values of every configuration, as YAML; a package only so that Hydra finds it by name (`pkg://configs`)."""
+"""The values of every configuration, as YAML; a package only so that Hydra finds it by
+name (`pkg://configs`).
+"""

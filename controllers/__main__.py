@@ -1,4 +1,4 @@
-"""`python -m controllers` is `verl-ray`."""
+"""The command `verl-ray` as `python -m controllers`."""
 
 from __future__ import annotations
 

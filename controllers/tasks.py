@@ -1,9 +1,10 @@
-"""From the name of a task to its file, which declares everything that sets the task apart.
+"""Tasks by their names: each leads to a file that declares what sets the task apart.
 
-Invariant: nobody keeps a list of tasks. `task: NAME` of a root config is the module `controllers.trainers.NAME`; a name
-with dots is a module of the user's own. Such a module declares one type of configuration and one `Task`; where
-`verl_ray.config.tasks.NAME` declares the type in its place, `verl-ray check` imports no trainer. Deliberately not here:
-what a task is (`controllers/trainers/base.py`).
+Invariant: there is no list of tasks. `task: NAME` of a root config is the module
+`controllers.trainers.NAME`; a name with dots is a module of the user's own. Such a
+module declares one type of configuration and one `Task`. Where
+`verl_ray.config.tasks.NAME` declares the type in its place, `verl-ray check` imports no
+trainer. Deliberately not here: what a task is (`controllers/trainers/base.py`).
 """
 
 from __future__ import annotations
@@ -21,69 +22,120 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
 
-TRAINERS, CONFIGURATIONS = "controllers.trainers", "verl_ray.config.tasks"
+TRAINERS = "controllers.trainers"
+"""The package of the tasks' files."""
+
+CONFIGURATIONS = "verl_ray.config.tasks"
+"""The package of configuration types that are apart from the trainers."""
 
 
-def typed(tree: Mapping[str, object]) -> Config:
-    """A tree of plain values as the configuration of the task that it names.
+def typed_config(tree: Mapping[str, object]) -> Config:
+    """Return a tree of plain values as the configuration of the task that it names.
 
-    Raises ConfigError with every problem at once: an unknown task, or whatever `parse` finds.
+    Raises:
+        ConfigError: the task is unknown, or every problem that `parse` reports.
     """
-    return parse(tree, config_type(tree.get("task")))
+    kind = config_type(tree.get("task"))
+    return parse(tree, kind)
 
 
 def config_type(task: object) -> type[Config]:
-    """The type of a task's configuration. Raises ConfigError if there is no such task."""
-    light = f"{CONFIGURATIONS}.{task}"
-    is_light = _is_plain(task) and importlib.util.find_spec(light) is not None
-    kind: type[Config] = declared(importlib.import_module(light) if is_light else module_of(task), Config)
+    """Return the type of a task's configuration.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
+    module_name = f"{CONFIGURATIONS}.{task}"
+
+    # A type that is apart from its trainer is imported without the trainer.
+    if _is_plain(task) and importlib.util.find_spec(module_name) is not None:
+        module = importlib.import_module(module_name)
+    else:
+        module = task_module(task)
+
+    kind: type[Config] = declared_class(module, Config)
     return kind
 
 
-def module_of(task: object) -> ModuleType:
-    """The file of a task. Raises ConfigError if there is no such task."""
+def task_module(task: object) -> ModuleType:
+    """Import and return the file of a task.
+
+    Raises:
+        ConfigError: there is no such task.
+    """
     name = f"{TRAINERS}.{task}" if _is_plain(task) else str(task)
+
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
+        # The module may exist and lack another one, which is no mistake of the name.
         if not _is_within(name, error.name):
-            raise  # it is there, and lacks something itself
-    except (TypeError, ValueError):  # no name of a module
+            raise
+    except (TypeError, ValueError):
+        # Import refuses texts that can be no name of a module.
         pass
-    fix = f"{did_you_mean(str(task), tasks(), 'task')} A module of your own is named with its dots."
+
+    suggestion = did_you_mean(str(task), tasks(), "task")
+    fix = f"{suggestion} A module of your own is named with its dots."
     raise ConfigError([Problem("task", task, "there is no such task", fix)])
 
 
-def declared(module: ModuleType, base: type[Any]) -> Any:
-    """The one class over `base` that the module declares. Raises ConfigError if there is none, or more than one."""
-    found = [one for one in _classes(module) if issubclass(one, base)]
-    if len(found) != 1:
-        names = ", ".join(one.__name__ for one in found) or "none"
-        rule = f"the file of a task declares one class over {base.__name__}, and this one declares {names}"
-        raise ConfigError([Problem("task", module.__name__, rule, f"Declare one in {module.__name__}.")])
-    return found[0]
+def declared_class(module: ModuleType, base: type[Any]) -> Any:
+    """Return the only class over `base` that a module declares.
+
+    Raises:
+        ConfigError: the module declares none, or more than one.
+    """
+    classes = [kind for kind in _own_classes(module) if issubclass(kind, base)]
+    if len(classes) == 1:
+        return classes[0]
+
+    names = ", ".join(kind.__name__ for kind in classes) or "none"
+    rule = (
+        f"the file of a task declares one class over {base.__name__}, and this one"
+        f" declares {names}"
+    )
+    fix = f"Declare one in {module.__name__}."
+    raise ConfigError([Problem("task", module.__name__, rule, fix)])
 
 
 def tasks() -> list[str]:
-    """The names of all tasks. Every trainer is imported, so this is for messages alone."""
-    folder = importlib.import_module(TRAINERS).__path__
-    modules = (importlib.import_module(f"{TRAINERS}.{one.name}") for one in pkgutil.iter_modules(folder))
+    """Return the names of all tasks.
+
+    Every trainer is imported for it, so this is for messages alone.
+    """
     base: Any = importlib.import_module(f"{TRAINERS}.base").Task
+    folder = importlib.import_module(TRAINERS).__path__
+    names = []
+
+    for entry in pkgutil.iter_modules(folder):
+        module = importlib.import_module(f"{TRAINERS}.{entry.name}")
+        if any(_is_concrete(kind, base) for kind in _own_classes(module)):
+            names.append(entry.name)
+
+    return names
+
+
+def _is_concrete(kind: type[Any], base: type[Any]) -> bool:
+    return issubclass(kind, base) and not kind.__abstractmethods__
+
+
+def _own_classes(module: ModuleType) -> list[type[Any]]:
+    """Return the classes that a module declares, without those that it imports."""
     return [
-        module.__name__.rpartition(".")[2]
-        for module in modules
-        if any(issubclass(one, base) and not one.__abstractmethods__ for one in _classes(module))
+        value
+        for value in vars(module).values()
+        if isinstance(value, type) and value.__module__ == module.__name__
     ]
 
 
-def _classes(module: ModuleType) -> list[type[Any]]:
-    """Those that it declares, and not those that it imports."""
-    return [one for one in vars(module).values() if isinstance(one, type) and one.__module__ == module.__name__]
-
-
 def _is_plain(task: object) -> bool:
+    """Return whether a task is named without dots."""
     return isinstance(task, str) and re.fullmatch(r"\w+", task) is not None
 
 
 def _is_within(name: str, missing: str | None) -> bool:
-    return missing is not None and (name == missing or name.startswith(f"{missing}."))
+    """Return whether a missing module is the named one or a package that it is in."""
+    if missing is None:
+        return False
+    return name == missing or name.startswith(f"{missing}.")

@@ -14,20 +14,25 @@ import pytest
 from hypothesis import HealthCheck, settings
 from safetensors.numpy import save_file
 
-# Three processes share two cores: one thread each, and none that spins while it waits. Read when torch is imported.
+# Three processes share two cores: one thread each, and none that spins while it waits.
+# Read when torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
 from verl_ray.cluster import signals
 from verl_ray.cluster.session import Session
 
 # An example may take as long as a busy machine needs for it.
-settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Session]:
-    """One Ray cluster for all tests of this process; tests that need one of their own run a child process."""
+    """One Ray cluster for all tests of this process; tests that need one of their own
+    run a child process.
+    """
     with Session.open(None, cores=4, object_store_bytes=1 << 30) as session:
         yield session
 
@@ -37,11 +42,17 @@ STARTS_PROCESSES = {"cluster", "vllm", "ranks", "processes", "slow", "gpu"}
 
 
 @pytest.fixture(autouse=True)
-def _processes_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A test that starts a process without one of the marks fails, so that --fast stays fast."""
+def _processes_are_marked(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A test that starts a process without one of the marks fails, so that --fast stays
+    fast.
+    """
 
     def refuse(process: object, *arguments: object, **settings: object) -> None:
-        raise AssertionError(f"this test starts {arguments[0]!r}: mark it with @pytest.mark.processes")
+        raise AssertionError(
+            f"this test starts {arguments[0]!r}: mark it with @pytest.mark.processes"
+        )
 
     if STARTS_PROCESSES.isdisjoint(mark.name for mark in request.node.iter_markers()):
         monkeypatch.setattr(subprocess.Popen, "__init__", refuse)
@@ -50,10 +61,13 @@ def _processes_are_marked(request: pytest.FixtureRequest, monkeypatch: pytest.Mo
 @pytest.fixture(autouse=True)
 def _signals_are_forgotten() -> Iterator[None]:
     """What a command does about signals in this process ends with its test."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     yield
-    if signals._state.answering is not None:
-        signals._begin_anew()
+    if signals._state.announcer is not None:
+        signals._reset_in_child()
         signals._state.disturbed = False
         signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
         for number, handler in handlers.items():
@@ -65,10 +79,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What preflight reads of a model directory; 120 parameters in two files."""
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
-    settings = {"num_attention_heads": 4, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 2048}
+    settings = {
+        "num_attention_heads": 4,
+        "hidden_size": 128,
+        "head_dim": 32,
+        "max_position_embeddings": 2048,
+    }
     (directory / "config.json").write_text(json.dumps(settings))
     (directory / "tokenizer.json").write_text("{}")
-    save_file({"a": np.zeros((10, 10), np.float32)}, directory / "model-1.safetensors", metadata={"format": "pt"})
+    save_file(
+        {"a": np.zeros((10, 10), np.float32)},
+        directory / "model-1.safetensors",
+        metadata={"format": "pt"},
+    )
     save_file({"b": np.zeros(20, np.float16)}, directory / "model-2.safetensors")
     return directory
 
@@ -94,6 +117,8 @@ LONG = (
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files of long tests first, so that neither of two processes is left alone with one at the end."""
+    """Files of long tests first, so that neither of two processes is left alone with
+    one at the end.
+    """
     order = {name: position for position, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))

@@ -1,8 +1,10 @@
-"""Ranks of a test: processes forked from a parent that imports once what all of them need.
+"""Ranks of a test: processes forked from a parent that imports once what all of them
+need.
 
-Invariant: no rank outlives `run_ranks`, and the first that fails ends the others, which would wait for it. The parent
-is a new process that starts no thread and computes nothing, so that it can be forked. Deliberately not here: what ranks
-do, and how they meet.
+Invariant: no rank outlives `run_ranks`, and the first that fails ends the others, which
+would wait for it. The parent is a new process that starts no thread and computes
+nothing, so that it can be forked. Deliberately not here: what ranks do, and how they
+meet.
 """
 
 from __future__ import annotations
@@ -23,7 +25,10 @@ if TYPE_CHECKING:  # the parent of ranks imports no more than they need
     import pytest
 
 ROOT = Path(__file__).parents[1]
-THREADS = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}  # there are more ranks than cores
+THREADS = {
+    "OMP_NUM_THREADS": "1",
+    "OMP_WAIT_POLICY": "PASSIVE",
+}  # there are more ranks than cores
 
 
 Place = Sequence[str | int]
@@ -38,24 +43,44 @@ def run_ranks(
     imports: Sequence[str] = (),
     settings: Mapping[str, str] | None = None,
 ) -> None:
-    """Call `main(*place, folder)` of a module for each place, in processes of their own: those of a wave at the same
-    time, one wave after another.
+    """Call `main(*place, folder)` of a module for each place, in processes of their
+    own: those of a wave at the same time, one wave after another.
 
-    `imports` are what it imports only while it runs, and `settings` go into its environment. Raises AssertionError with
-    what all of them said when one fails, and TimeoutExpired when they are not done in time.
+    `imports` are what it imports only while it runs, and `settings` go into its
+    environment. Raises AssertionError with what all of them said when one fails, and
+    TimeoutExpired when they are not done in time.
     """
-    command = [sys.executable, "-X", "faulthandler", "-m", __name__, module, json.dumps(waves), str(folder), *imports]
+    command = [
+        sys.executable,
+        "-X",
+        "faulthandler",
+        "-m",
+        __name__,
+        module,
+        json.dumps(waves),
+        str(folder),
+        *imports,
+    ]
     environment = {**os.environ, **THREADS, **(settings or {})}
     with (folder / "said").open("wb") as said:
         ended = subprocess.run(
-            command, cwd=ROOT, env=environment, stdout=said, stderr=subprocess.STDOUT, timeout=deadline_s
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=said,
+            stderr=subprocess.STDOUT,
+            timeout=deadline_s,
         )
-    words = "\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*")))
+    words = "\n".join(
+        f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("said*"))
+    )
     assert ended.returncode == 0, words
 
 
 def four_ranks_asked(request: pytest.FixtureRequest) -> bool:
-    """Whether tests of four ranks, which are marked slow, are among those of this module that are run."""
+    """Whether tests of four ranks, which are marked slow, are among those of this
+    module that are run.
+    """
     own = [item for item in request.session.items if item.path == request.path]
     return any(item.get_closest_marker("slow") is not None for item in own)
 
@@ -67,10 +92,14 @@ def _rank(module: str, place: Place, folder: Path) -> None:
     sys.modules[module].main(*place, folder)
 
 
-def _parent(module: str, waves: Sequence[Sequence[Place]], folder: Path, imports: Sequence[str]) -> None:
+def _parent(
+    module: str, waves: Sequence[Sequence[Place]], folder: Path, imports: Sequence[str]
+) -> None:
     for name in (module, *imports):
         importlib.import_module(name)
-    gc.freeze()  # what is imported stays; Megatron-FSDP goes through all objects each time it shards a model
+    # What is imported stays; Megatron-FSDP goes through all objects each time it shards
+    # a model
+    gc.freeze()
     for places in waves:
         fork(_rank, [(module, place, folder) for place in places])
 

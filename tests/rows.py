@@ -7,7 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import Finish, Float32, LogProbs, Rollouts, RowRewards, Values, versions_of
+from verl_ray.data.stages import (
+    Finish,
+    Float32,
+    LogProbs,
+    Rollouts,
+    RowRewards,
+    Values,
+    versions_of,
+)
 
 
 def rollouts_of(
@@ -17,14 +25,19 @@ def rollouts_of(
     groups: Sequence[int] | None = None,
     finish: Sequence[Finish] | None = None,
 ) -> Rollouts:
-    """Rows with prompts and responses of these numbers of tokens; prompts have two tokens unless told otherwise."""
+    """Rows with prompts and responses of these numbers of tokens; prompts have two
+    tokens unless told otherwise.
+    """
     count = len(responses)
     prompts = [2] * count if prompts is None else prompts
     masks = [[False] * p + [True] * r for p, r in zip(prompts, responses, strict=True)]
     mask = np.array([m for row in masks for m in row], bool)
     row_id = np.arange(count, dtype=np.int64)
     texts = Ragged.of_texts([""] * count)
-    spans = Ragged(np.array([[p, 0] for p in prompts], np.int64).reshape(-1, 2), np.arange(count + 1))
+    spans = Ragged(
+        np.array([[p, 0] for p in prompts], np.int64).reshape(-1, 2),
+        np.arange(count + 1),
+    )
     return Rollouts(
         offsets=offsets_of([len(row) for row in masks]),
         tokens=np.arange(len(mask), dtype=np.int32),
@@ -46,7 +59,9 @@ def rollouts_of(
 
 
 def on_responses(rollouts: Rollouts, values: Sequence[float]) -> Float32:
-    """A token column: these values at the response tokens, one after another, 0 elsewhere."""
+    """A token column: these values at the response tokens, one after another, 0
+    elsewhere.
+    """
     column = np.zeros(rollouts.num_tokens, np.float32)
     column[rollouts.response_mask] = values
     return column
@@ -56,19 +71,27 @@ def log_probs_of(rollouts: Rollouts, values: Sequence[float]) -> LogProbs:
     return LogProbs(offsets=rollouts.offsets, log_probs=on_responses(rollouts, values))
 
 
-def values_of(rollouts: Rollouts, values: Sequence[float], final: Sequence[float]) -> Values:
+def values_of(
+    rollouts: Rollouts, values: Sequence[float], final: Sequence[float]
+) -> Values:
     return Values(
-        offsets=rollouts.offsets, values=on_responses(rollouts, values), final_value=np.array(final, np.float32)
+        offsets=rollouts.offsets,
+        values=on_responses(rollouts, values),
+        final_value=np.array(final, np.float32),
     )
 
 
 def rewards_of(
-    reward: Sequence[float], advantage: Sequence[float] | None = None, in_loss: Sequence[bool] | None = None
+    reward: Sequence[float],
+    advantage: Sequence[float] | None = None,
+    in_loss: Sequence[bool] | None = None,
 ) -> RowRewards:
     count = len(reward)
     return RowRewards(
         offsets=np.zeros(count + 1, np.int64),
         reward=np.array(reward, np.float32),
-        advantage=np.array([0.0] * count if advantage is None else advantage, np.float32),
+        advantage=np.array(
+            [0.0] * count if advantage is None else advantage, np.float32
+        ),
         in_loss=np.array([True] * count if in_loss is None else in_loss, bool),
     )

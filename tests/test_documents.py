@@ -20,11 +20,20 @@ ROOT = Path(__file__).parents[1]
 def reads(declared: Declaration) -> str:
     """Settings with their usual values."""
     usual = {setting.name: value for setting, value in declared.reads.items()}
-    return ", ".join(f"`{name}`" if value is None else f"`{name}` ({value})" for name, value in usual.items()) or "-"
+    return (
+        ", ".join(
+            f"`{name}`" if value is None else f"`{name}` ({value})"
+            for name, value in usual.items()
+        )
+        or "-"
+    )
 
 
 def needs(name: str) -> str:
-    found = {"a group": ADVANTAGES[name].needs_group, "a critic": ADVANTAGES[name].needs_critic}
+    found = {
+        "a group": ADVANTAGES[name].needs_group,
+        "a critic": ADVANTAGES[name].needs_critic,
+    }
     return ", ".join(what for what, needed in found.items() if needed) or "-"
 
 
@@ -39,12 +48,25 @@ TABLES = {
     ("README.md", "| `algorithm=` | what it is |"): [
         row(f"`{name}`", about) for name, about in groups()["algorithm"].items()
     ],
-    ("ARCHITECTURE.md", "| `algorithm.advantage` | paper | one per | needs | reads |"): [
-        row(f"`{name}`", one.paper, {"row": "response", "token": "token"}[one.level], needs(name), reads(one))
+    (
+        "ARCHITECTURE.md",
+        "| `algorithm.advantage` | paper | one per | needs | reads |",
+    ): [
+        row(
+            f"`{name}`",
+            one.paper,
+            {"row": "response", "token": "token"}[one.level],
+            needs(name),
+            reads(one),
+        )
         for name, one in ADVANTAGES.items()
     ],
-    ("ARCHITECTURE.md", "| `algorithm.policy_loss` | paper | ratio to the old policy | reads |"): [
-        row(f"`{name}`", one.paper, "yes" if one.has_ratio else "no", reads(one)) for name, one in POLICY_LOSSES.items()
+    (
+        "ARCHITECTURE.md",
+        "| `algorithm.policy_loss` | paper | ratio to the old policy | reads |",
+    ): [
+        row(f"`{name}`", one.paper, "yes" if one.has_ratio else "no", reads(one))
+        for name, one in POLICY_LOSSES.items()
     ],
     ("ARCHITECTURE.md", "| `algorithm.aggregation` | source | reads |"): [
         row(f"`{name}`", one.paper, reads(one)) for name, one in AGGREGATIONS.items()
@@ -61,7 +83,11 @@ def rows(text: str, head: str) -> list[str]:
     lines = text.splitlines()
     assert head in lines, f"the document has no table with the head {head}"
     below = lines[lines.index(head) + 2 :]
-    return below[: next(place for place, line in enumerate([*below, ""]) if not line.startswith("|"))]
+    return below[
+        : next(
+            place for place, line in enumerate([*below, ""]) if not line.startswith("|")
+        )
+    ]
 
 
 def paste(lines: Iterable[str]) -> str:
@@ -70,7 +96,12 @@ def paste(lines: Iterable[str]) -> str:
 
 @pytest.mark.parametrize(("document", "head"), TABLES)
 def test_a_table_has_a_row_for_each_declaration(document: str, head: str) -> None:
-    declared, found = TABLES[document, head], rows((ROOT / document).read_text("utf-8"), head)
+    declared, found = (
+        TABLES[document, head],
+        rows((ROOT / document).read_text("utf-8"), head),
+    )
     missing = [line for line in declared if line not in found]
     stale = [line for line in found if line not in declared]
-    assert found == declared, f"{document}, under {head}: add\n{paste(missing)}\ntake out\n{paste(stale)}"
+    assert found == declared, (
+        f"{document}, under {head}: add\n{paste(missing)}\ntake out\n{paste(stale)}"
+    )

@@ -1,4 +1,4 @@
-"""Whose packages the program runs with."""
+"""Packages that the program runs with."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ def test_packages_of_one_root_belong_together() -> None:
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["workers.py", "configs/__init__.py"])
 def test_a_package_of_another_root_is_named(tmp_path: Path, name: str) -> None:
-    """As a script of the user's own beside which it lies, whose folder comes first."""
+    """The folder of a user's script comes first on the path, and holds the package."""
     mine = tmp_path / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]\n"
     code += "from controllers.command_line import main; sys.exit(main(['check']))"
-    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True
+    )
     package = name.partition("/")[0].removesuffix(".py")
-    said = f"InstallationError: the package {package} is {mine}, expected {ROOT}/{package}/__init__.py, beside verl_ray"
-    assert ended.returncode == 1 and ended.stderr.startswith(said)
+    message = f"InstallationError: the package {package} is {mine}, expected {ROOT}/{package}/__init__.py, beside verl_ray"
+    assert ended.returncode == 1 and ended.stderr.startswith(message)

@@ -1,7 +1,8 @@
-"""Every command of the README, run as it stands there, from a copy of the checkout; long ones get shortening overrides.
+"""Every command of the README, run as it stands there, from a copy of the checkout;
+long ones get shortening overrides.
 
-What is not run here: scripts/test, which would run itself, and the benchmarks, which tests/controllers/test_bench.py
-runs.
+What is not run here: scripts/test, which would run itself, and the benchmarks, which
+tests/controllers/test_bench.py runs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from verl_ray.cluster.session import Session
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 
-QUIET = "tracking.wandb.mode=disabled"  # after the first run, which is told to W&B as it stands
+# After the first run, which is told to W&B as it stands
+QUIET = "tracking.wandb.mode=disabled"
 FEW = "run.total_steps=1 run.threads_per_rank=1 data.prompts_per_step=4 rollout.group_size=2 actor.mini_batch_size=null"
 SHORT = "evaluation.num_prompts=5 rollout.max_response_tokens=8"
 NO_WARM_START = "prepare.warm_start.accuracy_low=0 prepare.warm_start.min_steps=1 prepare.warm_start.evaluate_every=1"
@@ -39,7 +41,8 @@ MADE = "prepare=null " + " ".join(
 PREPARED = f"prepare.num_train=200 prepare.num_validation=20 prepare.min_gain=0 {NO_WARM_START}"
 SHORTER = {
     "scripts/quickstart": f"{FEW} {PREPARED}",
-    "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",  # one more
+    # One more
+    "verl-ray train --config-name quickstart run.name=first": f"{FEW} {PREPARED} run.total_steps=2",
     "verl-ray train --config-name quickstart run.name=groups": f"{FEW} {MADE} {QUIET}",
     "verl-ray train --config-name quickstart": f"{FEW} {PREPARED} {QUIET}",
     "verl-ray train --config-name ppo run.name=preferred": f"{FEW} {SHORT} {QUIET}",
@@ -78,7 +81,9 @@ SAID = {
 def sections() -> dict[str, list[str]]:
     """Heading -> its `sh` blocks."""
     found: dict[str, list[str]] = {}
-    for heading, body in re.findall(r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL):
+    for heading, body in re.findall(
+        r"^## (.+?)\n(.*?)(?=^## |\Z)", README, re.MULTILINE | re.DOTALL
+    ):
         blocks = re.findall(r"^```sh\n(.*?)^```", body, re.MULTILINE | re.DOTALL)
         if blocks:
             found[heading] = blocks
@@ -86,9 +91,16 @@ def sections() -> dict[str, list[str]]:
 
 
 def commands(block: str) -> list[str]:
-    """The commands of a block, each in one piece: continued lines joined, a here-document with its command."""
+    """The commands of a block, each in one piece: continued lines joined, a
+    here-document with its command.
+    """
     joined = block.replace("\\\n", " ")
-    return [match.group().strip() for match in re.finditer(r"^.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", joined, re.MULTILINE)]
+    return [
+        match.group().strip()
+        for match in re.finditer(
+            r"^.*<<'EOF'\n(?:.*\n)*?EOF$|^.+$", joined, re.MULTILINE
+        )
+    ]
 
 
 def runnable(block: str) -> str:
@@ -97,27 +109,52 @@ def runnable(block: str) -> str:
     for command in commands(block):
         if not command.startswith(NOT_RUN):
             lines.append(
-                command + next((f" {more}" for start, more in SHORTER.items() if command.startswith(start)), "")
+                command
+                + next(
+                    (
+                        f" {more}"
+                        for start, more in SHORTER.items()
+                        if command.startswith(start)
+                    ),
+                    "",
+                )
             )
-    return "\n".join(lines).replace("step_00000250", "step_00000002")  # the last of the shortened run
+    return "\n".join(lines).replace(
+        "step_00000250", "step_00000002"
+    )  # the last of the shortened run
 
 
 def test_every_command_is_known_so_that_none_is_left_out() -> None:
-    every = [command for blocks in sections().values() for block in blocks for command in commands(block)]
+    every = [
+        command
+        for blocks in sections().values()
+        for block in blocks
+        for command in commands(block)
+    ]
     assert len(every) >= 20
-    unknown = [command for command in every if not command.startswith((*SHORTER, *AS_IT_STANDS, *NOT_RUN))]
+    unknown = [
+        command
+        for command in every
+        if not command.startswith((*SHORTER, *AS_IT_STANDS, *NOT_RUN))
+    ]
     assert unknown == []
-    assert [start for start in SHORTER if not any(command.startswith(start) for command in every)] == []
+    assert [
+        start
+        for start in SHORTER
+        if not any(command.startswith(start) for command in every)
+    ] == []
 
 
 def test_paths_that_the_readme_names_exist() -> None:
-    for path in re.findall(r"`((?:configs|controllers|workers|verl_ray|scripts|tests)/[\w/.]*)`", README):
+    for path in re.findall(
+        r"`((?:configs|controllers|workers|verl_ray|scripts|tests)/[\w/.]*)`", README
+    ):
         assert (ROOT / path).exists(), path
     for path in re.findall(r"\]\(([A-Z]+(?:\.md)?)\)", README):
         assert (ROOT / path).is_file(), path
 
 
-# ------------------------------------------------------------------------------------------------ running them
+# ------------------------------------------------------------------------- running them
 
 
 @pytest.fixture(scope="module")
@@ -125,49 +162,81 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A clean copy of the checkout with this environment, and a small copy of GSM8K."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in ("configs", "controllers", "workers", "verl_ray", "scripts"):
-        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("pyproject.toml", "requirements-cpu.lock", ".gitignore"):
         shutil.copy(ROOT / name, folder / name)
     (folder / ".venv").symlink_to(ROOT / ".venv")
     (folder / "gsm8k").mkdir()
     for name in ("train", "test"):
-        rows = [{"question": f"What is {i} and {i + 1}?", "answer": f"Added up:\n#### {2 * i + 1}"} for i in range(20)]
-        (folder / "gsm8k" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        rows = [
+            {
+                "question": f"What is {i} and {i + 1}?",
+                "answer": f"Added up:\n#### {2 * i + 1}",
+            }
+            for i in range(20)
+        ]
+        (folder / "gsm8k" / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)
+        )
     sums = [
-        ({"question": f"What is {i} and {i + 1}?"}, f"Added up:\nA: {2 * i + 1}", "Guessed:\nA: 0") for i in range(40)
+        (
+            {"question": f"What is {i} and {i + 1}?"},
+            f"Added up:\nA: {2 * i + 1}",
+            "Guessed:\nA: 0",
+        )
+        for i in range(40)
     ]
     lines = [
         json.dumps({**question, "a": {"is_correct": i % 2 == 0, "solution": (right, wrong)[i % 2]},
                     "b": {"is_correct": i % 2 == 1, "solution": (wrong, right)[i % 2]}})
         for i, (question, right, wrong) in enumerate(sums)
     ]  # fmt: skip
-    (folder / "gsm8k" / "example_model_solutions.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "gsm8k" / "example_model_solutions.jsonl").write_text(
+        "\n".join(lines) + "\n"
+    )
     return folder
 
 
 def environment(home: Path) -> dict[str, str]:
     """A fresh account's, with the set-up that is there."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    }
     return {**inherited, "HOME": str(home), "VERL_RAY_SKIP_SETUP": "1"}
 
 
 def on_cluster(cluster: Session) -> dict[str, str]:
-    """What a shell needs so that its runs use a cluster that is there; the first section has one started for it."""
-    token = {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+    """What a shell needs so that its runs use a cluster that is there; the first
+    section has one started for it.
+    """
+    token = {
+        name: value
+        for name, value in os.environ.items()
+        if name.startswith("RAY_AUTH_")
+    }
     return token | {"RAY_ADDRESS": cluster.address}
 
 
 def run(script: str, checkout: Path, variables: dict[str, str]) -> str:
     """Run a script; its output."""
     process = subprocess.run(
-        ["bash", "-c", script], cwd=checkout, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        ["bash", "-c", script],
+        cwd=checkout,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
     assert process.returncode == 0, f"{script}\n{process.stdout[-4000:]}"
     return process.stdout
 
 
 def submitted(script: str, checkout: Path, variables: dict[str, str]) -> str:
-    """The same for a job, given again while the head is still starting, as the README tells its reader."""
+    """The same for a job, given again while the head is still starting, as the README
+    tells its reader.
+    """
     until = time.monotonic() + 60
     while True:
         try:
@@ -191,7 +260,11 @@ def first_run(checkout: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
-    listed = re.findall(r"^\| `([\w.]+)/?` ", README.partition("## What a run writes")[2].partition("\n## ")[0], re.M)
+    listed = re.findall(
+        r"^\| `([\w.]+)/?` ",
+        README.partition("## What a run writes")[2].partition("\n## ")[0],
+        re.M,
+    )
     assert len(listed) == 9
     for name in listed:
         assert (first_run / "outputs" / "first" / name).exists(), name
@@ -201,9 +274,16 @@ def test_the_quickstart_leaves_what_the_readme_says(first_run: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("heading", [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")])
-def test_commands_of(heading: str, first_run: Path, cluster: Session, tmp_path: Path) -> None:
-    script = "export PATH=.venv/bin:$PATH\n" + "\n".join(runnable(block) for block in sections()[heading])
+@pytest.mark.parametrize(
+    "heading",
+    [name for name in sections() if name not in ("Two commands", CLUSTER, "Figures")],
+)
+def test_commands_of(
+    heading: str, first_run: Path, cluster: Session, tmp_path: Path
+) -> None:
+    script = "export PATH=.venv/bin:$PATH\n" + "\n".join(
+        runnable(block) for block in sections()[heading]
+    )
     said = run(script, first_run, environment(tmp_path) | on_cluster(cluster))
     for words, times in SAID.get(heading, {}).items():
         assert len(re.findall(words, said, re.MULTILINE)) == times, words
@@ -211,15 +291,24 @@ def test_commands_of(heading: str, first_run: Path, cluster: Session, tmp_path: 
 
 @contextlib.contextmanager
 def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
-    """The first terminal: runs until the end of the `with`, then gets the Ctrl-C of the README."""
-    folder = Path(tempfile.mkdtemp(dir="/tmp"))  # short: the names of sockets in it are limited to 107 bytes
+    """The first terminal: runs until the end of the `with`, then gets the Ctrl-C of the
+    README.
+    """
+    folder = Path(
+        tempfile.mkdtemp(dir="/tmp")
+    )  # short: the names of sockets in it are limited to 107 bytes
     port = free_port()
     apart = (
         f" --port=0 --dashboard-port={port} --dashboard-agent-listen-port={free_port()}"
         f" --node-ip-address=127.0.0.2 --temp-dir={folder} --disable-usage-stats"
     )
     log = home / "head.log"
-    command = runnable(block).replace("ray start --head --block", "exec ray start --head --block") + apart
+    command = (
+        runnable(block).replace(
+            "ray start --head --block", "exec ray start --head --block"
+        )
+        + apart
+    )
     variables = environment(home) | {"RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0"}
 
     def start() -> subprocess.Popen[bytes]:
@@ -234,8 +323,12 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
         until = time.monotonic() + 600
         while "will now block" not in log.read_text():
             assert time.monotonic() < until, log.read_text()[-4000:]
-            if head.poll() is not None:  # Ray gives its processes 30 s, which beside other tests may be too few
-                assert "timed out during startup" in log.read_text(), log.read_text()[-4000:]
+            if (
+                head.poll() is not None
+            ):  # Ray gives its processes 30 s, which beside other tests may be too few
+                assert "timed out during startup" in log.read_text(), log.read_text()[
+                    -4000:
+                ]
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(head.pid, signal.SIGKILL)
                 head = start()
@@ -253,7 +346,9 @@ def head_of_a_cluster(block: str, checkout: Path, home: Path) -> Iterator[str]:
 
 
 def _as_in_a_terminal() -> None:
-    """Ctrl-C ends a program, but for one that was started in the background, as these tests may be."""
+    """Ctrl-C ends a program, but for one that was started in the background, as these
+    tests may be.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 

@@ -1,4 +1,6 @@
-"""vLLM in the process of the tests, which has imported torch already and has other tests to run afterwards."""
+"""vLLM in the process of the tests, which has imported torch already and has other
+tests to run afterwards.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,16 @@ from verl_ray.rollout.vllm_setup import environment
 
 @contextmanager
 def ready_for_vllm() -> Iterator[None]:
-    """Engines may be started here, one at a time, and must be closed here. The process is then what it was before."""
+    """Engines may be started here, one at a time, and must be closed here. The process
+    is then what it was before.
+    """
     before, set_num_threads = dict(os.environ), torch.set_num_threads
     os.environ.update(environment("cpu", threads=1))
     from torch._dynamo import config as dynamo
 
-    dynamo.disable = True  # the environment variable is too late when torch is imported already
+    dynamo.disable = (
+        True  # the environment variable is too late when torch is imported already
+    )
     try:
         yield
     finally:

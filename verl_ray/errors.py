@@ -1,8 +1,9 @@
 """The whole exception tree.
 
-Invariant: every class survives pickling between processes, and every message says what was found, what was
-expected and which config key to change. Not a place for control flow: expected outcomes (a failed reward, a
-skipped optimizer step) are values, not exceptions.
+Invariant: every class survives pickling between processes, and every message states
+what was found, what was expected and which config key to change. Not a place for
+control flow: expected outcomes (a failed reward, a skipped optimizer step) are values,
+not exceptions.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ class VerlRayError(Exception):
 
     exit_code = 1
     origin: WorkerError | None = None
-    """Of an error that was raised in a worker: which process that was, and where its stack is."""
+    """For an error raised in a worker: its process, and the place of its stack."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a configuration: the key, its value, the rule it breaks, and what would be right."""
+    """One problem of a configuration.
+
+    Attributes:
+        key: Key of the setting.
+        value: Value of the setting.
+        rule: Rule that the value breaks.
+        fix: What would be right.
+    """
 
     key: str
     value: object
@@ -32,7 +40,7 @@ class Problem:
 
 
 class ConfigError(VerlRayError):
-    """A configuration that cannot run. Carries all problems found, not the first one."""
+    """A configuration cannot run. The error carries all of its problems."""
 
     exit_code = 2
 
@@ -47,113 +55,182 @@ class ConfigError(VerlRayError):
 
 
 class DataError(VerlRayError):
-    """Rows, files or columns that are not what they should be."""
+    """Rows, files or columns are not what they should be."""
 
 
 class ModelError(VerlRayError):
-    """A model directory that cannot be loaded, or whose contents do not fit the role."""
+    """A model directory cannot be loaded, or its contents do not fit the role."""
 
 
 class EngineError(VerlRayError):
-    """Misuse of, or a failure inside, a training engine."""
+    """A training engine was misused or failed."""
 
 
 class NonFiniteError(EngineError):
-    """A loss or gradient that is not finite; names the tensor, the rank and the micro-batch."""
+    """A loss or gradient is not finite.
+
+    The error names the tensor, the rank and the micro-batch.
+    """
 
 
 class RolloutError(VerlRayError):
-    """Misuse of, or a failure inside, a rollout engine."""
+    """A rollout engine was misused or failed."""
 
 
 class CannotGenerate(RolloutError):
-    """A rollout engine that has no policy to draw from now: it sleeps, is being updated, or never had one."""
+    """A rollout engine has no policy to generate with at present.
+
+    It sleeps, receives new weights, or never had any.
+    """
 
 
 class EngineFailed(RolloutError):
-    """A rollout engine that is of no more use: it has to be started again."""
+    """A rollout engine cannot be used any more and has to be restarted."""
 
 
 class CallRefused(RolloutError):
-    """A call of an outside client that is not answered as it asks. Carries the field that is why, and HTTP's status."""
+    """A call of an outside client was refused.
 
-    def __init__(self, what: str, param: str | None = None, status: int = 400) -> None:
-        super().__init__(what, param, status)
-        self.what, self.param, self.status = what, param, status
+    Attributes:
+        message: Explanation for the client.
+        param: Field of the call that is the reason, if there is one.
+        status: HTTP status.
+    """
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400
+    ) -> None:
+        super().__init__(message, param, status)
+        self.message = message
+        self.param = param
+        self.status = status
 
     def __str__(self) -> str:
-        return self.what
+        return self.message
 
 
 class MismatchError(VerlRayError):
-    """The trainer and the sampler hold policies that are further apart than the run allows; names the likely cause."""
+    """The trainer and the sampler hold policies further apart than the run allows.
+
+    The error names the likely cause.
+    """
 
 
 class RewardError(VerlRayError):
-    """Misuse of, or a failure inside, the reward role; a score that failed is a value, not this."""
+    """The reward role was misused or failed.
+
+    A score that failed is a value, not this error.
+    """
 
 
 class WeightSyncError(VerlRayError):
-    """A policy version that did not reach a rollout engine exactly as the trainer holds it."""
+    """A rollout engine does not hold a policy version exactly as the trainer does."""
 
 
 class CheckpointError(VerlRayError):
-    """A checkpoint that cannot be written, or is missing, torn or foreign."""
+    """A checkpoint cannot be written, or is missing, torn or foreign."""
 
 
 class TrackingError(VerlRayError):
-    """The record of the run (metrics, samples, the W&B run) that cannot be written or read."""
+    """The record of a run (metrics, samples, W&B run) cannot be written or read."""
 
 
 class InstallationError(VerlRayError):
-    """Parts of this program that do not belong together."""
+    """Parts of this program do not belong together."""
 
 
 class ClusterError(VerlRayError):
-    """The Ray cluster cannot give what the run needs."""
+    """The Ray cluster cannot provide what the run needs."""
 
 
 class WorkerError(VerlRayError):
-    """A call on a worker failed. Names role, rank and node; of a defect it carries the worker's stack and last output.
+    """A call on a worker failed.
 
-    As the `origin` of what a worker has raised on purpose it says where the stack is instead.
+    For a defect, the error carries the worker's stack and last output. As the `origin`
+    of an error that a worker raised on purpose, it names the log with the stack
+    instead.
+
+    Attributes:
+        message: What failed.
+        role: Role of the worker.
+        rank: Rank of the worker.
+        node: Node of the worker's process.
+        detail: Stack, or the place of the stack.
+        output: Last output of the worker's process.
     """
 
-    def __init__(self, what: str, *, role: str, rank: int, node: str, detail: str = "", output: str = "") -> None:
-        super().__init__(what, role, rank, node, detail, output)
-        self.what, self.role, self.rank, self.node = what, role, rank, node
-        self.detail, self.output = detail, output
+    def __init__(
+        self,
+        message: str,
+        *,
+        role: str,
+        rank: int,
+        node: str,
+        detail: str = "",
+        output: str = "",
+    ) -> None:
+        super().__init__(message, role, rank, node, detail, output)
+        self.message = message
+        self.role = role
+        self.rank = rank
+        self.node = node
+        self.detail = detail
+        self.output = output
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_worker_error, (type(self), self.what, self.role, self.rank, self.node, self.detail, self.output)
+        # By default an exception is rebuilt from its positional arguments, and these
+        # are keywords.
+        arguments = (
+            type(self),
+            self.message,
+            self.role,
+            self.rank,
+            self.node,
+            self.detail,
+            self.output,
+        )
+        return _rebuild_worker_error, arguments
 
     def __str__(self) -> str:
-        text = f"{self.role} rank {self.rank} on {self.node}: {self.what}"
+        worker = f"{self.role} rank {self.rank}"
+        text = f"{worker} on {self.node}: {self.message}"
         if self.detail:
             text += f"\n{self.detail.rstrip()}"
         if self.output:
-            text += f"\nlast output of {self.role} rank {self.rank}:\n{self.output.rstrip()}"
+            text += f"\nlast output of {worker}:\n{self.output.rstrip()}"
         return text
 
 
 def _rebuild_worker_error(
-    cls: type[WorkerError], what: str, role: str, rank: int, node: str, detail: str, output: str
+    cls: type[WorkerError],
+    message: str,
+    role: str,
+    rank: int,
+    node: str,
+    detail: str,
+    output: str,
 ) -> WorkerError:
-    return cls(what, role=role, rank=rank, node=node, detail=detail, output=output)
+    return cls(message, role=role, rank=rank, node=node, detail=detail, output=output)
 
 
 def as_raised(error: WorkerError) -> VerlRayError:
-    """The error of this project's own that a worker has raised, which then names its origin; else `error` itself."""
-    raised = error.__cause__
-    if not isinstance(raised, VerlRayError) or isinstance(raised, WorkerError):
+    """Error of this project that a worker raised on purpose, with its origin set.
+
+    Returns:
+        The cause of `error` if it is an error of this project, else `error` itself.
+    """
+    cause = error.__cause__
+    if not isinstance(cause, VerlRayError) or isinstance(cause, WorkerError):
         return error
-    raised.origin = error
-    return raised
+    cause.origin = error
+    return cause
 
 
-def failure_of_worker(error: VerlRayError) -> WorkerError | None:
-    """What an error says of a worker; None = it was raised where it was caught."""
-    return error if isinstance(error, WorkerError) else error.origin
+def worker_error_of(error: VerlRayError) -> WorkerError | None:
+    """Error of the worker behind `error`; None if it was raised in this process."""
+    if isinstance(error, WorkerError):
+        return error
+    return error.origin
 
 
 class WorkerDied(WorkerError):
@@ -161,15 +238,17 @@ class WorkerDied(WorkerError):
 
 
 class DeadlineExceeded(WorkerError):
-    """A process made no progress for `run.stall_s` seconds, or does not answer; `detail` holds the stacks of those that
-    stand still."""
+    """A process made no progress for `run.stall_s` seconds, or does not reply.
+
+    `detail` holds the stacks of the processes that stand still.
+    """
 
 
 class StaleIncarnation(WorkerError):
-    """An answer, or a call, that belongs to an earlier incarnation of its worker group."""
+    """A reply or a call belongs to an earlier incarnation of its worker group."""
 
 
 class Interrupted(VerlRayError):
-    """The run was asked to stop (Ctrl-C, SIGTERM, `ray job stop`)."""
+    """The run was stopped by a signal (Ctrl-C, SIGTERM, `ray job stop`)."""
 
     exit_code = 130

@@ -1,6 +1,9 @@
-"""What is named now and imported once it is used: declarations stay light, whatever their functions and classes need.
+"""Names of things that are imported only when they are used.
 
-Deliberately not here: which things are declared so (`verl_ray/algorithms/catalogue.py`, `verl_ray/backends`).
+Declarations stay light that way, whatever their functions and classes need.
+
+Invariant: naming a thing imports nothing. Deliberately not here: the things that are
+declared so (`verl_ray/algorithms/catalogue.py`, `verl_ray/backends`).
 """
 
 from __future__ import annotations
@@ -12,15 +15,19 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function or a class at an address, `module:name`; to call it imports its module."""
+    """A function or class at an address `module:name`.
+
+    A call of it imports its module first.
+    """
 
     address: str
 
     @property
     def target(self) -> Any:
-        """What is there."""
-        module, _, name = self.address.partition(":")
-        return getattr(importlib.import_module(module), name)
+        """The function or class itself."""
+        module_name, _, name = self.address.partition(":")
+        module = importlib.import_module(module_name)
+        return getattr(module, name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.target(*args, **kwargs)

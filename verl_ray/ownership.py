@@ -1,9 +1,10 @@
-"""Who owns what may outlive a process: files in /dev/shm, folders of Ray.
+"""Owners of things that may outlive a process: files in /dev/shm, folders of Ray.
 
-Invariant: an owner is gone only if this process would see it if it still ran. Process ids are used again, so an owner
-is a process id and the time at which that process started. They mean another process on another machine that shares a
-folder, and in another namespace of process ids, as in a container that shares /dev/shm: owners from there are never
-gone. Deliberately not here: what is owned, and who takes it away.
+Invariant: an owner has ended only if this process would see it if it still ran. Process
+ids are reused, so an owner is a process id and the start time of its process. Both mean
+another process on another machine that shares a folder, and in another namespace of
+process ids, as in a container that shares /dev/shm: owners from there never count as
+ended. Deliberately not here: what is owned, and who removes it.
 """
 
 from __future__ import annotations
@@ -20,37 +21,47 @@ _PATTERN = re.compile(r"(\d+)-(\d+)-(\d+)-(\d+)")
 
 @dataclass(frozen=True)
 class Owner:
-    """One process. Its text, which `parse` reads, may be part of a file's name."""
+    """One process. Its text, which `parse` reads, may be part of a file's name.
+
+    Attributes:
+        boot: Number of the machine's last start. It is needed since the first
+            namespace of process ids has the same number on every machine.
+        namespace: Number of the namespace of process ids.
+        pid: Process id.
+        started: Start of the process in clock ticks since the boot; 0 for a process
+            that had ended when it was looked up.
+    """
 
     boot: int
-    """Of the machine, since it was last started: the namespace of all processes has one number on every machine."""
     namespace: int
     pid: int
     started: int
-    """Clock ticks from boot; 0 for one that had ended when it was looked at."""
 
     @classmethod
     def of(cls, pid: int) -> Owner:
-        """A process of this namespace."""
+        """Owner for a process of this namespace."""
         return cls(_boot(), _namespace(), pid, _start_time(pid))
 
     @classmethod
     def here(cls) -> Owner:
-        """This process."""
+        """Owner for this process."""
         return cls.of(os.getpid())
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
-        """None where the text is not of an owner."""
+        """Owner with this text; None if it is not the text of an owner."""
         match = _PATTERN.fullmatch(text)
-        return cls(*map(int, match.groups())) if match else None
+        if match is None:
+            return None
+        return cls(*map(int, match.groups()))
 
     def __str__(self) -> str:
         return f"{self.boot}-{self.namespace}-{self.pid}-{self.started}"
 
     @property
-    def is_gone(self) -> bool:
-        """Whether it no longer runs."""
+    def has_ended(self) -> bool:
+        """Whether the process no longer runs."""
+        # This process sees those of its own namespace alone.
         if (self.boot, self.namespace) != (_boot(), _namespace()):
             return False
         return not self.started or _start_time(self.pid) != self.started
@@ -58,8 +69,9 @@ class Owner:
 
 @functools.cache
 def _boot() -> int:
-    """The first 48 bits of the random number that Linux draws when it starts."""
-    return int(_BOOT.read_text().replace("-", "")[:12], 16)
+    """First 48 bits of the random number that Linux chooses when it starts."""
+    digits = _BOOT.read_text().replace("-", "")
+    return int(digits[:12], 16)
 
 
 def _namespace() -> int:
@@ -67,10 +79,16 @@ def _namespace() -> int:
 
 
 def _start_time(pid: int) -> int:
+    """Start of a process in clock ticks since the boot; 0 if it has ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0
+
+    # The name of the program comes before ")" and may itself hold spaces.
     fields = stat.rpartition(")")[2].split()
-    ended = fields[0] in ("Z", "X")  # a zombie holds nothing, and waits for a parent that may never ask
-    return 0 if ended else int(fields[19])
+    state = fields[0]
+    # A zombie holds nothing. It waits for a parent that may never look at it.
+    if state in ("Z", "X"):
+        return 0
+    return int(fields[19])

@@ -1,1 +1,4 @@
-"""The roles: one class each over the engine contracts, one Ray process per rank. They know no driver."""
+"""Roles: one class each over the engine contracts, one Ray process per rank.
+
+They know no driver.
+"""

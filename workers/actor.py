@@ -1,4 +1,9 @@
-"""The actor: the policy that learns, and the source of the weights that rollouts are drawn from."""
+"""Actor: the policy that learns, and the sender of the weights that generate rollouts.
+
+Invariant: no method but `update` and `train_supervised` changes the weights.
+Deliberately not here: which methods make a step, and who receives the weights
+(`controllers`).
+"""
 
 from __future__ import annotations
 
@@ -7,12 +12,12 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from verl_ray.algorithms.credit import assign, diverge
+from verl_ray.algorithms.credit import assign_credit, response_divergences
 from verl_ray.algorithms.losses import TokenLoss
-from verl_ray.algorithms.mismatch import compare
+from verl_ray.algorithms.mismatch import compare_log_probs
 from verl_ray.algorithms.objectives import PolicyObjective, SupervisedObjective
+from verl_ray.cluster.concurrency_groups import steering
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.lanes import steering
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.rollout import WireName
 from verl_ray.data.stages import (
@@ -27,43 +32,66 @@ from verl_ray.data.stages import (
     Values,
 )
 from verl_ray.engine.base import EngineSpec, LossReport
-from verl_ray.engine.tally import Tally
+from verl_ray.engine.loss_accumulator import LossAccumulator
 from verl_ray.errors import WeightSyncError
 from verl_ray.models.probe import probe_rows
 from verl_ray.ops.masked import Moments, whiten
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.update import Probe
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, Route, Sender, Sent
+from verl_ray.weight_sync.transport import Address, Sender, SendResult, WireSpec
 from verl_ray.weight_sync.wires import SENDERS
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
 class ActorWorker(ModelWorker):
+    """One rank of the actor."""
+
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         super().__init__(context, spec)
-        self._wire: tuple[Sender, Route] | None = None
+        self._wire: tuple[Sender, WireSpec] | None = None
 
-    # ------------------------------------------------------------------------------------------- one RL step
+    # ---------------------------------------------------------------------- one RL step
 
     def compute_base_log_probs(self, rows: Rows, temperature: float) -> LogProbs:
-        """The same without the adapter: those of the policy before it learned, which is the reference then."""
-        return self._log_probs(rows, Outputs(log_probs=True, temperature=temperature, base=True))
+        """Return log-probabilities without the adapter.
 
-    def diverge(self, rows: Rollouts, policy: LogProbs, reference: LogProbs, algorithm: AlgorithmConfig) -> Divergence:
-        """The divergence of each response from the reference."""
-        return diverge(algorithm, rows, policy, reference)
+        They are those of the policy before it learned, which is then the reference.
+        """
+        outputs = RequestedOutputs(log_probs=True, temperature=temperature, base=True)
+        return self._log_probs(rows, outputs)
 
-    def compare(self, rows: Rollouts, credit: Credit, policy: LogProbs) -> LossReport:
-        """These log-probs beside the sampler's, as an update reports them: of the rows that are learned from."""
-        mask, tally = rows.response_mask & credit.in_loss[rows.row_of_token], Tally()
-        row = torch.from_numpy(rows.row_of_token[mask])
-        means, maxima = compare(
-            torch.from_numpy(policy.log_probs[mask]), torch.from_numpy(rows.rollout_log_probs[mask]), row
+    def compute_divergence(
+        self,
+        rows: Rollouts,
+        policy: LogProbs,
+        reference: LogProbs,
+        algorithm: AlgorithmConfig,
+    ) -> Divergence:
+        """Return the divergence of each response from the reference."""
+        return response_divergences(algorithm, rows, policy, reference)
+
+    def compute_mismatch(
+        self, rows: Rollouts, credit: Credit, policy: LogProbs
+    ) -> LossReport:
+        """Compare these log-probs with the sampler's, as an update reports them.
+
+        Only rows that are learned from count.
+        """
+        mask = rows.response_mask & credit.in_loss[rows.row_of_token]
+        row_of_token = torch.from_numpy(rows.row_of_token[mask])
+        means, maxima = compare_log_probs(
+            torch.from_numpy(policy.log_probs[mask]),
+            torch.from_numpy(rows.rollout_log_probs[mask]),
+            row_of_token,
         )
-        nothing, counted = torch.zeros(()), torch.ones(len(row))
-        tally.add(nothing, TokenLoss(nothing, means, maxima), counted, None)
-        return tally.report()
+
+        # The same report as of an update, which has a loss besides.
+        no_loss = torch.zeros(())
+        weight = torch.ones(len(row_of_token))
+        accumulator = LossAccumulator()
+        accumulator.add(no_loss, TokenLoss(no_loss, means, maxima), weight, None)
+        return accumulator.report()
 
     def assign_credit(
         self,
@@ -75,8 +103,10 @@ class ActorWorker(ModelWorker):
         algorithm: AlgorithmConfig,
         kl_coefficient: float,
     ) -> Credit:
-        """Advantages and returns of these rows; needs no other row."""
-        return assign(algorithm, kl_coefficient, rows, rewards, policy, reference, values)
+        """Return advantages and returns of these rows; no other row is needed."""
+        return assign_credit(
+            algorithm, kl_coefficient, rows, rewards, policy, reference, values
+        )
 
     def update(
         self,
@@ -88,10 +118,20 @@ class ActorWorker(ModelWorker):
         whitening: Moments | None,
         objective: PolicyObjective,
     ) -> UpdateReport:
-        """One optimizer step on a mini-batch of which these are this rank's rows."""
+        """Make one optimizer step on a mini-batch.
+
+        Args:
+            rows: This rank's rows of the mini-batch, like the four next arguments.
+            old: Log-probabilities of the policy before the step, if they were computed.
+            whitening: Moments of the advantages over the whole step; None leaves the
+                advantages as they are.
+        """
         advantages = credit.advantages
         if whitening is not None:
-            advantages = np.where(rows.response_mask, whiten(advantages, whitening), np.float32(0))
+            # Whitening moves zeros too, but they stay 0 outside the response mask.
+            advantages = whiten(advantages, whitening)
+            advantages = np.where(rows.response_mask, advantages, np.float32(0))
+
         batch = TrainingBatch(
             offsets=rows.offsets,
             tokens=rows.tokens,
@@ -102,50 +142,85 @@ class ActorWorker(ModelWorker):
             ref_log_probs=None if reference is None else reference.log_probs,
             advantages=advantages,
         )
+        report = self.learn(batch, objective)
+        # A row may have tokens of several versions.
         versions = rows.version_spans.values[:, 1]
-        return replace(self.learn(batch, objective), oldest_version=int(versions.min()) if len(versions) else None)
+        if not len(versions):
+            return report
+        return replace(report, oldest_version=int(versions.min()))
 
-    # ----------------------------------------------------------------------------------- supervised training
+    # -------------------------------------------------------------- supervised training
 
     def train_supervised(self, rows: TrainingBatch) -> UpdateReport:
-        """One optimizer step of supervised training; `loss_weight` is set by who cut the batch."""
+        """Make one optimizer step of supervised training.
+
+        `loss_weight` of `rows` is set, because it depends on the whole batch.
+        """
         return self.learn(rows, SupervisedObjective())
 
-    def grade_supervised(self, rows: TrainingBatch) -> Scores:
-        """1 for each row whose every response token is the model's most probable one: greedy decoding is right."""
-        found = self.engine.forward(rows, Outputs(log_probs=True, greedy=True))
-        assert found.greedy is not None
-        row = rows.row_of_token
-        wrong = np.bincount(row[rows.response_mask & ~found.greedy], minlength=rows.num_rows)
-        return Scores.ok((wrong == 0).astype(np.float32))
+    def score_supervised(self, rows: TrainingBatch) -> Scores:
+        """Score each row 1 where greedy decoding writes its responses, else 0.
 
-    # --------------------------------------------------------------------------------------------- publishing
+        That is the case where every response token is the model's most probable one.
+        """
+        outputs = self.engine.forward(
+            rows, RequestedOutputs(log_probs=True, greedy=True)
+        )
+        assert outputs.greedy is not None
 
-    def manifest(self, apart: bool = False) -> Manifest:
-        """What leaves this policy; `apart`: its adapter beside the model, and not merged into it."""
-        return self.engine.manifest(apart=apart)
+        # A row without response tokens has no wrong one.
+        is_wrong = rows.response_mask & ~outputs.greedy
+        num_wrong = np.bincount(rows.row_of_token[is_wrong], minlength=rows.num_rows)
+        return Scores.ok((num_wrong == 0).astype(np.float32))
+
+    # ----------------------------------------------------------------------- publishing
+
+    def manifest(self, separate_adapter: bool = False) -> Manifest:
+        """Return the manifest of the weights that this policy sends.
+
+        Args:
+            separate_adapter: Whether the adapter is sent separately, and not merged
+                into the model.
+        """
+        return self.engine.manifest(separate_adapter=separate_adapter)
 
     def probe(self, longest: int, tolerance: float) -> Probe | None:
-        """What this policy says of fixed rows of up to `longest` tokens; None on all ranks but one."""
-        rows = probe_rows(self.engine.vocab_size, longest)
-        said = self.compute_log_probs(rows, 1.0).log_probs
-        if not self.topology.answers or self.topology.row_index:
-            return None
-        cuts = rows.offsets[1:-1]
-        of_row = tuple(values[1:] for values in np.split(said, cuts))
-        return Probe(tuple(np.split(rows.tokens, cuts)), of_row, tolerance)
+        """Return this policy's log-probs of fixed rows of up to `longest` tokens.
 
-    def open_wire(self, name: WireName, route: Route) -> Address:
-        """Make this rank's end of the wire that weights will travel over; rank 0 says where it is. That of an earlier
-        call goes."""
+        Every rank has to call this. All of them but one return None.
+        """
+        rows = probe_rows(self.engine.vocab_size, longest)
+        log_probs = self.compute_log_probs(rows, 1.0).log_probs
+        if not self.topology.returns_results or self.topology.dp_rank:
+            return None
+
+        cuts = rows.offsets[1:-1]
+        tokens_by_row = np.split(rows.tokens, cuts)
+        # The first token of a row has no log-prob.
+        log_probs_by_row = [values[1:] for values in np.split(log_probs, cuts)]
+        return Probe(tuple(tokens_by_row), tuple(log_probs_by_row), tolerance)
+
+    def open_wire(self, name: WireName, wire_spec: WireSpec) -> Address:
+        """Open this rank's endpoint of the wire that weights will travel over.
+
+        The endpoint of an earlier call is closed.
+
+        Returns:
+            The address of the wire, for the receivers; only that of rank 0 counts.
+        """
         self._close_wire()
-        sender = SENDERS[name](route, self.context.rank, torch.device(self.context.device))
-        self._wire = sender, route
+        device = torch.device(self.context.device)
+        sender = SENDERS[name](wire_spec, self.context.rank, device)
+        self._wire = sender, wire_spec
         return sender.offer()
 
     def connect_wire(self, address: Address) -> str | None:
-        """Meet the receivers, which connect at the same time. Returns which of them did not come: no failure of this
-        rank."""
+        """Connect to the receivers, which connect at the same time.
+
+        Returns:
+            Which receivers did not connect, as text; None if all did. A missing
+            receiver is no failure of this rank, so it is not raised.
+        """
         try:
             self._sender.connect(address)
         except WeightSyncError as error:
@@ -153,35 +228,48 @@ class ActorWorker(ModelWorker):
         return None
 
     @steering
-    def leave_wire(self) -> None:
-        """A receiver will not come: those who meet wait no longer."""
-        self._sender.leave()
+    def stop_waiting_for_receivers(self) -> None:
+        """Stop waiting in `connect_wire`, since a receiver will not connect."""
+        self._sender.stop_waiting()
 
-    def send(self, index: int, whole: bool) -> Sent:
-        """Put this rank's slices of a bucket on the wire. `whole`: a receiver may not hold what was sent before."""
-        sender, route = self._opened
-        bucket = route.buckets[index]
-        return sender.send(bucket, self.engine.shards(bucket.names, apart=route.apart), whole=whole)
+    def send(self, index: int, whole: bool) -> SendResult:
+        """Send this rank's slices of a bucket.
+
+        Args:
+            index: The number of the bucket.
+            whole: Whether to send whole tensors instead of changes, because a receiver
+                may lack the last version.
+        """
+        sender, wire_spec = self._current_wire
+        bucket = wire_spec.buckets[index]
+        shards = self.engine.shards(
+            bucket.names, separate_adapter=wire_spec.separate_adapter
+        )
+        return sender.send(bucket, shards, whole=whole)
 
     def finish_sync(self) -> None:
-        """The sync is over: what it alone needed goes, the wire stays."""
+        """Free what one weight sync needed; the wire stays open for the next."""
         self._sender.finish()
 
     def close(self) -> None:
+        """Close the wire and the engine."""
         self._close_wire()
         super().close()
 
     @property
-    def _opened(self) -> tuple[Sender, Route]:
+    def _current_wire(self) -> tuple[Sender, WireSpec]:
         if self._wire is None:
-            raise WeightSyncError("the actor has no wire to send weights over: open_wire comes first")
+            raise WeightSyncError(
+                "the actor has no wire to send weights over: open_wire comes first"
+            )
         return self._wire
 
     @property
     def _sender(self) -> Sender:
-        return self._opened[0]
+        return self._current_wire[0]
 
     def _close_wire(self) -> None:
         if self._wire is not None:
-            self._wire[0].close()
+            sender, _ = self._wire
+            sender.close()
             self._wire = None

@@ -1,24 +1,41 @@
-"""The critic: what a response is worth from each of its tokens on."""
+"""Critic: the expected reward of a response, estimated before each of its tokens.
+
+Invariant: only `update` changes the weights. Deliberately not here: how values become
+advantages (`verl_ray/algorithms`).
+"""
 
 from __future__ import annotations
 
 from verl_ray.algorithms.objectives import ValueObjective
 from verl_ray.data.stages import Credit, Rollouts, Rows, TrainingBatch, Values
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 from workers.model_worker import MiniBatch, ModelWorker, UpdateReport, loss_weights
 
 
 class CriticWorker(ModelWorker):
+    """One rank of the critic."""
+
     def compute_values(self, rows: Rows) -> Values:
-        """The value before each response token, and after the last one."""
-        found = self.engine.forward(rows, Outputs(values=True, scores=True))
-        assert found.values is not None and found.scores is not None
-        return Values(offsets=rows.offsets, values=found.values, final_value=found.scores)
+        """Return the value before each response token, and after the last one."""
+        outputs = self.engine.forward(rows, RequestedOutputs(values=True, scores=True))
+        assert outputs.values is not None and outputs.scores is not None
+        # A score is read at the last token of a row: it is the value after it.
+        return Values(
+            offsets=rows.offsets, values=outputs.values, final_value=outputs.scores
+        )
 
     def update(
-        self, rows: Rollouts, credit: Credit, values: Values, mini_batch: MiniBatch, objective: ValueObjective
+        self,
+        rows: Rollouts,
+        credit: Credit,
+        values: Values,
+        mini_batch: MiniBatch,
+        objective: ValueObjective,
     ) -> UpdateReport:
-        """One optimizer step on a mini-batch of which these are this rank's rows."""
+        """Make one optimizer step on a mini-batch.
+
+        `rows`, `credit` and `values` are those of this rank's rows.
+        """
         batch = TrainingBatch(
             offsets=rows.offsets,
             tokens=rows.tokens,

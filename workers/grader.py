@@ -1,6 +1,7 @@
-"""What every worker of the reward role can do, whatever it grades with.
+"""Contract of every worker of the reward role.
 
-Deliberately not here: functions and services (`reward.py`), judges (`judge.py`), models (`reward_model.py`).
+Deliberately not here: functions and services (`reward.py`), judges (`judge.py`), models
+(`reward_model.py`).
 """
 
 from __future__ import annotations
@@ -15,4 +16,7 @@ class Grader(ABC):
 
     @abstractmethod
     def score(self, rows: Rollouts) -> Scores:
-        """A score for every row, or a typed failure of that row; raises only where no row can be scored."""
+        """Return a score for every row, or a typed failure of that row.
+
+        It raises only where no row can be scored.
+        """

@@ -1,12 +1,12 @@
-"""The reward role by a judge: a language model of its own that is asked for a verdict on each response.
+"""Reward role by a judge: a language model that gives a verdict on each response.
 
-Invariant: an answer depends on the question and its seed alone, not on what is judged beside it. Deliberately not
-here: what is asked and how a verdict is read (`verl_ray/rewards/judge.py`).
+Invariant: a reply depends on the question and its seed alone, not on the other
+questions. Deliberately not here: the text of a question, and how a verdict is read
+(`verl_ray/rewards/judge.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -16,12 +16,17 @@ import numpy.typing as npt
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import JudgeReward
 from verl_ray.data.stages import Finish, Rollouts, Scores
-from verl_ray.data.tokenizers import encode, load_tokenizer, render, unspecial
+from verl_ray.data.tokenizers import (
+    encode,
+    load_tokenizer,
+    render,
+    strip_special_tokens,
+)
 from verl_ray.errors import DataError
-from verl_ray.rewards.health import Health, Score
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.judge import Judgement
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Request, Sampling
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
 from workers.grader import Grader
@@ -30,80 +35,141 @@ from workers.rollout import start_engine
 
 Tokens = npt.NDArray[np.int32]
 
-OWN_WEIGHTS = 0  # the judge's only policy version: what its directory holds
+OWN_WEIGHTS = 0
+"""The judge's only policy version: the weights in its directory."""
 
 
 class JudgeWorker(Grader):
     """One replica of a judge. Its role is the key of its section."""
 
-    def __init__(self, context: WorkerContext, config: JudgeReward, policy_path: str, seed: int) -> None:
-        self._role, self._config, self._seed = context.role, config, seed
-        self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(config.model.path)
+    def __init__(
+        self, context: WorkerContext, config: JudgeReward, policy_path: str, seed: int
+    ) -> None:
+        self._role = context.role
+        self._config = config
+        self._seed = seed
+        self._policy_tokenizer = load_tokenizer(policy_path)
+        self._judge_tokenizer = load_tokenizer(config.model.path)
         self._judgement = Judgement(config)
-        self._sampling = Sampling(config.temperature, 1.0, -1, config.max_response_tokens)
+        self._sampling = Sampling(
+            config.temperature, 1.0, -1, config.max_response_tokens
+        )
 
         def start() -> RolloutEngine:
             return start_engine(
-                context, config.model.path, config.engine, seed=seed, initial_version=OWN_WEIGHTS,
+                context,
+                config.model.path,
+                config.engine,
+                seed=seed,
+                initial_version=OWN_WEIGHTS,
                 max_model_len=config.max_prompt_tokens + config.max_response_tokens,
-            )  # fmt: skip
+            )
 
         self.server = RolloutServer(start)
 
     def score(self, rows: Rollouts) -> Scores:
-        """The judge's verdict on each response. It is shown without what spells the judge's special tokens: a response
-        could end the question and write the answer itself."""
-        responses = requests_of(rows, self._policy)
-        asked = [
-            self._judgement.question(replace(one, response=unspecial(one.response, self._own))) for one in responses
-        ]
-        texts = {row: text for row, text in enumerate(asked) if isinstance(text, str)}
-        graded = {row: score for row, score in enumerate(asked) if isinstance(score, Score)}
+        """Return the judge's verdict on each response."""
+        # Each step may give some rows a score; the others go on to the next.
+        scores: dict[int, Score] = {}
+        texts: dict[int, str] = {}
+        for row, question in enumerate(self._questions(rows)):
+            if isinstance(question, Score):
+                scores[row] = question
+            else:
+                texts[row] = question
+
         seeds = row_seeds(self._seed, self._role, rows.row_id)
         requests = []
-        for row, tokens in zip(texts, self._tokens(list(texts.values())), strict=True):
+        questions = self._question_tokens(list(texts.values()))
+        for row, tokens in zip(texts, questions, strict=True):
             if isinstance(tokens, Score):
-                graded[row] = tokens
-            else:
-                session = str(rows.group_id[row])
-                requests.append(Request(row, tokens, self._sampling, int(seeds[row]), session=session))
-        for chunk in itertools.chain.from_iterable(self.server.respond(requests)):
-            said = self._own.decode(chunk.tokens, skip_special_tokens=True)
-            graded[chunk.request_id] = self._judgement.verdict(said, cut=chunk.finish is not Finish.STOP)
-        return scores_of([graded[row] for row in range(rows.num_rows)])
+                scores[row] = tokens
+                continue
+            request = GenerationRequest(
+                row,
+                tokens,
+                self._sampling,
+                int(seeds[row]),
+                # The questions about one prompt share a prefix.
+                session=str(rows.group_id[row]),
+            )
+            requests.append(request)
 
-    def _tokens(self, texts: list[str]) -> list[Tokens | Score]:
-        """Each question in the judge's tokens, or why it cannot be asked."""
+        # Waits for replies as they finish, and ends with the last one.
+        for chunks in self.server.respond(requests):
+            for chunk in chunks:
+                scores[chunk.request_id] = self._verdict(chunk)
+        return scores_of([scores[row] for row in range(rows.num_rows)])
+
+    def _questions(self, rows: Rollouts) -> list[str | Score]:
+        """Question about each response, or the failure to make one.
+
+        The names of the judge's special tokens are removed from the responses. A
+        response could otherwise end the question, and write the reply itself.
+        """
+        questions = []
+        for request in requests_of(rows, self._policy_tokenizer):
+            response = strip_special_tokens(request.response, self._judge_tokenizer)
+            shown = replace(request, response=response)
+            questions.append(self._judgement.question(shown))
+        return questions
+
+    def _verdict(self, chunk: Chunk) -> Score:
+        reply = self._judge_tokenizer.decode(chunk.tokens, skip_special_tokens=True)
+        return self._judgement.verdict(reply, cut=chunk.finish is not Finish.STOP)
+
+    def _question_tokens(self, texts: list[str]) -> list[Tokens | Score]:
+        """Each question in the judge's tokens, or the reason why it cannot be sent."""
         try:
-            return [self._fitting(tokens) for tokens in self._encoded(texts)]
+            questions = self._encode_questions(texts)
+            return [self._fit_or_failure(tokens) for tokens in questions]
         except DataError as error:
             if len(texts) == 1:
-                return [Score(math.nan, Health.EXCEPTION, str(error))]
-            return [found for text in texts for found in self._tokens([text])]  # one of them costs its own score alone
+                return [Score(math.nan, ScoreHealth.EXCEPTION, str(error))]
 
-    def _encoded(self, texts: list[str]) -> list[Tokens]:
+        # Question by question, so that a bad one costs its own score alone.
+        results = []
+        for text in texts:
+            results += self._question_tokens([text])
+        return results
+
+    def _encode_questions(self, texts: list[str]) -> list[Tokens]:
+        """Questions in the judge's tokens; all of them fail together."""
+
         def where(_: int) -> str:
-            return f"what {self._role} asks"
+            return f"the question of {self._role}"
 
-        chat = bool(self._own.chat_template)
+        tokenizer = self._judge_tokenizer
+        chat = bool(tokenizer.chat_template)
         if chat:
-            conversations: list[list[dict[str, object]]] = [[{"role": "user", "content": text}] for text in texts]
-            texts = render(self._own, conversations, add_generation_prompt=True, where=where)
-        rows = encode(self._own, texts, special=not chat, where=where)
+            conversations: list[list[dict[str, object]]] = [
+                [{"role": "user", "content": text}] for text in texts
+            ]
+            texts = render(
+                tokenizer, conversations, add_generation_prompt=True, where=where
+            )
+        # A chat template writes the special tokens itself.
+        rows = encode(tokenizer, texts, special=not chat, where=where)
         return [rows[index] for index in range(len(rows))]
 
-    def _fitting(self, tokens: Tokens) -> Tokens | Score:
+    def _fit_or_failure(self, tokens: Tokens) -> Tokens | Score:
+        """Return a question that the judge's context holds, or a failure."""
         limit = self._config.max_prompt_tokens
         if not len(tokens):
-            return Score(math.nan, Health.EXCEPTION, f"{self._role}.template makes an empty question of this response")
+            detail = f"{self._role}.template makes an empty question of this response"
+            return Score(math.nan, ScoreHealth.EXCEPTION, detail)
         if len(tokens) > limit:
-            detail = f"the question has {len(tokens)} tokens, more than {self._role}.max_prompt_tokens = {limit}"
-            return Score(math.nan, Health.TOO_LONG, detail)
+            detail = (
+                f"the question has {len(tokens)} tokens, more than"
+                f" {self._role}.max_prompt_tokens = {limit}"
+            )
+            return Score(math.nan, ScoreHealth.TOO_LONG, detail)
         return tokens
 
     def abort(self) -> None:
-        """End all requests in flight early."""
+        """Abort all requests in flight."""
         self.server.abort()
 
     def close(self) -> None:
-        self.server.close(process_ends=True)
+        """Close the server; the process exits afterwards."""
+        self.server.close(process_exits=True)

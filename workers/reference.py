@@ -6,4 +6,4 @@ from workers.model_worker import ModelWorker
 
 
 class ReferenceWorker(ModelWorker):
-    """Log-probabilities only, which every model worker computes."""
+    """One rank of the reference: log-probabilities, as every model worker computes."""

@@ -1,6 +1,7 @@
-"""The reward role by functions or by a service: grades responses as texts.
+"""Reward role by functions or by a service: scores responses as texts.
 
-Invariant: every row gets a score or a typed failure, never a silent 0.
+Invariant: every row gets a score or a typed failure, never a silent 0. Deliberately not
+here: where functions run and how a service is called (`verl_ray/rewards`).
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import Score
-from verl_ray.rewards.process import ScoreRequest, ScoringPool
+from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.remote import RemoteScorer
+from verl_ray.rewards.request import ScoreRequest
 from workers.grader import Grader
 
 if TYPE_CHECKING:
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TextGrader(Protocol):
-    """A pool of processes, a service, a judge."""
+    """Any scorer of texts: a pool of processes or a service."""
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]: ...
 
@@ -35,53 +37,84 @@ class TextGrader(Protocol):
 
 
 class RewardWorker(Grader):
-    """Grades each response by the function of its data source, or by a service."""
+    """One rank that scores each response by a function or by a service.
 
-    def __init__(self, context: WorkerContext, config: FunctionReward | HttpReward, policy_path: str) -> None:
+    The function is that of the response's data source.
+    """
+
+    def __init__(
+        self,
+        context: WorkerContext,
+        config: FunctionReward | HttpReward,
+        policy_path: str,
+    ) -> None:
         self._tokenizer = load_tokenizer(policy_path)
-        self._grader: TextGrader = (
-            RemoteScorer(config, context.role)
-            if config.kind == "http"
-            else ScoringPool(
-                config.functions, config.processes_per_rank, config.deadline_s, key=f"{context.role}.functions"
+        self._grader: TextGrader
+        if config.kind == "http":
+            self._grader = RemoteScorer(config, context.role)
+        else:
+            self._grader = ScoringPool(
+                config.functions,
+                config.processes_per_rank,
+                config.deadline_s,
+                key=f"{context.role}.functions",
             )
-        )
 
     def score(self, rows: Rollouts) -> Scores:
-        """Texts are decoded without special tokens."""
-        return scores_of(self._grader.score(requests_of(rows, self._tokenizer)))
+        """Return a score for each response, decoded without special tokens."""
+        requests = requests_of(rows, self._tokenizer)
+        return scores_of(self._grader.score(requests))
 
     def close(self) -> None:
+        """Close the pool or the connections."""
         self._grader.close()
 
 
-def requests_of(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[ScoreRequest]:
-    """What is to be graded, as texts: prompts as the data set has them, responses without special tokens."""
+def requests_of(
+    rows: Rollouts, tokenizer: PreTrainedTokenizerBase
+) -> list[ScoreRequest]:
+    """Return a request to score each row, as texts.
+
+    Prompts are as the data set has them; responses have no special tokens.
+    """
+    # Columns of texts are decoded as a whole, once.
+    columns = zip(
+        response_texts(rows, tokenizer),
+        rows.answer.texts(),
+        rows.messages.texts(),
+        rows.data_source.texts(),
+        rows.extra.texts(),
+        strict=True,
+    )
     return [
-        ScoreRequest(response=response, answer=answer, prompt=prompt, data_source=source, extra=extra)
-        for response, answer, prompt, source, extra in zip(
-            response_texts(rows, tokenizer),
-            rows.answer.texts(),
-            map(prompt_text, rows.messages.texts()),
-            rows.data_source.texts(),
-            map(json.loads, rows.extra.texts()),
-            strict=True,
+        ScoreRequest(
+            response=response,
+            answer=answer,
+            prompt=prompt_text(messages),
+            data_source=data_source,
+            extra=json.loads(extra),
         )
+        for response, answer, messages, data_source, extra in columns
     ]
 
 
 def response_texts(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Each row's response tokens as text, without special tokens."""
-    responses = np.split(rows.tokens[rows.response_mask], np.cumsum(rows.response_length))[:-1]
-    return [str(tokenizer.decode(response, skip_special_tokens=True)) for response in responses]
+    """Return each row's response tokens as text, without special tokens."""
+    ends = np.cumsum(rows.response_length)
+    # Behind the last end there is one more part, which is empty.
+    responses = np.split(rows.tokens[rows.response_mask], ends)[:-1]
+    return [
+        str(tokenizer.decode(response, skip_special_tokens=True))
+        for response in responses
+    ]
 
 
-def scores_of(graded: Sequence[Score]) -> Scores:
-    """One grade per row, as columns."""
+def scores_of(scored: Sequence[Score]) -> Scores:
+    """Return one score per row, as columns."""
     return Scores(
-        offsets=np.zeros(len(graded) + 1, np.int64),
-        score=np.array([score.value for score in graded], np.float32),
-        health=np.array([score.health for score in graded], np.int8),
-        detail=Ragged.of_texts([score.detail for score in graded]),
-        rescored=np.array([score.rescored for score in graded], np.bool_),
+        offsets=np.zeros(len(scored) + 1, np.int64),
+        score=np.array([score.value for score in scored], np.float32),
+        health=np.array([score.health for score in scored], np.int8),
+        detail=Ragged.of_texts([score.detail for score in scored]),
+        rescored=np.array([score.rescored for score in scored], np.bool_),
     )

@@ -1,9 +1,11 @@
-"""The reward role by a model: one number per row, read at its last token.
+"""Reward role by a model: one number per row, read at its last token.
 
-Invariant: what the model sees of a response is what it was trained on: its own tokenizer's and chat template's tokens,
-which are the rollout's where policy and reward model share them; and the score is read where transformers reads it. A
-row that does not fit the model has a typed failure for a score, and keeps no rank from the forward pass. Deliberately
-not here: what a run makes of scores (`verl_ray/rewards/shaping.py`).
+Invariant: the model sees a response in the tokens of its own tokenizer and chat
+template, as in its training; and the score is read where transformers reads it. The
+rollout's tokens are used as they are where policy and reward model share both. A row
+that does not fit the model has a typed failure for a score, and keeps no rank from the
+forward pass. Deliberately not here: the shaping of scores
+(`verl_ray/rewards/shaping.py`).
 """
 
 from __future__ import annotations
@@ -18,14 +20,22 @@ from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.files import Content, Message
 from verl_ray.data.prompts import as_messages, prompt_text
-from verl_ray.data.stages import Bool, Finish, Float32, Rollouts, Rows, Scores, TrainingBatch
-from verl_ray.data.tokenizers import load_tokenizer, same_tokens, unspecial
+from verl_ray.data.records import Content, Message
+from verl_ray.data.stages import (
+    Bool,
+    Finish,
+    Float32,
+    Rollouts,
+    Rows,
+    Scores,
+    TrainingBatch,
+)
+from verl_ray.data.tokenizers import load_tokenizer, same_tokens, strip_special_tokens
 from verl_ray.engine.base import EngineSpec
 from verl_ray.errors import DataError
-from verl_ray.ops.outputs import Outputs
-from verl_ray.rewards.health import Health, Score
+from verl_ray.ops.outputs import RequestedOutputs
+from verl_ray.rewards.health import Score, ScoreHealth
 from workers.grader import Grader
 from workers.model_worker import ModelWorker, UpdateReport
 from workers.reward import response_texts, scores_of
@@ -35,38 +45,49 @@ if TYPE_CHECKING:
 
 
 class RewardModelWorker(ModelWorker):
-    """Trains on preferences, and scores token sequences."""
+    """One rank of a reward model, which learns from preferences and scores rows."""
 
     def __init__(self, context: WorkerContext, spec: EngineSpec) -> None:
         from transformers import AutoConfig
 
         super().__init__(context, spec)
-        self._padding: int | None = AutoConfig.from_pretrained(spec.model_path, local_files_only=True).pad_token_id
+        self._padding: int | None = AutoConfig.from_pretrained(
+            spec.model_path, local_files_only=True
+        ).pad_token_id
 
-    def train_preferences(self, rows: TrainingBatch, objective: PreferenceObjective) -> UpdateReport:
-        """One optimizer step on these pairs of rows."""
+    def train_preferences(
+        self, rows: TrainingBatch, objective: PreferenceObjective
+    ) -> UpdateReport:
+        """Make one optimizer step on these pairs of rows."""
         tokens = without_padding(Ragged(rows.tokens, rows.offsets), self._padding)
-        silent = np.zeros(len(tokens.values), np.bool_)
-        return self.learn(rows.replace(offsets=tokens.offsets, tokens=tokens.values, response_mask=silent), objective)
+        # The same tokens that scoring reads.
+        pairs = rows.replace(
+            offsets=tokens.offsets,
+            tokens=tokens.values,
+            response_mask=_no_responses(tokens),
+        )
+        return self.learn(pairs, objective)
 
     def compute_scores(self, rows: Rows) -> Scores:
-        """The score of each row as it stands."""
+        """Return the score of each row of tokens as it stands."""
         numbers = self._numbers(Ragged(rows.tokens, rows.offsets))
         return scores_of([_score(number) for number in numbers.tolist()])
 
     def _numbers(self, rows: Ragged) -> Float32:
-        """The model's number for each row of tokens (int32), as float32."""
+        """The model's number for each row of tokens (int32), float32 [rows]."""
         tokens = without_padding(rows, self._padding)
-        silent = np.zeros(len(tokens.values), np.bool_)
-        found = self.engine.forward(
-            Rows(offsets=tokens.offsets, tokens=tokens.values, response_mask=silent), Outputs(scores=True)
+        sequences = Rows(
+            offsets=tokens.offsets,
+            tokens=tokens.values,
+            response_mask=_no_responses(tokens),
         )
-        assert found.scores is not None
-        return found.scores
+        outputs = self.engine.forward(sequences, RequestedOutputs(scores=True))
+        assert outputs.scores is not None
+        return outputs.scores
 
 
 class RewardModelGrader(RewardModelWorker, Grader):
-    """Grades rollouts of a policy, whose tokenizer may be another than the model's."""
+    """One rank that scores rollouts of a policy, which may have another tokenizer."""
 
     def __init__(
         self,
@@ -75,90 +96,168 @@ class RewardModelGrader(RewardModelWorker, Grader):
         policy_path: str,
         apply_chat_template: bool,
     ) -> None:
-        """`apply_chat_template`: whether the policy's prompts went through its template (data.apply_chat_template)."""
+        """Load both tokenizers next to the model.
+
+        Args:
+            apply_chat_template: Whether the policy's prompts went through its chat
+                template (data.apply_chat_template).
+        """
         super().__init__(context, spec)
-        self._policy, self._own = load_tokenizer(policy_path), load_tokenizer(spec.model_path)
-        self._shared = same_tokens(self._policy, self._own) and apply_chat_template == bool(self._own.chat_template)
-        together = spec.backend.micro_batch_tokens_per_rank * spec.backend.token_slices
-        self._longest, self._limit = min(
+        self._policy_tokenizer = load_tokenizer(policy_path)
+        self._model_tokenizer = load_tokenizer(spec.model_path)
+        both_template = apply_chat_template == bool(self._model_tokenizer.chat_template)
+        self._shares_tokens = both_template and same_tokens(
+            self._policy_tokenizer, self._model_tokenizer
+        )
+
+        # A row has to fit the model's positions, and a micro-batch of all its ranks.
+        micro_batch_tokens = (
+            spec.backend.micro_batch_tokens_per_rank * spec.backend.token_slices
+        )
+        micro_batch_key = f"{spec.role}.backend.micro_batch_tokens_per_rank"
+        self._longest, self._limit_name = min(
             (self.engine.max_positions, "max_position_embeddings"),
-            (together, f"{spec.role}.backend.micro_batch_tokens_per_rank"),
+            (micro_batch_tokens, micro_batch_key),
         )
 
     def score(self, rows: Rollouts) -> Scores:
-        """A score for each response behind its prompt. One that was cut before it ended is read where it was cut,
-        without an end of turn."""
-        tokens, refused = self._read(rows)
-        found = {row: Score(math.nan, Health.EXCEPTION, reason) for row, reason in refused.items()}
-        found |= {row: self._too_long(tokens.lengths[row]) for row in np.flatnonzero(tokens.lengths > self._longest)}
-        good = np.setdiff1d(np.arange(len(tokens)), list(found))
-        numbers = self._numbers(tokens.select(good))  # without rows too: the ranks may have to meet
-        found |= {row: _score(number) for row, number in zip(good, numbers.tolist(), strict=True)}
-        return scores_of([found[row] for row in range(len(tokens))])
+        """Return a score for each response behind its prompt.
 
-    def _read(self, rows: Rollouts) -> tuple[Ragged, dict[int, str]]:
-        """Each row in the model's tokens, int32; of those that cannot be written so, none, and why."""
-        if self._shared:
+        A response that was cut before it ended is scored where it was cut, without an
+        end of turn.
+        """
+        tokens, refused = self._tokens_of(rows)
+        scores: dict[int, Score] = {}
+        for row, reason in refused.items():
+            scores[row] = Score(math.nan, ScoreHealth.EXCEPTION, reason)
+        for row in np.flatnonzero(tokens.lengths > self._longest).tolist():
+            scores[row] = self._too_long(int(tokens.lengths[row]))
+
+        # Also a rank without such rows takes part in the forward pass: in a sharded
+        # model the other ranks would wait for it.
+        scorable = np.setdiff1d(np.arange(len(tokens)), list(scores))
+        numbers = self._numbers(tokens.select(scorable))
+        for row, number in zip(scorable.tolist(), numbers.tolist(), strict=True):
+            scores[row] = _score(number)
+        return scores_of([scores[row] for row in range(len(tokens))])
+
+    def _tokens_of(self, rows: Rollouts) -> tuple[Ragged, dict[int, str]]:
+        """Return each row in the model's tokens, int32.
+
+        A row that cannot be written in them has no tokens, and a reason by its number.
+        """
+        if self._shares_tokens:
             return Ragged(rows.tokens, rows.offsets), {}
         try:
-            return retemplated(rows, self._policy, self._own), {}
+            return self._retemplate(rows), {}
         except DataError:
-            parts: list[Ragged] = []
-            refused: dict[int, str] = {}
-            for row in range(rows.num_rows):
-                try:
-                    parts.append(retemplated(rows.select([row]), self._policy, self._own))
-                except DataError as error:
-                    parts.append(Ragged.of_rows([[]], np.int32))
-                    refused[row] = str(error)
-            return Ragged.concat(parts), refused
+            return self._tokens_row_by_row(rows)
+
+    def _tokens_row_by_row(self, rows: Rollouts) -> tuple[Ragged, dict[int, str]]:
+        """Return the tokens as `_tokens_of` does, trying each row by itself.
+
+        A row that fails then costs its own score alone.
+        """
+        parts: list[Ragged] = []
+        refused: dict[int, str] = {}
+        for row in range(rows.num_rows):
+            try:
+                parts.append(self._retemplate(rows.select([row])))
+            except DataError as error:
+                parts.append(Ragged.of_rows([[]], np.int32))
+                refused[row] = str(error)
+        return Ragged.concat(parts), refused
+
+    def _retemplate(self, rows: Rollouts) -> Ragged:
+        return retemplate(rows, self._policy_tokenizer, self._model_tokenizer)
 
     def _too_long(self, length: int) -> Score:
-        what = f"prompt and response have {length} tokens, more than {self._limit} = {self._longest}"
-        return Score(math.nan, Health.TOO_LONG, what)
+        detail = (
+            f"prompt and response have {length} tokens, more than {self._limit_name} ="
+            f" {self._longest}"
+        )
+        return Score(math.nan, ScoreHealth.TOO_LONG, detail)
 
 
-def retemplated(rows: Rollouts, policy: PreTrainedTokenizerBase, own: PreTrainedTokenizerBase) -> Ragged:
-    """Prompt and response of each row in the tokens and the chat template of another tokenizer, int32.
+def retemplate(
+    rows: Rollouts,
+    policy_tokenizer: PreTrainedTokenizerBase,
+    model_tokenizer: PreTrainedTokenizerBase,
+) -> Ragged:
+    """Write prompt and response of each row in another tokenizer's tokens, int32.
 
-    Special tokens of the policy's are left out of the response, and so are the names of `own`'s special tokens where a
-    text spells them out: they would end the response, or begin another turn.
+    The other tokenizer's chat template is used, if it has one. Special tokens of the
+    policy are left out of the response. The names of the other tokenizer's special
+    tokens are left out too where a text spells them: they would end the response, or
+    begin another turn.
 
     Raises:
-        DataError: the template refuses a prompt, or `own` has no tokens for a text.
+        DataError: the template refuses a prompt, or `model_tokenizer` has no tokens for
+            a text.
     """
-    chat = bool(own.chat_template)
+    chat = bool(model_tokenizer.chat_template)
+    prompts = rows.messages.texts()
+    responses = response_texts(rows, policy_tokenizer)
+
     contents: list[Content] = []
-    for prompt, written in zip(rows.messages.texts(), response_texts(rows, policy), strict=True):
-        response = unspecial(written, own)
-        turns: list[Message] = [*as_messages(json.loads(prompt)), {"role": "assistant", "content": response}]
-        contents.append(turns if chat else (prompt_text(prompt), response))
+    for prompt, written in zip(prompts, responses, strict=True):
+        response = strip_special_tokens(written, model_tokenizer)
+        if chat:
+            turns: list[Message] = [
+                *as_messages(json.loads(prompt)),
+                {"role": "assistant", "content": response},
+            ]
+            contents.append(turns)
+        else:
+            contents.append((prompt_text(prompt), response))
+
     where = [f"rollout {number}" for number in rows.row_id.tolist()]
-    tokens, _ = tokenize(contents, where, own, apply_chat_template=chat, responses="last")
-    return _without_last(tokens, rows.finish != Finish.STOP)
+    tokens, _ = tokenize(
+        contents, where, model_tokenizer, apply_chat_template=chat, responses="last"
+    )
+    # A response that was cut has not written the end of its turn.
+    return _without_last_token(tokens, rows.finish != Finish.STOP)
 
 
 def without_padding(rows: Ragged, padding: int | None) -> Ragged:
-    """The rows up to their last token that is not `padding`, the config's `pad_token_id`; at least their first token.
+    """Return the rows up to their last token that is not padding.
 
-    transformers reads scores there, also at the end of a response where the same token pads and ends texts.
+    transformers reads scores there, also at the end of a response where the same token
+    pads and ends texts. At least the first token of each row remains.
+
+    Args:
+        padding: The model configuration's `pad_token_id`, if it has one.
     """
     if padding is None:
         return rows
-    places = np.arange(len(rows.values))
-    last = np.maximum.accumulate(np.where(rows.values != padding, places, -1))[rows.offsets[1:] - 1]
-    ends = np.maximum(last, rows.offsets[:-1]) + 1
-    return Ragged(rows.values[places < np.repeat(ends, rows.lengths)], offsets_of(ends - rows.offsets[:-1]))
+
+    # The running maximum of the other tokens' positions is the last one so far.
+    positions = np.arange(len(rows.values))
+    is_padding = rows.values == padding
+    last_so_far = np.maximum.accumulate(np.where(is_padding, -1, positions))
+    last_of_row = last_so_far[rows.offsets[1:] - 1]
+
+    # In a row of padding alone, that position lies before the row.
+    starts = rows.offsets[:-1]
+    ends = np.maximum(last_of_row, starts) + 1
+    remains = positions < np.repeat(ends, rows.lengths)
+    return Ragged(rows.values[remains], offsets_of(ends - starts))
 
 
-def _without_last(rows: Ragged, which: Bool) -> Ragged:
-    """The rows, those of `which` without their last token (the end of a turn that was never reached)."""
-    keep = np.ones(len(rows.values), np.bool_)
-    keep[rows.offsets[1:][which] - 1] = False
-    return Ragged(rows.values[keep], offsets_of(rows.lengths - which))
+def _no_responses(rows: Ragged) -> Bool:
+    """A mask without response tokens, since scores need none, bool [tokens]."""
+    return np.zeros(len(rows.values), np.bool_)
+
+
+def _without_last_token(rows: Ragged, selected: Bool) -> Ragged:
+    """Return all rows, the `selected` ones without their last token."""
+    remains = np.ones(len(rows.values), np.bool_)
+    remains[rows.offsets[1:][selected] - 1] = False
+    return Ragged(rows.values[remains], offsets_of(rows.lengths - selected))
 
 
 def _score(value: float) -> Score:
     if math.isfinite(value):
-        return Score(value, Health.OK)
-    return Score(math.nan, Health.NONFINITE, f"the model's score is {value}")
+        return Score(value, ScoreHealth.OK)
+    detail = f"the model's score is {value}"
+    return Score(math.nan, ScoreHealth.NONFINITE, detail)

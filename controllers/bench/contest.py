@@ -1,9 +1,10 @@
-"""Ways of training that take turns on the same rows, and what of it is common to the suites that compare them.
+"""Ways of training that take turns on the same rows.
 
-Invariant: every contender computes the log-probs of the same rows of mixed lengths with the same model in the same run,
-in processes of its own; their losses are printed, by which that can be seen. They take turns in rounds, so that a slow
-minute of the machine is not one contender's alone. Deliberately not here: what a contender does (`contender.py`),
-generation, and any Ray.
+Invariant: every contender computes the log-probs of the same rows of mixed lengths with
+the same model in the same run, in its own processes. Their losses are printed, so that
+a reader sees that they agree. Contenders take turns in rounds, so that a slow minute of
+the machine does not count against one of them alone. Deliberately not here: the work of
+a contender (`contender.py`), generation, and any Ray.
 """
 
 from __future__ import annotations
@@ -24,19 +25,34 @@ from pathlib import Path
 from typing import Any
 
 from controllers.bench import contender
-from controllers.bench.contender import LONGEST, SHORTEST, Work, row_lengths
-from controllers.bench.processes import ask
+from controllers.bench.contender import LONGEST, SHORTEST, ContenderTask, row_lengths
+from controllers.bench.processes import run_processes
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.batch import Int64
-from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
+from verl_ray.profiling.flops import (
+    ModelShape,
+    forward_flops,
+    peak_flops_per_s,
+    training_flops,
+)
 from verl_ray.profiling.memory import GIB
 
 PASSES = ("forward", "forward_backward", "step")
 
+Rounds = list[list[dict[str, Any]]]
+"""The reports of a contender: one list per round, with one report per rank."""
+
 
 @dataclass(frozen=True)
 class Contender:
-    """A way of training: what it is called, plain PyTorch or a backend, its ranks, and settings of the backend."""
+    """A way of training: plain PyTorch or a backend, on `world` ranks.
+
+    Attributes:
+        name: The name in the figures.
+        kind: `PLAIN`, `SORTED` or the name of a backend.
+        world: The number of ranks.
+        settings: Settings of the backend, `key=value`.
+    """
 
     name: str
     kind: str
@@ -46,7 +62,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Size:
-    """A model to be made; its vocabulary is of characters without a meaning."""
+    """A model to be made; the characters of its vocabulary have no meaning."""
 
     vocab_size: int
     layers: TinyModelConfig
@@ -56,30 +72,46 @@ MODELS = {
     "1m": Size(
         1024,
         TinyModelConfig(
-            hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=384,
+            hidden_size=128,
+            num_layers=4,
+            num_heads=4,
+            num_kv_heads=2,
+            head_size=32,
+            intermediate_size=384,
             tie_embeddings=True,
         ),
     ),
     "20m": Size(
         4096,
         TinyModelConfig(
-            hidden_size=512, num_layers=6, num_heads=8, num_kv_heads=4, head_size=64, intermediate_size=1408,
+            hidden_size=512,
+            num_layers=6,
+            num_heads=8,
+            num_kv_heads=4,
+            head_size=64,
+            intermediate_size=1408,
             tie_embeddings=True,
         ),
     ),
-    "500m": Size(  # the sizes of Qwen2.5-0.5B
+    # The sizes of Qwen2.5-0.5B.
+    "500m": Size(
         151_936,
         TinyModelConfig(
-            hidden_size=896, num_layers=24, num_heads=14, num_kv_heads=2, head_size=64, intermediate_size=4864,
+            hidden_size=896,
+            num_layers=24,
+            num_heads=14,
+            num_kv_heads=2,
+            head_size=64,
+            intermediate_size=4864,
             tie_embeddings=True,
         ),
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True)
 class Contest:
-    """A suite: its name, who takes part, and which of them is the yardstick."""
+    """A suite: its name, its contenders, and the contender that is the yardstick."""
 
     program: str
     about: str
@@ -87,54 +119,130 @@ class Contest:
     yardstick: str
 
     def run(self, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]] | None:
-        """The flags, and the figures as they are printed, by contender, with what was measured beside them; None, with
-        a word on stderr, where there is no GPU and one was asked for."""
-        given = _parser(self.program, self.about, [one.name for one in self.contenders]).parse_args(argv)
-        wanted = {self.yardstick, *(given.only or [one.name for one in self.contenders])}
-        contenders = [one for one in self.contenders if one.name in wanted]
-        contenders = [one for one in contenders if given.device == "cpu" or one.world <= _gpus()]
-        if not contenders:
-            print(f"{self.program}: --device cuda needs a GPU, and torch finds none on this machine", file=sys.stderr)
+        """Measure the contenders.
+
+        Returns:
+            The flags, and the figures as they are printed: by contender, then the
+            circumstances of the run. None where a GPU was requested and there is none;
+            a sentence on stderr says it.
+        """
+        names = [contender.name for contender in self.contenders]
+        options = _parser(self.program, self.about, names).parse_args(argv)
+
+        chosen = self._chosen(options)
+        if not chosen:
+            print(
+                f"{self.program}: --device cuda needs a GPU, and torch finds none on"
+                " this machine",
+                file=sys.stderr,
+            )
             return None
-        cores = len(os.sched_getaffinity(0))
-        lengths = row_lengths(given.rows)
-        told: dict[str, list[list[dict[str, Any]]]] = {one.name: [] for one in contenders}
-        with tempfile.TemporaryDirectory() as folder:
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
-                model = other.submit(make_model, given.model, folder).result()
-            shape = ModelShape.from_config(json.loads((Path(model) / "config.json").read_text()))
-            for turn, one in product(range(given.repeats), contenders):
-                print(f"round {turn + 1}: {one.name} ...", file=sys.stderr, flush=True)
-                work = Work(
-                    one.kind, 0, one.world, given.device, given.dtype, model, f"{folder}/{turn}-{one.name}", given.rows,
-                    max(1, cores // one.world), given.micro_batch_tokens, one.settings,
-                )  # fmt: skip
-                ranks = [asdict(replace(work, rank=rank)) for rank in range(one.world)]
-                told[one.name].append(ask(contender.__name__, ranks, work.threads))
-        figures = {name: figures_of(rounds, lengths) for name, rounds in told.items()}
-        device, peak = _device(given.device, given.dtype)
-        compare(figures, {one.name: one.world for one in contenders}, self.yardstick, shape, lengths, peak)
-        return given, {
-            **figures,
-            "rows": {"count": given.rows, "tokens": int(lengths.sum()), "shortest": SHORTEST, "longest": LONGEST},
-            "micro_batch_tokens": given.micro_batch_tokens,
-            "model": given.model,
-            "dtype": given.dtype,
-            "device": device,
-            "cores": cores,
-            "versions": {"python": platform.python_version(), "torch": version("torch")},
-        }
+
+        lengths = row_lengths(options.rows)
+        rounds, shape = _measure(chosen, options)
+        figures = {name: figures_of(rounds[name], lengths) for name in rounds}
+
+        # This comes last, because on a GPU the question takes some of its memory.
+        device, peak = _device(options.device, options.dtype)
+        worlds = {contender.name: contender.world for contender in chosen}
+        compare(figures, worlds, self.yardstick, shape, lengths, peak)
+
+        return options, figures | _circumstances(options, lengths, device)
+
+    def _chosen(self, options: argparse.Namespace) -> list[Contender]:
+        """Return the requested contenders for which there are enough devices."""
+        names = options.only or [contender.name for contender in self.contenders]
+        requested = {self.yardstick, *names}
+
+        return [
+            contender
+            for contender in self.contenders
+            if contender.name in requested
+            and (options.device == "cpu" or contender.world <= _gpus())
+        ]
 
 
-def figures_of(rounds: list[list[dict[str, Any]]], lengths: Int64) -> dict[str, Any]:
-    """Of one contender, from what its ranks found in each round. A pass takes what its slowest rank takes, and counts
-    when it was fastest, since whatever else runs on the machine only slows it. Memory is the sum of the ranks' peaks.
+def _measure(
+    contenders: Sequence[Contender], options: argparse.Namespace
+) -> tuple[dict[str, Rounds], ModelShape]:
+    """Let the contenders take turns.
+
+    Returns:
+        The reports of each contender, by name, and the shape of the model.
     """
-    seconds = {name: min(max(rank["seconds"][name] for rank in ranks) for ranks in rounds) for name in PASSES}
+    cores = len(os.sched_getaffinity(0))
+    rounds: dict[str, Rounds] = {contender.name: [] for contender in contenders}
+
+    with tempfile.TemporaryDirectory() as folder:
+        # Another process makes the model, because this one may not load torch.
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawning) as executor:
+            model = executor.submit(make_model, options.model, folder).result()
+        model_config = json.loads((Path(model) / "config.json").read_text())
+        shape = ModelShape.from_config(model_config)
+
+        for turn, chosen in product(range(options.repeats), contenders):
+            print(f"round {turn + 1}: {chosen.name} ...", file=sys.stderr, flush=True)
+            task = ContenderTask(
+                kind=chosen.kind,
+                rank=0,
+                world=chosen.world,
+                device=options.device,
+                dtype=options.dtype,
+                model=model,
+                rendezvous=f"{folder}/{turn}-{chosen.name}",
+                rows=options.rows,
+                threads=max(1, cores // chosen.world),
+                micro_batch_tokens=options.micro_batch_tokens,
+                settings=chosen.settings,
+            )
+            tasks = [asdict(replace(task, rank=rank)) for rank in range(chosen.world)]
+            reports = run_processes(contender.__name__, tasks, task.threads)
+            rounds[chosen.name].append(reports)
+
+    return rounds, shape
+
+
+def _circumstances(
+    options: argparse.Namespace, lengths: Int64, device: str
+) -> dict[str, Any]:
+    """Return what the figures depend on, beside the contenders."""
     return {
-        "tokens_per_s": {name: round(int(lengths.sum()) / value) for name, value in seconds.items()},
+        "rows": {
+            "count": options.rows,
+            "tokens": int(lengths.sum()),
+            "shortest": SHORTEST,
+            "longest": LONGEST,
+        },
+        "micro_batch_tokens": options.micro_batch_tokens,
+        "model": options.model,
+        "dtype": options.dtype,
+        "device": device,
+        "cores": len(os.sched_getaffinity(0)),
+        "versions": {"python": platform.python_version(), "torch": version("torch")},
+    }
+
+
+def figures_of(rounds: Rounds, lengths: Int64) -> dict[str, Any]:
+    """Return the figures of one contender.
+
+    The time of a pass is that of its slowest rank. The fastest round counts, because
+    other work on the machine only makes a round slower. Memory is the sum of the ranks'
+    peaks.
+    """
+    tokens = int(lengths.sum())
+    seconds = {}
+    for name in PASSES:
+        slowest = [max(rank["seconds"][name] for rank in ranks) for ranks in rounds]
+        seconds[name] = min(slowest)
+    peaks = [sum(rank["peak_bytes"] for rank in ranks) for ranks in rounds]
+
+    return {
+        "tokens_per_s": {
+            name: round(tokens / value) for name, value in seconds.items()
+        },
         "best_s": {name: round(value, 4) for name, value in seconds.items()},
-        "peak_memory_gib": round(max(sum(rank["peak_bytes"] for rank in ranks) for ranks in rounds) / GIB, 3),
+        "peak_memory_gib": round(max(peaks) / GIB, 3),
         "loss": sum(rank["loss"] for rank in rounds[0]),
     }
 
@@ -147,28 +255,48 @@ def compare(
     lengths: Int64,
     peak: float | None,
 ) -> None:
-    """Add to each contender's figures its speed as a multiple of the yardstick's, and the share of `peak` (FLOPs per
-    second of one device) that the model's own arithmetic is. `worlds`: ranks of each."""
-    passes = {"forward": forward_flops(shape, lengths)}
-    passes["forward_backward"] = passes["step"] = training_flops(shape, lengths)
-    slow = figures[yardstick]["best_s"]
-    for name, one in figures.items():
-        ranks = worlds[name]
-        one[f"times_{yardstick}"] = {key: round(slow[key] / value, 3) for key, value in one["best_s"].items()}
-        one["model_flops_utilization"] = peak and {
-            key: round(flops / (one["best_s"][key] * peak * ranks), 4) for key, flops in passes.items()
+    """Add the relative speed and the model FLOPs utilization to each contender.
+
+    Args:
+        figures: The figures by contender; changed in place.
+        worlds: The number of ranks of each contender.
+        yardstick: The contender whose speed is 1.
+        shape: The sizes of the model.
+        lengths: Tokens of each row, int64 [rows].
+        peak: FLOPs per second of one device, or None where they are unknown.
+    """
+    forward = forward_flops(shape, lengths)
+    training = training_flops(shape, lengths)
+    flops = {"forward": forward, "forward_backward": training, "step": training}
+    yardstick_s = figures[yardstick]["best_s"]
+
+    for name, contender_figures in figures.items():
+        best_s = contender_figures["best_s"]
+        contender_figures[f"times_{yardstick}"] = {
+            key: round(yardstick_s[key] / value, 3) for key, value in best_s.items()
         }
+
+        utilization: dict[str, float] | None = None
+        if peak is not None:
+            available = peak * worlds[name]
+            utilization = {
+                key: round(flops[key] / (best_s[key] * available), 4) for key in flops
+            }
+        contender_figures["model_flops_utilization"] = utilization
 
 
 def make_model(name: str, folder: str) -> str:
+    """Make a model of `MODELS` and a tokenizer in `folder`; return the model's path."""
     from verl_ray.data.tokenizers import character_tokenizer
     from verl_ray.models.tiny import make_tiny_qwen3
 
     size = MODELS[name]
-    specials, first = 2, 0x10000  # the planes of Unicode above the surrogates
+    specials = 2
+    first = 0x10000  # the planes of Unicode above the surrogates
     alphabet = "".join(map(chr, range(first, first + size.vocab_size - specials)))
-    character_tokenizer(f"{folder}/tokenizer", alphabet)
-    return str(make_tiny_qwen3(f"{folder}/model", f"{folder}/tokenizer", size.layers, seed=0))
+    tokenizer = f"{folder}/tokenizer"
+    character_tokenizer(tokenizer, alphabet)
+    return str(make_tiny_qwen3(f"{folder}/model", tokenizer, size.layers, seed=0))
 
 
 def _gpus() -> int:
@@ -178,7 +306,7 @@ def _gpus() -> int:
 
 
 def _device(kind: str, dtype: str) -> tuple[str, float | None]:
-    """Its name, and its peak where that is known. Asked last: on a GPU the answer takes some of its memory."""
+    """Return the name of the device and its peak in FLOPs per second, where known."""
     if kind == "cpu":
         return kind, None
     import torch
@@ -186,18 +314,55 @@ def _device(kind: str, dtype: str) -> tuple[str, float | None]:
     return torch.cuda.get_device_name(), peak_flops_per_s(torch.device(kind), dtype)
 
 
-def _parser(program: str, about: str, contenders: Sequence[str]) -> argparse.ArgumentParser:
+def _parser(
+    program: str, about: str, contenders: Sequence[str]
+) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=program,
-        description=f"{about} Of forward, forward and backward, and whole optimizer steps, with the peak of memory, on "
-        f"rows of {SHORTEST} to {LONGEST} tokens.",
+        description=(
+            f"{about} Times forward, forward and backward, and whole optimizer steps,"
+            f" and the peak of memory, on rows of {SHORTEST} to {LONGEST} tokens."
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--model", choices=list(MODELS), default="1m", help="parameters of the policy (1m)")
-    parser.add_argument("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
-    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="rounds; each pass's best counts (3)")
-    parser.add_argument("--micro-batch-tokens", type=int, default=4096, metavar="N", help="at most, per rank (4096)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
-    parser.add_argument("--only", nargs="+", choices=contenders, help="beside the yardstick (all)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: one GPU per rank (cpu)")
+    add = parser.add_argument
+    add(
+        "--model",
+        choices=list(MODELS),
+        default="1m",
+        help="parameters of the policy (1m)",
+    )
+    add("--rows", type=int, default=64, metavar="N", help="rows of a batch (64)")
+    add(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="rounds; the best time of each pass counts (3)",
+    )
+    add(
+        "--micro-batch-tokens",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="at most, per rank (4096)",
+    )
+    add(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of computation (float32)",
+    )
+    add(
+        "--only",
+        nargs="+",
+        choices=contenders,
+        help="in addition to the yardstick (all)",
+    )
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: one GPU per rank (cpu)",
+    )
     return parser

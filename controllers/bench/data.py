@@ -1,7 +1,9 @@
-"""`verl-ray bench data`: moving 8,192 rollouts of 512 tokens, beside plain copies of memory in the same minute.
+"""`verl-ray bench data`: operations on 8,192 rollouts of 512 tokens, compared with
+plain copies of memory in the same minute.
 
-Invariant: operations are those of the product (`Rollouts`, the object store, `scatter`), on rows of equal and of mixed
-lengths; `ratio_to_copy` compares with copying as many bytes. Deliberately not here: arithmetic on tokens.
+Invariant: the operations are those of the product (`Rollouts`, the object store,
+`scatter`), on rows of equal and of mixed lengths. `ratio_to_copy` compares each with a
+copy of as many bytes. Deliberately not here: arithmetic on tokens.
 """
 
 from __future__ import annotations
@@ -30,8 +32,10 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, LogProbs, Rollouts, versions_of
 
 PARTS = 8
-GROWTH = 8  # how many times as many tokens go through the driver's hands
-STORE_COPIES = 12  # of the rows, that the object store has room for
+GROWTH = 8
+"""Factor by which the tokens grow while the driver's memory is watched."""
+STORE_COPIES = 12
+"""Copies of the rows that fit into the object store."""
 _STALL_S = 120.0
 _CALLS = 100
 _PROMPT_TOKENS = 16
@@ -39,44 +43,57 @@ _PROGRAM = "verl-ray bench data"
 
 
 class Mover:
-    """A worker that makes rows and answers rows with rows."""
+    """A worker that makes rows, and returns rows for rows."""
 
     def __init__(self, context: WorkerContext) -> None:
         self.context = context
 
-    def draw(self, rows: Rollouts, tokens_per_row: int) -> Rollouts:
-        """As many rows, of the given length."""
+    def make_rows(self, rows: Rollouts, tokens_per_row: int) -> Rollouts:
+        """Return as many rows as there are `rows`, each of `tokens_per_row` tokens."""
         return rollouts(np.full(rows.num_rows, tokens_per_row))
 
     def log_probs(self, rows: Rollouts) -> LogProbs:
-        """A new token column for the rows."""
-        return LogProbs(offsets=rows.offsets, log_probs=rows.rollout_log_probs * np.float32(2))
+        """Return a new token column for the rows."""
+        doubled = rows.rollout_log_probs * np.float32(2)
+        return LogProbs(offsets=rows.offsets, log_probs=doubled)
 
 
 def main(argv: list[str]) -> int:
-    """Run the suite and print its figures; returns 0."""
-    given = _parser().parse_args(argv)
-    equal = rollouts(np.full(given.rows, given.tokens))
-    lengths = np.random.default_rng(0).integers(given.tokens // 2, given.tokens + given.tokens // 2 + 1, given.rows)
-    store_bytes = max(256 << 20, STORE_COPIES * nbytes(equal))
-    with TemporaryDirectory() as logs, Session.open(None, object_store_bytes=store_bytes):
+    """Run the suite and print its figures; return the exit code, 0."""
+    options = _parser().parse_args(argv)
+    equal = rollouts(np.full(options.rows, options.tokens))
+    equal_bytes = nbytes(equal)
+    shortest = options.tokens // 2
+    longest = options.tokens + options.tokens // 2
+    random = np.random.default_rng(0)
+    mixed_lengths = random.integers(shortest, longest + 1, options.rows)
+    store_bytes = max(256 << 20, STORE_COPIES * equal_bytes)
+
+    with (
+        TemporaryDirectory() as logs,
+        Session.open(None, object_store_bytes=store_bytes),
+    ):
         stop_on_signals()  # again: Ray's own handler exits without a message
-        growth = driver_growth(given.rows, given.tokens, Path(logs))  # first: later, memory of the others is given back
+        # The growth comes first, because later operations return memory.
+        growth = driver_growth(options.rows, options.tokens, Path(logs))
+        copy_seconds = copy_s(equal_bytes, options.repeats)
         result = {
-            "rows": given.rows,
-            "tokens_per_row": given.tokens,
-            "copy_gb_per_s": round(nbytes(equal) / copy_s(nbytes(equal), given.repeats) / 1e9, 3),
-            "equal_lengths": operations(equal, given.repeats),
-            "mixed_lengths": operations(rollouts(lengths), given.repeats),
+            "rows": options.rows,
+            "tokens_per_row": options.tokens,
+            "copy_gb_per_s": round(equal_bytes / copy_seconds / 1e9, 3),
+            "equal_lengths": operations(equal, options.repeats),
+            "mixed_lengths": operations(rollouts(mixed_lengths), options.repeats),
             "driver": growth,
         }
+
     print(json.dumps(result, indent=2))
     return 0
 
 
 def rollouts(lengths: Int64) -> Rollouts:
-    """Rows of the given lengths, with short prompts and an answer each."""
-    rows, offsets = len(lengths), offsets_of(lengths)
+    """Return rows of these lengths, each with a short prompt and an answer."""
+    rows = len(lengths)
+    offsets = offsets_of(lengths)
     prompt = np.minimum(_PROMPT_TOKENS, lengths - 1).astype(np.int32)
     position = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
     spans = Ragged(np.zeros((rows, 2), np.int64), np.arange(rows + 1))
@@ -102,29 +119,43 @@ def rollouts(lengths: Int64) -> Rollouts:
 
 
 def nbytes(rows: Rollouts) -> int:
-    """Bytes of the token columns, of which there are hundreds of times as many as of the others."""
-    kinds = rows.columns()
-    return sum(int(getattr(rows, name).nbytes) for name, column in kinds.items() if column.kind is Kind.TOKEN)
+    """Return the bytes of the token columns.
+
+    All other columns together have less than a hundredth of that.
+    """
+    token_columns = [
+        name for name, column in rows.columns().items() if column.kind is Kind.TOKEN
+    ]
+    return sum(int(getattr(rows, name).nbytes) for name in token_columns)
 
 
 def operations(rows: Rollouts, repeats: int) -> dict[str, dict[str, float]]:
-    """Each operation's median over `repeats`, in ms and GB/s of what it hands over, and against a copy of as much."""
+    """Return the median of each operation over `repeats` calls.
+
+    It is in milliseconds, in GB/s of its result, and as a multiple of a copy of as many
+    bytes.
+    """
     count = rows.num_rows
+    all_bytes = nbytes(rows)
     per_part = [len(part) for part in np.array_split(np.arange(count), PARTS)]
     parts = rows.split(per_part)
     shuffled = np.random.default_rng(1).permutation(count)
     neighbours = np.arange(count // 4, 3 * count // 4)
     stored = put(rows)
-    work: dict[str, tuple[Callable[[], object], int]] = {
-        f"split_{PARTS}": (lambda: rows.split(per_part), nbytes(rows)),
-        f"concat_{PARTS}": (lambda: Rollouts.concat(parts), nbytes(rows)),
-        "select_random": (lambda: rows.select(shuffled), nbytes(rows)),
-        "select_neighbours": (lambda: rows.select(neighbours), nbytes(rows) * len(neighbours) // count),
-        "put": (lambda: put(rows), nbytes(rows)),
-        "get": (lambda: read(stored, _STALL_S), nbytes(rows)),
+    neighbour_bytes = all_bytes * len(neighbours) // count
+
+    # Each operation with the bytes of its result.
+    timed_operations: dict[str, tuple[Callable[[], object], int]] = {
+        f"split_{PARTS}": (lambda: rows.split(per_part), all_bytes),
+        f"concat_{PARTS}": (lambda: Rollouts.concat(parts), all_bytes),
+        "select_random": (lambda: rows.select(shuffled), all_bytes),
+        "select_neighbours": (lambda: rows.select(neighbours), neighbour_bytes),
+        "put": (lambda: put(rows), all_bytes),
+        "get": (lambda: read(stored, _STALL_S), all_bytes),
     }
+
     figures = {}
-    for name, (run, size) in work.items():
+    for name, (run, size) in timed_operations.items():
         seconds = timed(run, repeats)
         figures[name] = {
             "ms": round(1e3 * seconds, 3),
@@ -135,39 +166,50 @@ def operations(rows: Rollouts, repeats: int) -> dict[str, dict[str, float]]:
 
 
 def copy_s(size: int, repeats: int) -> float:
-    """Seconds to copy `size` bytes into memory that is there already."""
-    source, target = np.ones(size, np.uint8), np.ones(size, np.uint8)
+    """Return the seconds to copy `size` bytes into memory that is already mapped."""
+    source = np.ones(size, np.uint8)
+    target = np.ones(size, np.uint8)
     return timed(lambda: np.copyto(target, source), repeats)
 
 
 def timed(run: Callable[[], object], repeats: int) -> float:
-    """Median seconds of `repeats` calls, after one that does not count."""
+    """Return the median seconds of `repeats` calls, after one that does not count."""
     run()
     seconds = []
     for _ in range(repeats):
-        began = time.perf_counter()
+        start = time.perf_counter()
         run()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.perf_counter() - start)
     return median(seconds)
 
 
 def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, float]:
-    """Memory of the driver's own while rows made by a worker are scattered to it and their log-probs come back; and
-    what one call on one worker costs, with hardly a row."""
+    """Measure the growth of the driver's own memory while a worker exchanges tokens.
+
+    A worker makes rows, which are scattered to it, and returns their log-probs. The
+    result also has the time of one call on one worker with a single row.
+    """
     processes = ProcessSet("mover", 1, 1.0, 0, "mover", 1, process_group=False)
     role = Role("mover", "mover", Mover)
     with start_groups([processes], [role], stall_s=_STALL_S, log_dir=logs) as groups:
         seeds = put(rollouts(np.full(rows, 2)))
-        few = max(2, tokens // GROWTH)
-        through(groups[role], seeds, few)  # what is imported and cached once does not count
+        few_tokens = max(2, tokens // GROWTH)
+        # The first exchange does one-time imports and caching, and does not count.
+        exchange(groups[role], seeds, few_tokens)
+
+        # The references stay alive until the end, as in a run.
         before = own_bytes()
-        held = [through(groups[role], seeds, few)]
+        exchanges = [exchange(groups[role], seeds, few_tokens)]
         with_few = own_bytes()
-        held.append(through(groups[role], seeds, few * GROWTH))
+        exchanges.append(exchange(groups[role], seeds, few_tokens * GROWTH))
         with_many = own_bytes()
-        moved = [sum(part.num_tokens for part in parts) for parts in held]
-        one = held[0][0].select(np.arange(1))
-        call_s = timed(lambda: groups[role].scatter(Mover.log_probs, one).result(), _CALLS)
+
+        moved = [sum(part.num_tokens for part in parts) for parts in exchanges]
+        single_row = exchanges[0][0].select(np.arange(1))
+        call_s = timed(
+            lambda: groups[role].scatter(Mover.log_probs, single_row).result(), _CALLS
+        )
+
     return {
         "tokens": moved[0],
         "growth_bytes": with_few - before,
@@ -177,27 +219,51 @@ def driver_growth(rows: int, tokens: int, logs: Path) -> dict[str, float]:
     }
 
 
-def through(
+def exchange(
     group: WorkerGroup[Mover], seeds: Sharded[Rollouts], tokens_per_row: int
 ) -> tuple[Sharded[Rollouts], Sharded[LogProbs]]:
-    """Rows from the worker, to the worker, and its answer: what the driver holds of them."""
-    drawn = group.scatter(Mover.draw, seeds, tokens_per_row).result()
-    return drawn, group.scatter(Mover.log_probs, drawn).result()
+    """Move rows from the worker to the driver and back.
+
+    Returns:
+        The driver's references to the rows and to the worker's reply.
+    """
+    rows = group.scatter(Mover.make_rows, seeds, tokens_per_row).result()
+    return rows, group.scatter(Mover.log_probs, rows).result()
 
 
 def own_bytes() -> int:
-    """Memory that would be free if this process ended; what it maps of the object store is not."""
+    """Return the bytes that would be free if this process exited.
+
+    Pages of the object store that it maps are not among them.
+    """
     return int(psutil.Process().memory_full_info().uss)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROGRAM,
-        description="Time split, concat, select, put and get of rollouts beside plain copies of memory, and watch the "
-        "driver's memory while tokens pass it by.",
+        description=(
+            "Time split, concat, select, put and get of rollouts, compared with plain"
+            " copies of memory, and watch the driver's memory while workers exchange"
+            " tokens."
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--rows", type=int, default=8192, metavar="N", help="rollouts (8192)")
-    parser.add_argument("--tokens", type=int, default=512, metavar="N", help="tokens of each, or their mean (512)")
-    parser.add_argument("--repeats", type=int, default=9, metavar="N", help="calls whose median counts (9)")
+    parser.add_argument(
+        "--rows", type=int, default=8192, metavar="N", help="rollouts (8192)"
+    )
+    parser.add_argument(
+        "--tokens",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens of each, or their mean (512)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=9,
+        metavar="N",
+        help="calls whose median counts (9)",
+    )
     return parser

@@ -1,8 +1,11 @@
-"""The floor of a training step: what raw vLLM and raw PyTorch take for the same tokens in one process.
+"""The floor of a training step: the time of raw vLLM and raw PyTorch for the same
+tokens in one process.
 
-Invariant: the same rows, token for token: as many responses of the same lengths are generated, and the very rows of
-the step go through a padded Hugging Face model for the reference, the loss, its gradient and AdamW. No Ray, no
-streaming, no scores, no weight sync, nothing verified. Deliberately not a trainer: what it learns is thrown away.
+Invariant: the floor works on the same rows, token for token. It generates as many
+responses of the same lengths. The rows of the step go through a padded Hugging Face
+model for the reference, the loss, its gradient and AdamW. There is no Ray, no
+streaming, no score, no weight sync and no verification. Deliberately not a trainer: its
+updates are thrown away.
 """
 
 from __future__ import annotations
@@ -26,15 +29,18 @@ if TYPE_CHECKING:
     import torch
     from vllm import LLM
 
-_READY_S = 300.0  # until the child has loaded its models
-_END_S = 10.0
-_ANSWER_S = 600.0  # until it has done one step
-_CLIP, _KL_COEFFICIENT = 0.2, 0.001
+_READY_S = 300.0
+"""Limit for the child to load its models."""
+_EXIT_S = 10.0
+_STEP_S = 600.0
+"""Limit for the child to do one step."""
+_CLIP = 0.2
+_KL_COEFFICIENT = 0.001
 
 
 @dataclass(frozen=True)
-class Spec:
-    """What the child loads, and the environment that it needs before it imports torch."""
+class FloorSpec:
+    """The model that the child loads, and its environment before it imports torch."""
 
     environment: dict[str, str]
     model_path: str
@@ -45,59 +51,82 @@ class Spec:
 
 
 class Floor:
-    """A child process that does the work of a step the direct way: `with Floor(config, threads) as floor:`."""
+    """A child process that does the work of a step in the most direct way.
+
+    It is used as a context manager: `with Floor(config, threads) as floor:`.
+    """
 
     def __init__(self, config: RLConfig, threads: int) -> None:
-        # Here, since what this module imports the child imports, too, and these import torch.
-        from verl_ray.cluster.host import thread_environment
+        # The child imports this module, too. It may not import torch before it has its
+        # environment, so these imports stay inside of the function.
+        from verl_ray.cluster.environment import thread_environment
         from verl_ray.rollout.vllm_setup import environment
 
-        spec = Spec(
-            {**thread_environment(threads), **environment("cpu", threads)},
-            config.actor.model.path,
-            config.rollout.dtype,
-            int(config.rollout.kv_cache_gib * 2**30),
-            config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-            config.actor.optimizer.lr,
+        rollout = config.rollout
+        spec = FloorSpec(
+            environment={
+                **thread_environment(threads),
+                **environment("cpu", threads),
+            },
+            model_path=config.actor.model.path,
+            dtype=rollout.dtype,
+            kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
+            max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
+            learning_rate=config.actor.optimizer.lr,
         )
+
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, spec), name="floor", daemon=True)
+        self._connection, child_connection = context.Pipe()
+        self._process = context.Process(
+            target=_serve, args=(child_connection, spec), name="floor", daemon=True
+        )
         self._process.start()
-        theirs.close()
+        child_connection.close()
         self._receive(_READY_S)
 
     def step(self, rows: Rollouts) -> dict[str, float]:
-        """Seconds by part (`gen`, `ref`, `update`) for the rows of one step."""
+        """Return the seconds of each part (`gen`, `ref`, `update`) for these rows."""
         self._connection.send(rows)
-        return self._receive(_ANSWER_S)
+        return self._receive(_STEP_S)
 
     def close(self) -> None:
         """End the child."""
-        self._connection.close()  # the child ends when it reads the end of it
-        self._process.join(_END_S)
+        self._connection.close()  # the child exits when it reads the end of file
+        self._process.join(_EXIT_S)
         self._process.kill()
         self._process.join()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _receive(self, timeout_s: float) -> dict[str, float]:
         try:
             if self._connection.poll(timeout_s):
-                answer: dict[str, float] = self._connection.recv()
-                return answer
+                reply: dict[str, float] = self._connection.recv()
+                return reply
         except EOFError:
             pass
         self.close()
-        raise VerlRayError("the process that measures the floor ended or hung; its last words are above")
+        raise VerlRayError(
+            "the process that measures the floor exited or hung; its last output is"
+            " above"
+        )
 
 
-def _serve(connection: Connection, spec: Spec) -> None:
-    """The child: answers rows with seconds until the other end of the connection is closed."""
+def _serve(connection: Connection, spec: FloorSpec) -> None:
+    """Run the child: reply to rows with seconds.
+
+    The loop consumes the rows of one step at a time, waits for the next ones, and ends
+    when the connection is closed.
+    """
     os.environ.update(spec.environment)
     from vllm import LLM
 
@@ -117,78 +146,106 @@ def _serve(connection: Connection, spec: Spec) -> None:
             rows: Rollouts = connection.recv()
         except EOFError:
             return
-        began = time.perf_counter()
+
+        start = time.perf_counter()
         _generate(llm, rows)
-        generated = time.perf_counter()
+        after_generation = time.perf_counter()
         reference = training.reference(rows)
-        measured = time.perf_counter()
+        after_reference = time.perf_counter()
         training.update(rows, reference)
-        ended = time.perf_counter()
-        connection.send({"gen": generated - began, "ref": measured - generated, "update": ended - measured})
+        after_update = time.perf_counter()
+
+        seconds = {
+            "gen": after_generation - start,
+            "ref": after_reference - after_generation,
+            "update": after_update - after_reference,
+        }
+        connection.send(seconds)
 
 
 def _generate(llm: LLM, rows: Rollouts) -> None:
-    """As many responses of the same lengths to the same prompts, with the log-probabilities of their tokens."""
+    """Generate responses of the same lengths to the same prompts, with log-probs."""
     from vllm import SamplingParams
 
-    prompts = [
-        {"prompt_token_ids": rows.tokens[start : start + length].tolist()}
-        for start, length in zip(rows.offsets, rows.prompt_length, strict=False)
+    prompts = []
+    for start, length in zip(rows.offsets, rows.prompt_length, strict=False):
+        tokens = rows.tokens[start : start + length].tolist()
+        prompts.append({"prompt_token_ids": tokens})
+
+    sampling = [
+        SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, detokenize=False)
+        for length in rows.response_length.tolist()
     ]
-    lengths = rows.response_length.tolist()
-    wanted = [SamplingParams(max_tokens=n, ignore_eos=True, logprobs=0, detokenize=False) for n in lengths]
-    llm.generate(prompts, wanted, use_tqdm=False)
+    llm.generate(prompts, sampling, use_tqdm=False)
 
 
 class _Training:
-    """A policy with AdamW and its reference, both plain Hugging Face models on padded rows."""
+    """A policy with AdamW, and its reference.
 
-    def __init__(self, spec: Spec) -> None:
+    Both are plain Hugging Face models on padded rows.
+    """
+
+    def __init__(self, spec: FloorSpec) -> None:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        def model() -> torch.nn.Module:
-            loaded: torch.nn.Module = AutoModelForCausalLM.from_pretrained(spec.model_path, dtype=torch.float32)
-            return loaded
-
-        self._policy, self._reference = model(), model().requires_grad_(False)
-        self._optimizer = torch.optim.AdamW(self._policy.parameters(), lr=spec.learning_rate, fused=True)
+        self._policy = _load_model(spec.model_path)
+        self._reference = _load_model(spec.model_path).requires_grad_(False)
+        self._optimizer = torch.optim.AdamW(
+            self._policy.parameters(), lr=spec.learning_rate, fused=True
+        )
 
     def reference(self, rows: Rollouts) -> torch.Tensor:
+        """Return the reference's log-probs, float32 [rows, longest - 1]."""
         import torch
 
         with torch.no_grad():
             return self._log_probs(self._reference, rows)
 
     def update(self, rows: Rollouts, reference: torch.Tensor) -> None:
-        """One step of the clipped surrogate with the divergence from the reference (k3) in the loss."""
+        """Do one optimizer step of the clipped surrogate with KL (k3) in the loss."""
         import torch
 
         log_probs = self._log_probs(self._policy, rows)
         mask = torch.from_numpy(_padded(rows, rows.response_mask)[:, 1:])
         advantage = torch.randn(len(mask), 1)  # the figures are not read
         ratio = (log_probs - log_probs.detach()).exp()
-        gain = torch.minimum(ratio * advantage, ratio.clamp(1 - _CLIP, 1 + _CLIP) * advantage)
+        clipped = ratio.clamp(1 - _CLIP, 1 + _CLIP)
+        gain = torch.minimum(ratio * advantage, clipped * advantage)
         distance = reference - log_probs
         loss = (_KL_COEFFICIENT * (distance.exp() - distance - 1) - gain) * mask
         (loss.sum(1) / mask.sum(1)).mean().backward()  # type: ignore[no-untyped-call]
+
         torch.nn.utils.clip_grad_norm_(self._policy.parameters(), 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
 
     def _log_probs(self, model: torch.nn.Module, rows: Rollouts) -> torch.Tensor:
-        """float32 [rows, longest - 1] of each token given those before it."""
+        """Return log-probs of each token given those before it.
+
+        The result is float32 [rows, longest - 1].
+        """
         import torch
 
         tokens = torch.from_numpy(_padded(rows, rows.tokens.astype(np.int64)))
         present = torch.from_numpy(_padded(rows, np.ones(rows.num_tokens, np.int64)))
-        logits = model(input_ids=tokens, attention_mask=present, use_cache=False).logits[:, :-1]
-        chosen: torch.Tensor = torch.log_softmax(logits, -1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
-        return chosen
+        outputs = model(input_ids=tokens, attention_mask=present, use_cache=False)
+        all_log_probs = torch.log_softmax(outputs.logits[:, :-1], -1)
+        log_probs: torch.Tensor = all_log_probs.gather(-1, tokens[:, 1:, None])
+        return log_probs.squeeze(-1)
+
+
+def _load_model(path: str) -> torch.nn.Module:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model: torch.nn.Module = AutoModelForCausalLM.from_pretrained(
+        path, dtype=torch.float32
+    )
+    return model
 
 
 def _padded(rows: Rollouts, values: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
-    """Token values as [rows, longest], zeros behind the end of each row."""
+    """Return token values as [rows, longest], with zeros after the end of each row."""
     inside = np.arange(rows.lengths.max()) < rows.lengths[:, None]
     table = np.zeros(inside.shape, values.dtype)
     table[inside] = values

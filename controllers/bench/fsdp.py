@@ -1,6 +1,8 @@
-"""`verl-ray bench fsdp`: tokens per second and memory of the training backends, beside plain PyTorch on the same rows.
+"""`verl-ray bench fsdp`: speed and memory of the training backends, compared with plain
+PyTorch on the same rows.
 
-Deliberately not here: how contenders are measured (`contest.py`), and the head by itself (`head.py`).
+Deliberately not here: how contenders are measured (`contest.py`), and the head by
+itself (`head.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +18,12 @@ from verl_ray.data.batch import Int64
 
 CONTEST = Contest(
     "verl-ray bench fsdp",
-    "Tokens per second of the engine and fsdp backends, beside plain PyTorch on padded rows.",
+    "Tokens per second of the engine and fsdp backends, beside plain PyTorch on padded"
+    " rows.",
     (
         Contender("plain", PLAIN, 1),
-        Contender("plain_sorted", SORTED, 1),  # by length: the least padding that rows can have
+        # Rows sorted by length have the least padding that is possible.
+        Contender("plain_sorted", SORTED, 1),
         Contender("engine_1", "engine", 1),
         Contender("fsdp_1", "fsdp", 1),
         Contender("fsdp_2", "fsdp", 2),
@@ -29,27 +33,48 @@ CONTEST = Contest(
 
 
 def main(argv: list[str]) -> int:
-    """Run the suite and print its figures; returns 0, or 2 where there is no GPU and one was asked for."""
-    found = CONTEST.run(argv)
-    if found is None:
+    """Run the suite and print its figures.
+
+    Returns:
+        The exit code: 0, or 2 where a GPU was requested and there is none.
+    """
+    results = CONTEST.run(argv)
+    if results is None:
         return 2
-    given, figures = found
+    options, figures = results
+
     if figures.keys() >= {"engine_1", PLAIN, SORTED}:
-        figures["packing"] = _packing(figures, row_lengths(given.rows), given.micro_batch_tokens)
-    if not given.only:
+        lengths = row_lengths(options.rows)
+        figures["packing"] = _packing(figures, lengths, options.micro_batch_tokens)
+    if not options.only:
         print("the head ...", file=sys.stderr, flush=True)
-        figures["head"] = head.measure(given.device, given.dtype, given.repeats, figures["cores"])
+        figures["head"] = head.measure(
+            options.device, options.dtype, options.repeats, figures["cores"]
+        )
+
     print(json.dumps(figures, indent=2))
     return 0
 
 
-def _packing(figures: dict[str, Any], lengths: Int64, max_tokens: int) -> dict[str, float]:
-    """Whole steps of padded and of packed rows; padding as a fraction of the tokens that a padded step computes."""
-    found = {"packed_step_s": figures["engine_1"]["best_s"]["step"]}
-    for name, by_length in ((PLAIN, False), (SORTED, True)):
-        of = "padded_sorted" if by_length else "padded"
-        computed = sum(len(b) * int(lengths[b].max()) for b in padded_batches(lengths, max_tokens, by_length))
-        found[f"{of}_step_s"] = figures[name]["best_s"]["step"]
-        found[f"{of}_padding_fraction"] = round(1 - int(lengths.sum()) / computed, 4)
-        found[f"speedup_over_{of}"] = round(found[f"{of}_step_s"] / found["packed_step_s"], 3)
-    return found
+def _packing(
+    figures: dict[str, Any], lengths: Int64, max_tokens: int
+) -> dict[str, float]:
+    """Compare whole steps of padded and of packed rows.
+
+    The padding is a fraction of the tokens that a padded step computes.
+    """
+    packed_s = figures["engine_1"]["best_s"]["step"]
+    comparison = {"packed_step_s": packed_s}
+
+    for contender, by_length in ((PLAIN, False), (SORTED, True)):
+        name = "padded_sorted" if by_length else "padded"
+        batches = padded_batches(lengths, max_tokens, by_length)
+        computed = sum(len(rows) * int(lengths[rows].max()) for rows in batches)
+        padding = 1 - int(lengths.sum()) / computed
+        padded_s = figures[contender]["best_s"]["step"]
+
+        comparison[f"{name}_step_s"] = padded_s
+        comparison[f"{name}_padding_fraction"] = round(padding, 4)
+        comparison[f"speedup_over_{name}"] = round(padded_s / packed_s, 3)
+
+    return comparison

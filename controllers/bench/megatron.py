@@ -1,6 +1,8 @@
-"""`verl-ray bench megatron`: tokens per second and memory of layouts, beside the plain engine on the same rows.
+"""`verl-ray bench megatron`: speed and memory of megatron's layouts, compared with the
+plain engine on the same rows.
 
-Deliberately not here: how contenders are measured (`contest.py`), and whether layouts agree (`layouts.py`).
+Deliberately not here: how contenders are measured (`contest.py`), and the agreement of
+the layouts (`layouts.py`).
 """
 
 from __future__ import annotations
@@ -9,13 +11,16 @@ import json
 
 from controllers.bench.contest import Contender, Contest
 
+_TENSOR_PARALLEL = ("tensor_parallel=2", "sequence_parallel=true")
+
 CONTEST = Contest(
     "verl-ray bench megatron",
-    "Tokens per second of megatron's layouts and of Megatron-FSDP, beside the plain engine.",
+    "Tokens per second of megatron's layouts and of Megatron-FSDP, beside the plain"
+    " engine.",
     (
         Contender("engine", "engine", 1),
         Contender("tp1", "megatron", 1),
-        Contender("tp2", "megatron", 2, ("tensor_parallel=2", "sequence_parallel=true")),
+        Contender("tp2", "megatron", 2, _TENSOR_PARALLEL),
         Contender("pp2", "megatron", 2, ("pipeline_parallel=2",)),
         Contender("dp2", "megatron", 2),
         Contender("megatron_fsdp_2", "megatron_fsdp", 2),
@@ -25,9 +30,15 @@ CONTEST = Contest(
 
 
 def main(argv: list[str]) -> int:
-    """Run the suite and print its figures; returns 0, or 2 where there is no GPU and one was asked for."""
-    found = CONTEST.run(argv)
-    if found is None:
+    """Run the suite and print its figures.
+
+    Returns:
+        The exit code: 0, or 2 where a GPU was requested and there is none.
+    """
+    results = CONTEST.run(argv)
+    if results is None:
         return 2
-    print(json.dumps(found[1], indent=2))
+
+    _, figures = results
+    print(json.dumps(figures, indent=2))
     return 0

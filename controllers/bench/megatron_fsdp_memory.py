@@ -1,8 +1,10 @@
-"""`verl-ray bench megatron_fsdp_memory`: memory of a rank by what ranks share out, beside the formula.
+"""`verl-ray bench megatron_fsdp_memory`: memory of a rank under each sharding strategy,
+compared with the formula.
 
-Invariant: every strategy is measured in fresh processes that have built and trained a small model before, so that what
-is set up once does not count; a few tokens are trained on, so activations count for little. Deliberately not here: the
-formula (`verl_ray/backends/megatron_fsdp.py`).
+Invariant: every strategy is measured in fresh processes that first built and trained a
+small model, so that one-time set-up does not count. The steps have few tokens, so
+activations count for little. Deliberately not here: the formula
+(`verl_ray/backends/megatron_fsdp.py`).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from controllers.bench.contest import MODELS, make_model
-from controllers.bench.processes import PATIENCE_S, ask
+from controllers.bench.processes import PATIENCE_S, run_processes
 from verl_ray.backends.base import ParameterCounts
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
@@ -43,94 +45,171 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 }
 HYBRID: dict[str, dict[str, Any]] = {
     "all, groups of 2": {"sharding": "all", "shard_size": 2},
-    "all, groups of 2, outer optimizer": {"sharding": "all", "shard_size": 2, "outer_sharding": "optimizer"},
+    "all, groups of 2, outer optimizer": {
+        "sharding": "all",
+        "shard_size": 2,
+        "outer_sharding": "optimizer",
+    },
 }
-"""What four ranks have beside."""
+"""Further strategies of four ranks."""
 MIB = 1 << 20
 EXACT = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-"""The C library gives larger pieces back as soon as they are freed; else a peak would count what it keeps."""
+"""Variables under which the C library returns larger pieces as soon as they are freed.
+
+Otherwise a peak would count memory that the library keeps.
+"""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What one process does; `small` is trained first."""
+class MemoryTask:
+    """The work of one process.
+
+    Attributes:
+        model: The model that is measured.
+        small: The model that is trained first.
+        rendezvous: A file through which the ranks find each other.
+        backend: The settings of the backend.
+    """
 
     rank: int
     world: int
     model: str
     small: str
-    meeting: str
+    rendezvous: str
     backend: dict[str, Any]
 
 
 def main(argv: list[str]) -> int:
     """Measure, and print the figures as JSON or as a table."""
-    parser = argparse.ArgumentParser(prog=PROGRAM, description=str(__doc__).partition("\n")[0], allow_abbrev=False)
-    parser.add_argument("--model", choices=list(MODELS), default="20m", help="parameters of the policy (20m)")
-    parser.add_argument("--ranks", type=int, choices=(2, 4), default=2, help="of every strategy (2)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of computation (float32)")
-    parser.add_argument("--only", nargs="+", choices=[*STRATEGIES, *HYBRID], help="of the strategies (all)")
-    parser.add_argument("--table", action="store_true", help="print a table in Markdown, in MiB, in place of JSON")
-    given = parser.parse_args(argv)
-    found = measure(given.model, given.ranks, given.dtype, given.only)
-    print(table(found) if given.table else json.dumps(found, indent=2))
+    parser = argparse.ArgumentParser(
+        prog=PROGRAM, description=str(__doc__).partition("\n")[0], allow_abbrev=False
+    )
+    parser.add_argument(
+        "--model",
+        choices=list(MODELS),
+        default="20m",
+        help="parameters of the policy (20m)",
+    )
+    parser.add_argument(
+        "--ranks", type=int, choices=(2, 4), default=2, help="of every strategy (2)"
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of computation (float32)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[*STRATEGIES, *HYBRID],
+        help="of the strategies (all)",
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print a table in Markdown, in MiB, in place of JSON",
+    )
+    options = parser.parse_args(argv)
+
+    figures = measure(options.model, options.ranks, options.dtype, options.only)
+
+    print(table(figures) if options.table else json.dumps(figures, indent=2))
     return 0
 
 
-def measure(model: str, ranks: int, dtype: str, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Of each strategy (None: of all) what the formula says, and what the rank that held most held: in bytes."""
+def measure(
+    model: str, ranks: int, dtype: str, names: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Return the formula's prediction and the measurement of each strategy, in bytes.
+
+    A measurement is that of the rank with the most memory. `names` are the strategies
+    to measure; None takes all.
+    """
     strategies = STRATEGIES | (HYBRID if ranks == 4 else {})
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
+
     with tempfile.TemporaryDirectory() as folder:
-        with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as other:  # it loads torch
-            large, small = (other.submit(make_model, name, f"{folder}/{name}").result() for name in (model, "1m"))
-            elements = ParameterCounts(**other.submit(_elements, large).result())
+        # Another process makes the models, because this one may not load torch.
+        spawning = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, spawning) as executor:
+            large = executor.submit(make_model, model, f"{folder}/{model}").result()
+            small = executor.submit(make_model, "1m", f"{folder}/1m").result()
+            counts = ParameterCounts(**executor.submit(_elements, large).result())
+
         for name in strategies if names is None else names:
-            backend = _backend(dtype, elements.largest_layer, strategies[name])
-            works = [
-                Work(rank, ranks, large, small, f"{folder}/{name.replace(' ', '_')}", backend.model_dump())
+            print(f"{name} on {ranks} ...", file=sys.stderr, flush=True)
+            backend = _backend(dtype, counts.largest_layer, strategies[name])
+            rendezvous = f"{folder}/{name.replace(' ', '_')}"
+            settings = backend.model_dump()
+            tasks = [
+                asdict(MemoryTask(rank, ranks, large, small, rendezvous, settings))
                 for rank in range(ranks)
             ]
-            print(f"{name} on {ranks} ...", file=sys.stderr, flush=True)
-            told = ask("controllers.bench.megatron_fsdp_memory", [asdict(work) for work in works], 1, EXACT)
-            formula = backend.held(ranks, elements)
-            found[name] = {
-                "formula": asdict(formula) | {"between_steps": formula.between_steps},
-                "measured": {key: max(one[key] for one in told) for key in told[0]},
+            # The module's name is written out, because this one may be `__main__`.
+            module = "controllers.bench.megatron_fsdp_memory"
+            reports = run_processes(module, tasks, 1, EXACT)
+
+            formula = backend.memory_per_rank(ranks, counts)
+            predicted = asdict(formula) | {"between_steps": formula.between_steps}
+            measured = {
+                key: max(report[key] for report in reports) for key in reports[0]
             }
-    return {"model": model, "parameters": elements.parameters, "ranks": ranks, "dtype": dtype, "strategies": found}
+            figures[name] = {"formula": predicted, "measured": measured}
+
+    return {
+        "model": model,
+        "parameters": counts.parameters,
+        "ranks": ranks,
+        "dtype": dtype,
+        "strategies": figures,
+    }
 
 
-def table(found: dict[str, Any]) -> str:
-    """The figures in Markdown, in MiB per rank."""
+def table(figures: dict[str, Any]) -> str:
+    """Return the figures in Markdown, in MiB per rank."""
     lines = [
-        "| ranks | dtype | shared out | weights | main weights | gradients | moments | sum | measured "
-        "| in flight at most | measured |",
+        "| ranks | dtype | shared out | weights | main weights | gradients |"
+        " moments | sum | measured | in flight at most | measured |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for name, one in found["strategies"].items():
-        formula, measured = one["formula"], one["measured"]
-        row = [formula[key] for key in ("weights", "main_weights", "gradients", "moments", "between_steps")]
+    parts = ("weights", "main_weights", "gradients", "moments", "between_steps")
+
+    for name, strategy in figures["strategies"].items():
+        formula = strategy["formula"]
+        measured = strategy["measured"]
+        row = [formula[key] for key in parts]
         row += [measured["between_steps"], formula["in_flight"], measured["in_flight"]]
-        figures = " | ".join(f"{value / MIB:.0f}" for value in row)
-        lines.append(f"| {found['ranks']} | {found['dtype']} | {name} | {figures} |")
+        cells = " | ".join(f"{value / MIB:.0f}" for value in row)
+        lines.append(f"| {figures['ranks']} | {figures['dtype']} | {name} | {cells} |")
+
     return "\n".join(lines)
 
 
-def _backend(dtype: str, bucket_size: int, settings: dict[str, Any]) -> MegatronFsdpBackend:
-    usual: dict[str, Any] = {
-        "kind": "megatron_fsdp", "dtype": dtype, "micro_batch_tokens_per_rank": 4096, "activation_checkpointing": False,
-        "shard_size": None, "outer_sharding": "none", "overlap_param_gather": True, "overlap_grad_reduce": True,
-        "bucket_size": bucket_size, "reduce_in_float32": True, "double_buffer": False,
-    }  # fmt: skip
-    return MegatronFsdpBackend(**usual | settings)
+def _backend(
+    dtype: str, bucket_size: int, settings: dict[str, Any]
+) -> MegatronFsdpBackend:
+    defaults: dict[str, Any] = {
+        "kind": "megatron_fsdp",
+        "dtype": dtype,
+        "micro_batch_tokens_per_rank": 4096,
+        "activation_checkpointing": False,
+        "shard_size": None,
+        "outer_sharding": "none",
+        "overlap_param_gather": True,
+        "overlap_grad_reduce": True,
+        "bucket_size": bucket_size,
+        "reduce_in_float32": True,
+        "double_buffer": False,
+    }
+    return MegatronFsdpBackend(**defaults | settings)
 
 
 def _elements(path: str) -> dict[str, int]:
     from safetensors import safe_open
 
     layers: dict[str, int] = {}
-    beside = 0
+    outside_layers = 0
     with safe_open(Path(path) / "model.safetensors", framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 - not a mapping
             size = int(np.prod(file.get_slice(name).get_shape()))
@@ -138,14 +217,21 @@ def _elements(path: str) -> dict[str, int]:
                 number = name.split(".")[2]
                 layers[number] = layers.get(number, 0) + size
             else:
-                beside += size
-    inside = sum(layers.values())
-    largest = max(layers.values())
-    return {"parameters": inside + beside, "of_experts": 0, "in_layers": inside, "largest_layer": largest}
+                outside_layers += size
+
+    in_layers = sum(layers.values())
+    return {
+        "parameters": in_layers + outside_layers,
+        "in_experts": 0,
+        "in_layers": in_layers,
+        "largest_layer": max(layers.values()),
+    }
 
 
-def watched(work: Work) -> dict[str, int]:
-    """What one rank holds between steps, and how much more while a step computes, in bytes."""
+def measure_rank(task: MemoryTask) -> dict[str, int]:
+    """Return the bytes that one rank holds between steps, and the additional bytes
+    while a step computes.
+    """
     import torch
     import torch.distributed as dist
 
@@ -153,41 +239,56 @@ def watched(work: Work) -> dict[str, int]:
 
     torch.set_num_threads(1)
     dist.init_process_group(
-        "gloo", init_method=f"file://{work.meeting}", rank=work.rank, world_size=work.world,
+        "gloo",
+        init_method=f"file://{task.rendezvous}",
+        rank=task.rank,
+        world_size=task.world,
         timeout=timedelta(seconds=PATIENCE_S),
-    )  # fmt: skip
-    rows, objective = _rows(), SupervisedObjective()
+    )
+    rows = _rows()
+    objective = SupervisedObjective()
 
     def step(engine: Engine) -> None:
         engine.forward_backward(rows, objective)
         engine.optimizer_step()
 
-    small = _engine(work, work.small)
+    # The small model brings all one-time set-up into memory before the first reading.
+    small = _engine(task, task.small)
     step(small)
     del small
-    before = _rested()
-    engine = _engine(work, work.model)
+    before = _settled_bytes()
+
+    engine = _engine(task, task.model)
     step(engine)
-    between_steps = _rested() - before
+    between_steps = _settled_bytes() - before
     with AnonymousGrowth() as growth:
         step(engine)
+
     dist.barrier()
     dist.destroy_process_group()
     return {"between_steps": between_steps, "in_flight": growth.peak_bytes}
 
 
-def _engine(work: Work, path: str) -> Engine:
+def _engine(task: MemoryTask, path: str) -> Engine:
     import torch
 
     from verl_ray.engine.base import EngineSpec
     from verl_ray.engine.build import build_engine
 
     optimizer = OptimizerConfig(
-        lr=1e-4, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1, max_grad_norm=1.0, schedule="constant",
-        warmup_steps=0, min_lr_fraction=0.1,
-    )  # fmt: skip
-    spec = EngineSpec("actor", path, "policy", MegatronFsdpBackend(**work.backend), optimizer, 10, seed=0)
-    return build_engine(spec, device=torch.device("cpu"), rank=work.rank, world_size=work.world)
+        lr=1e-4,
+        betas=(0.9, 0.95),
+        eps=1e-8,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        schedule="constant",
+        warmup_steps=0,
+        min_lr_fraction=0.1,
+    )
+    backend = MegatronFsdpBackend(**task.backend)
+    spec = EngineSpec("actor", path, "policy", backend, optimizer, 10, seed=0)
+    device = torch.device("cpu")
+    return build_engine(spec, device=device, rank=task.rank, world_size=task.world)
 
 
 def _rows() -> TrainingBatch:
@@ -203,11 +304,13 @@ def _rows() -> TrainingBatch:
     )
 
 
-def _rested() -> int:
+def _settled_bytes() -> int:
+    """Return the bytes of this process once everything unused was given back."""
     gc.collect()
     malloc_trim()
     return anonymous_bytes()
 
 
 if __name__ == "__main__":
-    print(json.dumps(watched(Work(**json.loads(sys.argv[1])))))
+    task = MemoryTask(**json.loads(sys.argv[1]))
+    print(json.dumps(measure_rank(task)))

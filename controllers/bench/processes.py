@@ -1,7 +1,9 @@
-"""Processes of a benchmark: each is given its work as JSON and prints what it found as JSON, or is a copy of one.
+"""Processes of a benchmark: separate programs, or forks of the present process.
 
-Invariant: none outlives the call, and the first that fails ends the others, which would wait for it. Whoever asks loads
-no torch: pages of it would count as shared with the processes that are measured. Deliberately not here: what they do.
+Invariant: no process outlives the call, and the first that fails ends the others, which
+would wait for it. The calling process loads no torch, because its pages would count as
+shared with the processes that are measured. Deliberately not here: the work of the
+processes.
 """
 
 from __future__ import annotations
@@ -24,72 +26,119 @@ from verl_ray.errors import VerlRayError
 PATIENCE_S = 500.0
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1  # of <linux/prctl.h>
-_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}  # ranks are processes of one machine
+
+# Ranks are processes of one machine.
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 
 
-def ask(
+def run_processes(
     module: str,
-    works: Sequence[Mapping[str, object]],
+    tasks: Sequence[Mapping[str, object]],
     threads: int,
     settings: Mapping[str, str] | None = None,
     *,
     patience_s: float = PATIENCE_S,
 ) -> list[dict[str, Any]]:
-    """What `python -m module` finds for each of these works, all at the same time, with `threads` threads each, and
-    `settings` in its environment.
+    """Run `python -m module TASK` for all tasks at the same time.
 
-    Raises VerlRayError when a process fails (its own words are on stderr) or is not done after `patience_s`.
+    Args:
+        module: The module to run. It reads its task as JSON from its only argument and
+            prints its result as JSON on the last line.
+        tasks: One task per process.
+        threads: OpenMP threads of each process.
+        settings: Additional environment variables.
+        patience_s: Seconds until processes that are still running are ended.
+
+    Returns:
+        The result of each process, in the order of the tasks.
+
+    Raises:
+        VerlRayError: A process failed, with its own messages on stderr, or did not end
+            in time.
     """
-    # Idle threads sleep, as those of the project's workers do: on a busy machine one that spins has them all wait.
-    of_threads = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "PASSIVE"}
-    environment = {**os.environ, **of_threads, **_LOOPBACK, "HF_HUB_OFFLINE": "1", **(settings or {})}
-    give_up = time.monotonic() + patience_s
-    with contextlib.ExitStack() as started:
-        processes = [
-            started.enter_context(
-                subprocess.Popen(
-                    [sys.executable, "-m", module, json.dumps(work)], stdout=subprocess.PIPE, env=environment
-                )
-            )
-            for work in works
-        ]
+    # Idle threads sleep, like those of the product's workers. On a busy machine a
+    # thread that spins makes all others wait.
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": "PASSIVE",
+        **_LOOPBACK,
+        "HF_HUB_OFFLINE": "1",
+        **(settings or {}),
+    }
+    deadline = time.monotonic() + patience_s
+
+    with contextlib.ExitStack() as cleanup:
+        processes = []
+        for task in tasks:
+            command = [sys.executable, "-m", module, json.dumps(task)]
+            process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environment)
+            processes.append(cleanup.enter_context(process))
         for process in processes:
-            started.callback(process.kill)
-        while None in (codes := [process.poll() for process in processes]):  # what they print fits into a pipe
-            if any(codes) or time.monotonic() > give_up:
-                break
-            time.sleep(_POLL_S)
+            cleanup.callback(process.kill)
+
+        codes = _exit_codes(processes, deadline)
         if any(code != 0 for code in codes):
             raise VerlRayError(
-                f"processes of {module} ended with {codes}, where None was stopped after {patience_s:g} s or since "
-                f"another had failed; expected 0. What they said is above. Their work: {json.dumps(works)}"
+                f"processes of {module} ended with {codes}; expected 0. None means that"
+                f" a process was stopped, after {patience_s:g} s or because another"
+                " one failed. Their messages are above. Their tasks:"
+                f" {json.dumps(tasks)}"
             )
-        said = [process.communicate()[0].splitlines()[-1] for process in processes]
-    return [json.loads(line) for line in said]
+        last_lines = [
+            process.communicate()[0].splitlines()[-1] for process in processes
+        ]
+
+    return [json.loads(line) for line in last_lines]
 
 
-def fork(run: Callable[..., None], works: Sequence[Sequence[Any]]) -> None:
-    """Call `run(*work)` for each of these works, all at the same time, each in a copy of this process: what that has
-    imported is there. It may not have started a thread. Copies end with this process, whose caller limits its time.
+def _exit_codes(
+    processes: Sequence[subprocess.Popen[bytes]], deadline: float
+) -> list[int | None]:
+    """Wait until all processes ended, one failed, or the deadline passed.
 
-    Raises VerlRayError when one fails; its own words are on stderr.
+    Nothing is read meanwhile, because the output of a process fits into a pipe.
+    """
+    codes = [process.poll() for process in processes]
+    while None in codes:
+        if any(codes) or time.monotonic() > deadline:
+            break
+        time.sleep(_POLL_S)
+        codes = [process.poll() for process in processes]
+    return codes
+
+
+def fork(run: Callable[..., None], tasks: Sequence[Sequence[Any]]) -> None:
+    """Call `run(*task)` for all tasks at the same time, each in a fork of this process.
+
+    Modules that this process imported are imported in the forks. This process may not
+    have started a thread. Forks end with this process, whose caller limits its time.
+
+    Raises:
+        VerlRayError: A fork failed; its own messages are on stderr.
     """
     forking = multiprocessing.get_context("fork")
-    copies = [forking.Process(target=_run, args=(run, work)) for work in works]
+    forks = [forking.Process(target=_run_fork, args=(run, task)) for task in tasks]
+
     try:
-        for copy in copies:
-            copy.start()
-        running = {copy.sentinel for copy in copies}
+        for process in forks:
+            process.start()
+
+        running = {process.sentinel for process in forks}
         while running:
             running.difference_update(wait(list(running)))
-            codes = [copy.exitcode for copy in copies]
+            codes = [process.exitcode for process in forks]
             if any(codes):
-                raise VerlRayError(f"processes ended with {codes}, where None was still at it; expected 0: {works}")
+                raise VerlRayError(
+                    f"processes ended with {codes}; expected 0. None means that a"
+                    f" process was still running. Their tasks: {tasks}"
+                )
     finally:
-        for copy in copies:
-            copy.kill()
+        for process in forks:
+            process.kill()
 
 
-def _run(run: Callable[..., None], work: Sequence[Any]) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # however the process ends whose copy this is
-    run(*work)
+def _run_fork(run: Callable[..., None], task: Sequence[Any]) -> None:
+    # The fork ends with its parent, however the parent ends.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    run(*task)

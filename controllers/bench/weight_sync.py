@@ -1,10 +1,13 @@
-"""`verl-ray bench weight-sync`: handing weights from a training group to a rollout engine, beside what bounds it.
+"""`verl-ray bench weight-sync`: weight syncs from a training group to a rollout engine,
+compared with their bounds.
 
-Invariant: the hand-over is the one of `train` (Ray, the wire, fingerprints, vLLM's loading, the proof by log-probs).
-In turn with it the rollout process loads the very same tensors, which it has in memory, by vLLM's own `reload_weights`,
-and copies their bytes: so a slow minute of the machine slows all of them. On a GPU that both share, the trainer's state
-leaves it and comes back as well, beside a plain copy between pinned memory and the device; what runs there has not met
-a GPU yet. Deliberately not here: generation, and wires that leave the machine.
+Invariant: a weight sync is the one of `train`: Ray, the wire, fingerprints, vLLM's
+loading, and verification by log-probs. In turn with it the rollout process loads the
+same tensors from its memory by vLLM's own `reload_weights`, and copies their bytes. So
+a slow minute of the machine slows all of them. On a GPU that both share, the trainer's
+state is offloaded and restored as well, compared with a plain copy between pinned
+memory and the device. That part has not run on a GPU yet. Deliberately not here:
+generation, and wires that leave the machine.
 """
 
 from __future__ import annotations
@@ -22,7 +25,8 @@ from statistics import median
 from typing import TYPE_CHECKING, cast, get_args
 
 from controllers.bench.step import MODELS, configuration, make_inputs, shown_versions
-from controllers.system.build import Shape, own_replicas, plan_processes, resolve_on
+from controllers.system.build import build_replicas
+from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from verl_ray.backends import BACKENDS
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.cluster.group import WorkerGroup
@@ -44,183 +48,281 @@ LINK_BYTES = 1 << 30
 
 
 class MeasuredWorker(RolloutWorker):
-    """A replica that also does what the hand-over is compared with."""
+    """A replica that also measures the yardsticks of a weight sync."""
 
     def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
         super().__init__(context, spec)
-        self._device, self._dtype = context.device, spec.config.dtype
+        self._device = context.device
+        self._dtype = spec.config.dtype
 
     def hold(self, path: str) -> int:
-        """Read the weights of a model directory into the memory of the device; returns their bytes."""
+        """Read the weights of a model directory into the memory of the device.
+
+        Returns:
+            The bytes of the weights.
+        """
         import torch
         from safetensors.torch import load_file
 
         dtype = getattr(torch, self._dtype)
-        found = [load_file(file) for file in sorted(Path(path).glob("*.safetensors"))]
-        self._weights: dict[str, Tensor] = {
-            name: tensor.to(self._device, dtype) for one in found for name, tensor in one.items()
-        }
+        self._weights: dict[str, Tensor] = {}
+        for file in sorted(Path(path).glob("*.safetensors")):
+            for name, tensor in load_file(file).items():
+                self._weights[name] = tensor.to(self._device, dtype)
+
         self._copies = {name: tensor.clone() for name, tensor in self._weights.items()}
         return sum(tensor.nbytes for tensor in self._weights.values())
 
     def reload(self) -> float:
-        """Seconds that vLLM's own `reload_weights` takes with them."""
+        """Return the seconds of vLLM's own `reload_weights` of these weights."""
 
         def run(engine: RolloutEngine) -> float:
             assert hasattr(engine, "core")
-            with self._timed() as took:
+            with self._timed() as elapsed:
                 engine.core.reload(self._weights.items())
-            return took[0]
+            return elapsed[0]
 
         return self.server.run(run)
 
     def copy(self) -> float:
-        """Seconds of a plain copy of their bytes, memory to memory."""
-        with self._timed() as took:
+        """Return the seconds of a plain copy of their bytes, memory to memory."""
+        with self._timed() as elapsed:
             for name, tensor in self._weights.items():
                 self._copies[name].copy_(tensor)
-        return took[0]
+        return elapsed[0]
 
     def link(self) -> tuple[float, float]:
-        """Bytes per second from the device to pinned memory of the host, and back."""
+        """Return bytes per second from the device to pinned host memory, and back."""
         import torch
 
-        there = torch.empty(LINK_BYTES, dtype=torch.uint8, device=self._device)
-        here = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
-        with self._timed() as out:
-            here.copy_(there)
-        with self._timed() as back:
-            there.copy_(here)
-        return LINK_BYTES / out[0], LINK_BYTES / back[0]
+        on_device = torch.empty(LINK_BYTES, dtype=torch.uint8, device=self._device)
+        on_host = torch.empty(LINK_BYTES, dtype=torch.uint8, pin_memory=True)
+
+        with self._timed() as to_host:
+            on_host.copy_(on_device)
+        with self._timed() as to_device:
+            on_device.copy_(on_host)
+        return LINK_BYTES / to_host[0], LINK_BYTES / to_device[0]
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[list[float]]:
-        """The seconds of the block, until the device has done it."""
+        """Time the block until the device has finished it.
+
+        The yielded list holds the seconds once the block has ended.
+        """
         import torch
 
-        wait = torch.cuda.synchronize if self._device != "cpu" else _no_device
-        wait()
-        took: list[float] = []
-        began = time.perf_counter()
-        yield took
-        wait()
-        took.append(time.perf_counter() - began)
+        on_gpu = self._device != "cpu"
+        if on_gpu:
+            torch.cuda.synchronize()
+        elapsed: list[float] = []
+        start = time.perf_counter()
 
+        yield elapsed
 
-def _no_device() -> None: ...
+        if on_gpu:
+            torch.cuda.synchronize()
+        elapsed.append(time.perf_counter() - start)
 
 
 def main(argv: list[str]) -> int:
-    """Run the suite and print its figures; returns 0."""
-    given = _parser().parse_args(argv)
-    overrides = [f"backend.dtype={given.dtype}", f"rollout.dtype={given.dtype}"]
-    overrides += [f"rollout.sync.transport={given.transport}"]
+    """Run the suite and print its figures; return the exit code, 0."""
+    options = _parser().parse_args(argv)
+    overrides = [
+        f"backend.dtype={options.dtype}",
+        f"rollout.dtype={options.dtype}",
+        f"rollout.sync.transport={options.transport}",
+    ]
+    folder = Path(options.dir)
     figures = {
-        model: measure(model, given.backend, Path(given.dir), given.repeats, overrides) for model in given.models
+        model: measure(model, options.backend, folder, options.repeats, overrides)
+        for model in options.models
     }
-    print(json.dumps({**figures, "cores": len(os.sched_getaffinity(0)), "versions": shown_versions()}, indent=2))
+
+    cores = len(os.sched_getaffinity(0))
+    result = {**figures, "cores": cores, "versions": shown_versions()}
+    print(json.dumps(result, indent=2))
     return 0
 
 
-def measure(model: str, backend: str, folder: Path, repeats: int, overrides: Sequence[str]) -> dict[str, object]:
-    """The figures of one size of model."""
+def measure(
+    model: str, backend: str, folder: Path, repeats: int, overrides: Sequence[str]
+) -> dict[str, object]:
+    """Return the figures of one size of model."""
     config = configuration(model, backend, folder, overrides)
-    with contextlib.redirect_stdout(sys.stderr):  # what is printed there is JSON
+    with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
         make_inputs(config, warm_start=False)
+
     with Session.open(config.ray.address) as session:
         stop_on_signals()
-        shape = Shape.of(session)
+        shape = ClusterShape.of(session)
         config = resolve_on(config, shape)
+
         plan = plan_processes(config, shape)
         roles = {name: role for name, role in plan.roles.items() if name in ROLES}
         roles["rollout"] = replace(roles["rollout"], factory=MeasuredWorker)
-        homes = {role.processes for role in roles.values()}
+        set_names = {role.processes for role in roles.values()}
         groups = start_groups(
-            [one for one in plan.sets if one.name in homes],
+            [processes for processes in plan.sets if processes.name in set_names],
             list(roles.values()),
             stall_s=config.run.stall_s,
             log_dir=Path(config.run.dir) / "logs",
         )
+
         with groups:
-            replicas = groups.replicas(roles["rollout"])
-            return _in_turns(config, groups[roles["actor"]], replicas, repeats, on_gpu=shape.gpus > 0)
+            contest = _SyncContest(
+                config,
+                groups[roles["actor"]],
+                groups.replicas(roles["rollout"]),
+                on_gpu=shape.gpus > 0,
+            )
+            return contest.run(repeats)
 
 
-def _in_turns(
-    config: RLConfig,
-    actor: WorkerGroup[ActorWorker],
-    replicas: Sequence[WorkerGroup[RolloutWorker]],
-    repeats: int,
-    *,
-    on_gpu: bool,
-) -> dict[str, object]:
-    owner = own_replicas(config, replicas, actor, [actor], on_gpus=on_gpu)
-    (replica,) = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
-    owner.publish(0)
-    nbytes = replica.rank_zero(MeasuredWorker.hold, config.actor.model.path).result()
-    took: dict[str, list[float]] = {}
+class _SyncContest:
+    """Weight syncs and their yardsticks, in turns."""
 
-    def note(name: str, seconds: float) -> None:
-        took.setdefault(name, []).append(seconds)
+    def __init__(
+        self,
+        config: RLConfig,
+        actor: WorkerGroup[ActorWorker],
+        replicas: Sequence[WorkerGroup[RolloutWorker]],
+        *,
+        on_gpu: bool,
+    ) -> None:
+        self._config = config
+        self._actor = actor
+        self._replicas = build_replicas(
+            config, replicas, actor, [actor], on_gpus=on_gpu
+        )
+        measured = cast(Sequence[WorkerGroup[MeasuredWorker]], replicas)
+        (self._replica,) = measured
+        self._on_gpu = on_gpu
+        self._seconds: dict[str, list[float]] = {}
 
-    def place(where: str) -> float:
-        began = time.perf_counter()
-        actor.broadcast(ActorWorker.place, where, where).result()
-        return time.perf_counter() - began
+    def run(self, repeats: int) -> dict[str, object]:
+        """Return the figures of `repeats` rounds."""
+        self._replicas.publish(0)
+        hold = self._replica.rank_zero(
+            MeasuredWorker.hold, self._config.actor.model.path
+        )
+        nbytes = hold.result()
 
-    for number in range(1, repeats + 2):
-        if number == 2:
-            took.clear()  # what is set up once is not timed
-        metrics = owner.publish(number)
-        note("stream", metrics["timing_s/weight_sync/stream"])
-        note("prove", metrics["timing_s/weight_sync/prove"])
-        note("wake", metrics["timing_s/weight_sync/wake"])
-        note("hand_over", nbytes / metrics["weight_sync/bytes_per_s"])
-        note("reload", replica.rank_zero(MeasuredWorker.reload).result())
-        note("copy", replica.rank_zero(MeasuredWorker.copy).result())
-        note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
-        if on_gpu:
-            owner.switch_to_training()
-            note("offload", place("host"))
-            note("onload", place("device"))
-        print(f"hand-over {number - 1} of {repeats}", file=sys.stderr, flush=True)
-    best, middle = ({name: pick(seconds) for name, seconds in took.items()} for pick in (min, median))
-    link: dict[str, object] = {}
-    if on_gpu:
-        out, back = replica.rank_zero(MeasuredWorker.link).result()
-        sent = sum(one.numel for one in actor.rank_zero(ActorWorker.manifest).result().sent)
-        moved = config.actor.backend.moved_width * sent
-        link = {
-            "link_gb_per_s": {"to_host": round(out / 1e9, 2), "to_device": round(back / 1e9, 2)},
-            "offload_to_link": round(moved / middle["offload"] / out, 3),
-            "onload_to_link": round(moved / middle["onload"] / back, 3),
+        for number in range(1, repeats + 2):
+            if number == 2:
+                self._seconds.clear()  # the first round does one-time set-up
+            self._run_round(number, nbytes)
+            done = f"weight sync {number - 1} of {repeats}"
+            print(done, file=sys.stderr, flush=True)
+
+        medians = {name: median(times) for name, times in self._seconds.items()}
+        best = {name: min(times) for name, times in self._seconds.items()}
+        share = medians["fingerprints"] / medians["hand_over"]
+        figures: dict[str, object] = {
+            "bytes": nbytes,
+            "median_s": {name: round(value, 4) for name, value in medians.items()},
+            "best_s": {name: round(value, 4) for name, value in best.items()},
+            "gb_per_s": {
+                name: round(nbytes / value / 1e9, 3)
+                for name, value in medians.items()
+                if value > 1e-5
+            },
+            "stream_to_reload": round(medians["stream"] / medians["reload"], 3),
+            "hand_over_to_reload": round(medians["hand_over"] / medians["reload"], 3),
+            "fingerprints_share": round(share, 3),
         }
-    return {
-        "bytes": nbytes,
-        "median_s": {name: round(seconds, 4) for name, seconds in middle.items()},
-        "best_s": {name: round(seconds, 4) for name, seconds in best.items()},
-        "gb_per_s": {name: round(nbytes / seconds / 1e9, 3) for name, seconds in middle.items() if seconds > 1e-5},
-        "stream_to_reload": round(middle["stream"] / middle["reload"], 3),
-        "hand_over_to_reload": round(middle["hand_over"] / middle["reload"], 3),
-        "fingerprints_share": round(middle["fingerprints"] / middle["hand_over"], 3),
-        **link,
-        "repeats": repeats,
-    }
+        if self._on_gpu:
+            figures |= self._link_figures(medians)
+        return figures | {"repeats": repeats}
+
+    def _run_round(self, number: int, nbytes: int) -> None:
+        metrics = self._replicas.publish(number)
+        self._note("stream", metrics["timing_s/weight_sync/stream"])
+        self._note("prove", metrics["timing_s/weight_sync/prove"])
+        self._note("wake", metrics["timing_s/weight_sync/wake"])
+        self._note("hand_over", nbytes / metrics["weight_sync/bytes_per_s"])
+
+        self._note("reload", self._replica.rank_zero(MeasuredWorker.reload).result())
+        self._note("copy", self._replica.rank_zero(MeasuredWorker.copy).result())
+        self._note("fingerprints", metrics["timing_s/weight_sync/fingerprints"])
+
+        if self._on_gpu:
+            self._replicas.switch_to_training()
+            self._note("offload", self._place("host"))
+            self._note("onload", self._place("device"))
+
+    def _note(self, name: str, seconds: float) -> None:
+        self._seconds.setdefault(name, []).append(seconds)
+
+    def _place(self, where: str) -> float:
+        """Move the actor's state, and return the seconds."""
+        start = time.perf_counter()
+        self._actor.broadcast(ActorWorker.place, where, where).result()
+        return time.perf_counter() - start
+
+    def _link_figures(self, medians: dict[str, float]) -> dict[str, object]:
+        """Compare the offload of the trainer's state with the link to the device."""
+        to_host, to_device = self._replica.rank_zero(MeasuredWorker.link).result()
+        manifest = self._actor.rank_zero(ActorWorker.manifest).result()
+        elements = sum(parameter.numel for parameter in manifest.sent)
+        nbytes = self._config.actor.backend.offload_width * elements
+
+        return {
+            "link_gb_per_s": {
+                "to_host": round(to_host / 1e9, 2),
+                "to_device": round(to_device / 1e9, 2),
+            },
+            "offload_to_link": round(nbytes / medians["offload"] / to_host, 3),
+            "onload_to_link": round(nbytes / medians["onload"] / to_device, 3),
+        }
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl-ray bench weight-sync",
-        description="Time the hand-over of weights from the actor to vLLM through shared memory, beside vLLM's own "
-        "reload_weights of the same tensors in memory and a plain copy of their bytes.",
+        description=(
+            "Time weight syncs from the actor to vLLM, compared with vLLM's own"
+            " reload_weights of the same tensors in memory and a plain copy of their"
+            " bytes."
+        ),
         allow_abbrev=False,
     )
-    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=["1m", "100m", "400m"],
-                        help="1m 100m 400m; the others are for GPUs")  # fmt: skip
-    parser.add_argument("--repeats", type=int, default=5, metavar="N", help="hand-overs that count (5)")
-    parser.add_argument("--backend", choices=tuple(BACKENDS), default="engine", help="of the actor (engine)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of both sides (float32)")
+    parser.add_argument(
+        "--models",
+        nargs="+",
+        choices=list(MODELS),
+        default=["1m", "100m", "400m"],
+        help="1m 100m 400m; the others are for GPUs",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=5,
+        metavar="N",
+        help="weight syncs that count (5)",
+    )
+    parser.add_argument(
+        "--backend",
+        choices=tuple(BACKENDS),
+        default="engine",
+        help="of the actor (engine)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of both sides (float32)",
+    )
     wires = ("auto", *get_args(WireName))
-    parser.add_argument("--transport", choices=wires, default="auto", help="rollout.sync.transport (auto)")
-    parser.add_argument("--dir", default="outputs/bench", help="where its inputs are kept (outputs/bench)")
+    parser.add_argument(
+        "--transport",
+        choices=wires,
+        default="auto",
+        help="rollout.sync.transport (auto)",
+    )
+    parser.add_argument(
+        "--dir",
+        default="outputs/bench",
+        help="where its inputs are kept (outputs/bench)",
+    )
     return parser

@@ -1,1 +1,5 @@
-"""One file per command of `verl-ray`: what it does, from a checked configuration to an exit code."""
+"""The commands of `verl-ray`, one file each.
+
+Invariant: a command takes a checked configuration, or flags of its own, and returns an
+exit code.
+"""

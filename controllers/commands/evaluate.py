@@ -1,7 +1,8 @@
-"""The command `evaluate`: one evaluation on held-out data, without training.
+"""The command `evaluate`: a single evaluation on held-out data, without training.
 
-Invariant: no weight changes, and neither a checkpoint nor a line of metrics.jsonl is written. Deliberately not here:
-how a policy or a reward model is measured (`controllers/trainers`).
+Invariant: no weight changes, and neither a checkpoint nor a line of metrics.jsonl is
+written. Deliberately not here: how a policy or a reward model is measured
+(`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -9,33 +10,53 @@ from __future__ import annotations
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session
-from controllers.system.build import Shape, resolve_on, start
+from controllers.system.build import start
+from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.base import Evaluation, task_of
 from verl_ray.config.schema import Config
 
 
 def evaluate(config: Config) -> int:
-    """Measure model.path, or the checkpoint that run.resume names: a policy on held-out problems, or a reward model on
-    held-out pairs."""
+    """Measure model.path, or the checkpoint of run.resume, and print the result.
+
+    A policy is measured on held-out problems, a reward model on held-out pairs.
+    """
     metrics, samples = evaluation_of(config)
+
     for name, value in metrics.items():
         print(f"{name}: {value:.4f}")
+
     for sample in samples:
-        print(f"{sample.prompt!r} -> {sample.response!r} (answer {sample.answer!r}, score {sample.score:g})")
+        print(
+            f"{sample.prompt!r} -> {sample.response!r} (answer {sample.answer!r}, score"
+            f" {sample.score:g})"
+        )
+
     return 0
 
 
-def evaluation_of(given: Config) -> Evaluation:
-    """What the command finds."""
-    found = Resumption(given)
-    if found.step is None:
-        task_of(given).refuse_untrained()
-    with open_session(given) as session:
-        config = resolve_on(given, Shape.of(session), checkpoint=found.path, learns=False)
-        found.settle(config)
+def evaluation_of(requested: Config) -> Evaluation:
+    """Evaluate on a cluster and return the metrics and samples.
+
+    Args:
+        requested: the configuration as the user gave it, which may hold `auto`.
+    """
+    resumption = Resumption(requested)
+
+    # Some tasks have nothing to measure before they are trained.
+    if resumption.step is None:
+        task_of(requested).refuse_untrained()
+
+    with open_session(requested) as session:
+        # Only the roles that an evaluation needs are planned and started.
+        shape = ClusterShape.of(session)
+        config = resolve_on(requested, shape, checkpoint=resumption.path, learns=False)
+        resumption.settle(config)
         task = task_of(config)
         make_trainer = task.read(trains=False)
+
         with start(config, session, task.workers, learns=False) as system:
             trainer = make_trainer(system)
-            trainer.begin(Recovery(found).restore(trainer))
+            state = Recovery(resumption).restore(trainer)
+            trainer.begin(state)
             return trainer.evaluate()

@@ -1,8 +1,9 @@
-"""The command `export`: a role of a checkpoint as a Hugging Face directory, compared with the model it came from.
+"""The command `export`: a role of a checkpoint as a Hugging Face directory.
 
-Invariant: when it returns, transformers computes with the directory what the training engine computes with the
-checkpoint; if it does not, that is an error, and the directory is named as one not to use. Deliberately not here: how
-parameters are gathered and written (the engine).
+Invariant: when it returns, transformers computes with the directory what the training
+engine computes with the checkpoint. If it does not, that is an error, and the message
+says not to use the directory. Deliberately not here: how parameters are gathered and
+written (the engine).
 """
 
 from __future__ import annotations
@@ -11,80 +12,181 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from controllers.system.build import Shape, plan_processes, resolve_on
-from controllers.tasks import typed
+from controllers.system.plan import ClusterShape, plan_processes, resolve_on
+from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
+from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
-from verl_ray.config.renamed import renewed
-from verl_ray.config.resolve import shared_anew
+from verl_ray.config.renamed import migrated
+from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from workers.model_worker import ModelWorker
 
-EXACT = {"float32": 1e-4, "bfloat16": 0.2}
-"""How far a log-prob or a score may be from that of transformers in float32, by the type the engine computes in."""
+LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
+"""Largest difference of a log-prob or a score, by the type the engine computes in.
+
+The other side is transformers, which computes in float32.
+"""
 
 
 def main(argv: list[str]) -> int:
-    """Export and verify; returns 0."""
-    given = _parser().parse_args(argv)
-    checkpoint = CheckpointStore.open(Path(given.checkpoint).absolute())  # ranks have a current folder of their own
-    config = typed(renewed(checkpoint.config))
-    role = _role(given.role, config, checkpoint.path)
-    target = Path(given.directory)
-    if target.exists() and any(target.iterdir()):
-        raise ConfigError([Problem("DIR", str(target), "this directory is not empty", "Give one that is, or is new.")])
-    with Session.open(given.address) as session, tempfile.TemporaryDirectory() as logs:
-        stop_on_signals()  # again: Ray's own handler exits without a message
-        shape = Shape.of(session)
-        plan = plan_processes(resolve_on(shared_anew(config), shape), shape, task_of(config).workers)
-        wanted = plan.roles[role]
-        sets = [one for one in plan.sets if one.name == wanted.processes]
-        with start_groups(sets, [wanted], stall_s=config.run.stall_s, log_dir=Path(logs)) as groups:
-            group = groups[wanted]
-            wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
-            wait_all([group.broadcast(ModelWorker.export, str(target.absolute()), given.adapter)])
-            apart = max(group.broadcast(ModelWorker.distance_from, str(target.absolute())).result())
-    limit = EXACT[config.model_roles[role].backend.dtype]
-    if not apart <= limit:
+    """Export a role, verify the result, and return 0."""
+    arguments = _parser().parse_args(argv)
+
+    # Paths are made absolute, since ranks have a current folder of their own.
+    checkpoint = CheckpointStore.open(Path(arguments.checkpoint).absolute())
+    config = typed_config(migrated(checkpoint.config))
+    role = _role(arguments.role, config, checkpoint.path)
+    directory = Path(arguments.directory)
+    _refuse_full_directory(directory)
+
+    difference = _export(
+        config,
+        role,
+        checkpoint,
+        directory,
+        address=arguments.address,
+        adapter=arguments.adapter,
+    )
+
+    # A difference that is not a number is not within the limit either.
+    limit = LARGEST_DIFFERENCE[config.model_roles[role].backend.dtype]
+    if not difference <= limit:
         raise CheckpointError(
-            f"{target} does not compute what {checkpoint.path} does: they are {apart:.2g} apart on fixed tokens, more "
-            f"than {limit:g}. Do not use it"
+            f"{directory} does not compute what {checkpoint.path} does: they are"
+            f" {difference:.2g} apart on fixed tokens, more than {limit:g}. Do not use"
+            " it"
         )
-    print(f"{role} of {checkpoint.path.name}: {target} (within {apart:.1e} of the training engine on fixed tokens)")
+
+    print(
+        f"{role} of {checkpoint.path.name}: {directory} (within {difference:.1e} of the"
+        " training engine on fixed tokens)"
+    )
     return 0
 
 
-def _role(asked: str | None, config: Config, checkpoint: Path) -> str:
+def _export(
+    config: Config,
+    role: str,
+    checkpoint: Checkpoint,
+    directory: Path,
+    *,
+    address: str | None,
+    adapter: bool,
+) -> float:
+    """Write the directory and compare it with the training engine.
+
+    Args:
+        config: the configuration that the checkpoint holds.
+        role: the role to export.
+        checkpoint: the checkpoint to export from.
+        directory: where to write.
+        address: the Ray cluster, or None for the default.
+        adapter: whether to write only the LoRA adapter.
+
+    Returns:
+        The largest difference of a log-prob or a score on fixed tokens.
+    """
+    with Session.open(address) as session, tempfile.TemporaryDirectory() as logs:
+        # Once more, since Ray has put its own handler there, which exits without a
+        # message.
+        stop_on_signals()
+
+        # This machine may have other cores than the one that wrote the checkpoint.
+        shape = ClusterShape.of(session)
+        resolved = resolve_on(with_threads_unresolved(config), shape)
+        plan = plan_processes(resolved, shape, task_of(config).workers)
+
+        # Only the processes of this role are started.
+        planned_role = plan.roles[role]
+        process_sets = [
+            process_set
+            for process_set in plan.sets
+            if process_set.name == planned_role.processes
+        ]
+        with start_groups(
+            process_sets,
+            [planned_role],
+            stall_s=config.run.stall_s,
+            log_dir=Path(logs),
+        ) as groups:
+            group = groups[planned_role]
+            target = str(directory.absolute())
+            wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
+            wait_all([group.broadcast(ModelWorker.export, target, adapter)])
+            differences = group.broadcast(ModelWorker.distance_from, target)
+            return max(differences.result())
+
+
+def _refuse_full_directory(directory: Path) -> None:
+    if directory.exists() and any(directory.iterdir()):
+        rule = "this directory is not empty"
+        fix = "Give one that is, or is new."
+        raise ConfigError([Problem("DIR", str(directory), rule, fix)])
+
+
+def _role(requested: str | None, config: Config, checkpoint: Path) -> str:
+    """Return the role to export, by default the first one that was saved.
+
+    Raises:
+        ConfigError: the checkpoint holds no such role.
+    """
     saved = [name for name in config.model_roles if (checkpoint / name).is_dir()]
-    if asked is None:
+    if requested is None:
         return saved[0]
-    if asked not in saved:
+
+    if requested not in saved:
+        rule = "there is no such role in this checkpoint"
         fix = f"The checkpoint holds {', '.join(saved)}."
-        raise ConfigError([Problem("--role", asked, "there is no such role in this checkpoint", fix)])
-    return asked
+        raise ConfigError([Problem("--role", requested, rule, fix)])
+    return requested
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="verl-ray export",
-        description="Write a role of a checkpoint as a Hugging Face directory (config, tokenizer, safetensors), and "
-        "compare what it computes with the training engine. Takes as many ranks as the run had.",
-        epilog="example:\n  verl-ray export outputs/first/checkpoints/step_00000200 models/first",
+        description=(
+            "Write a role of a checkpoint as a Hugging Face directory (config,"
+            " tokenizer, safetensors), and compare what it computes with the training"
+            " engine. Takes as many ranks as the run had."
+        ),
+        epilog=(
+            "example:\n  verl-ray export outputs/first/checkpoints/step_00000200"
+            " models/first"
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="a step_... directory of a run")
-    parser.add_argument("directory", metavar="DIR", help="where to write; new or empty")
-    parser.add_argument("--role", help="which role (the first that learned: actor, or reward of a reward model)")
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a step_... directory of a run",
+    )
+    parser.add_argument(
+        "directory",
+        metavar="DIR",
+        help="where to write; new or empty",
+    )
+    parser.add_argument(
+        "--role",
+        help="which role (the first that learned: actor, or reward of a reward model)",
+    )
     parser.add_argument(
         "--adapter",
         action="store_true",
-        help="write the LoRA adapter alone, as peft reads it, and not merged into the model",
+        help=(
+            "write the LoRA adapter alone, as peft reads it, and not merged into the"
+            " model"
+        ),
     )
-    parser.add_argument("--address", metavar="ADDRESS", help="Ray cluster (RAY_ADDRESS, else one of its own)")
+    parser.add_argument(
+        "--address",
+        metavar="ADDRESS",
+        help="Ray cluster (RAY_ADDRESS, else one of its own)",
+    )
     return parser

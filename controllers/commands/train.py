@@ -1,7 +1,8 @@
-"""The command `train`: from a checked configuration to a finished run.
+"""The command `train`, which makes a finished run of a checked configuration.
 
-Invariant: one run at a time writes to a folder; what it writes to is known before anything starts. Deliberately not
-here: the loop around a step (`controllers/run/loop.py`), and what a kind of run does (`controllers/trainers`).
+Invariant: one run at a time writes to a folder, and what it writes to is known before
+anything starts. Deliberately not here: the loop around a step
+(`controllers/run/loop.py`), and what each task does (`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
-from controllers.system.build import Shape, resolve_on, start
+from controllers.system.build import start
+from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.base import task_of
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import noting
+from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.preflight.memory_plan import memory_plan
@@ -29,35 +31,61 @@ from verl_ray.preflight.memory_table import memory_table, print_tables
 
 
 def train(config: Config) -> int:
-    """Run the job. Returns 0, or 1 if a run that promised a gain (prepare.min_gain) did not reach it."""
+    """Run the job and return its exit code.
+
+    The code is 0, or 1 if the run promised a gain (prepare.min_gain) and did not reach
+    it.
+    """
     with claim(config.run.dir):
-        found = Resumption(config)
+        # The checkpoint is looked for first, so that a refusal changes nothing.
+        resumption = Resumption(config)
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
-        found.refuse_fewer(config.run.total_steps)
-        found.set_aside()
+        resumption.refuse_fewer_steps(config.run.total_steps)
+        resumption.set_aside_old_record()
+
         with open_session(config) as session:
-            return run(config, session, found)
+            return run(config, session, resumption)
 
 
-def run(given: Config, session: Session, found: Resumption) -> int:
-    """One job on an open cluster, from its newest checkpoint or from the beginning."""
-    config = resolve_on(given, Shape.of(session), checkpoint=found.path)
-    found.settle(config)
-    (Path(config.run.dir) / "config.yaml").write_text(yaml.safe_dump(to_tree(config), sort_keys=False))
-    print_tables(memory_table(memory_plan(config, on_gpus=Shape.of(session).gpus > 0)))
+def run(requested: Config, session: Session, resumption: Resumption) -> int:
+    """Run a job on an open cluster, from its newest checkpoint or from the beginning.
+
+    Args:
+        requested: the configuration as the user gave it, which may hold `auto`.
+        session: the cluster.
+        resumption: the checkpoint that the run continues from, if any.
+    """
+    shape = ClusterShape.of(session)
+    config = resolve_on(requested, shape, checkpoint=resumption.path)
+    resumption.settle(config)
+    _write_config(config)
+
+    planned_memory = memory_plan(config, on_gpus=shape.gpus > 0)
+    print_tables(memory_table(planned_memory))
+
+    # Preparation makes the files that the task reads.
     task = task_of(config)
     prepare(config, session)
     make_trainer = task.read()
-    recovery = Recovery(found)
+
+    recovery = Recovery(resumption)
     stopping = Stopping(config, recovery)
     with (
-        stopping.told(),
-        noting(),
+        stopping.announcing(),
+        deferring_signals(),
         start(config, session, task.workers) as system,
-        recording(config, found) as trackers,
+        recording(config, resumption) as trackers,
     ):
         trainer = make_trainer(system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)
+
     return conclude(task, trackers, loop.samples)
+
+
+def _write_config(config: Config) -> None:
+    """Write the resolved configuration to the folder of the run."""
+    text = yaml.safe_dump(to_tree(config), sort_keys=False)
+    path = Path(config.run.dir) / "config.yaml"
+    path.write_text(text)

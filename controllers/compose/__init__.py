@@ -1,1 +1,4 @@
-"""From a root config and overrides to the typed configuration; only here is Hydra known."""
+"""Composition of root configs and overrides to the typed configuration.
+
+Invariant: no other package knows Hydra.
+"""

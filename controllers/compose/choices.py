@@ -1,12 +1,12 @@
-"""What the user chose from groups (`backend=fsdp`), which makes the tree that other overrides set values in.
+"""Choices from groups (`backend=fsdp`), which make the tree that values are set in.
 
-Invariant: overrides are parsed before Hydra sees them, so that all bad ones are found at once. Deliberately not here:
-overrides that set a value (`overrides.py`).
+Invariant: overrides are parsed before Hydra sees them, so that all bad ones are
+reported at once. Deliberately not here: overrides that set a value (`overrides.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -17,74 +17,144 @@ from controllers.compose.sources import options_of, run_hydra
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
 
+# The choice that stands for the backend of all roles, where Hydra cannot refer to it.
+_SHARED = "_shared"
 
-def parse_overrides(overrides: Sequence[str], problems: list[Problem]) -> list[Override]:
-    """The overrides that can be understood; the others become problems."""
+
+def parse_overrides(
+    overrides: Sequence[str], problems: list[Problem]
+) -> list[Override]:
+    """Return the overrides that can be understood; the others become problems."""
     parser = OverridesParser.create()
     parsed = []
+
     for text in overrides:
         try:
             override = parser.parse_override(text)
         except HydraException:
-            fix = "Write key=value; quote lists, dicts and blanks for the shell: 'key=[1, 2]'."
-            problems.append(Problem(text.partition("=")[0] or text, text, "this override cannot be read", fix))
+            problems.append(_unreadable(text))
             continue
+
         if override.is_sweep_override():
-            fix = f"Give one value; a list is written '{override.key_or_group}=[...]'."
-            problems.append(Problem(_key(override), _raw(text), "several values are a sweep, and this is one run", fix))
+            problems.append(_sweep(override, text))
         elif override.key_or_group == "":
-            problems.append(Problem(text, text, "an override needs a key", "Write key=value."))
+            rule = "an override needs a key"
+            problems.append(Problem(text, text, rule, "Write key=value."))
         else:
             parsed.append(override)
+
     return parsed
 
 
+def _unreadable(text: str) -> Problem:
+    key, _, _ = text.partition("=")
+    rule = "this override cannot be read"
+    fix = "Write key=value; quote lists, dicts and blanks for the shell: 'key=[1, 2]'."
+    return Problem(key or text, text, rule, fix)
+
+
+def _sweep(override: Override, text: str) -> Problem:
+    _, _, value = text.partition("=")
+    rule = "several values are a sweep, and this is one run"
+    fix = f"Give one value; a list is written '{override.key_or_group}=[...]'."
+    return Problem(_key(override), value, rule, fix)
+
+
 def choose(
-    config_name: str, parsed: list[Override], problems: list[Problem], *, own_configs: bool
+    config_name: str,
+    parsed: list[Override],
+    problems: list[Problem],
+    *,
+    own_configs: bool,
 ) -> tuple[DictConfig, dict[str, str], list[Override]]:
-    """The tree under all choices from groups, the choices, and the overrides that set a value. A choice may bring
-    further ones (`reward=model` brings `backend@reward.backend`), so they are made until none is left."""
+    """Make all choices from groups.
+
+    Args:
+        config_name: the root config.
+        parsed: all overrides.
+        problems: where choices that do not exist are added.
+        own_configs: whether a folder of the user's own is searched.
+
+    Returns:
+        The tree under the choices, the choice of every group by the key that overrides
+        it, and the remaining overrides, which set values.
+    """
     base, choices = run_hydra(config_name, {}, own_configs)
-    made: dict[str, str] = {}
-    left = parsed
+    chosen: dict[str, str] = {}
+    remaining = parsed
+
+    # A choice may bring further groups to choose from, as `reward=model` brings
+    # `backend@reward.backend`. The loop ends when no override chooses from a group of
+    # the tree and no group is left to follow the shared backend.
     while True:
-        now = [override for override in left if _key(override) in choices]
-        left = [override for override in left if override not in now]
-        made |= _choices_of(now, problems)
-        shared = [key for key, choice in choices.items() if choice == "_shared" and key not in made]
-        made |= dict.fromkeys(shared, made.get("backend", choices.get("backend", "engine")))
-        if not now and not shared:
+        choosing = [override for override in remaining if _key(override) in choices]
+        remaining = [override for override in remaining if override not in choosing]
+        chosen |= _valid_choices(choosing, problems)
+
+        following = _groups_following_the_backend(choices, chosen)
+        backend = chosen.get("backend", choices.get("backend", "engine"))
+        chosen |= dict.fromkeys(following, backend)
+
+        if not choosing and not following:
             break
-        base, choices = run_hydra(config_name, made, own_configs)
-    for override in left:
-        if override.package is not None:
-            fix = did_you_mean(_key(override), sorted(choices), "choice")
-            problems.append(Problem(_key(override), override.value(), "there is no such choice to make", fix))
-    return base, choices, [override for override in left if override.package is None]
+        base, choices = run_hydra(config_name, chosen, own_configs)
 
-
-def _choices_of(overrides: list[Override], problems: list[Problem]) -> dict[str, str]:
-    """The valid ones among overrides that choose from a group."""
-    made: dict[str, str] = {}
-    for override in overrides:
-        group, key, choice = override.key_or_group, _key(override), override.value()
-        if override.is_delete():
-            problems.append(Problem(f"~{key}", None, "a choice cannot be left out", f"Choose: {key}=..."))
-        elif not isinstance(choice, str) or choice not in options_of(group):
-            problems.append(_bad_choice(group, key, choice))
+    # What remains is either a value to set, or a choice for a place that has none.
+    values = []
+    for override in remaining:
+        if override.package is None:
+            values.append(override)
         else:
-            made[key] = choice
-    return made
+            problems.append(_no_such_group(override, choices))
+
+    return base, choices, values
 
 
-def _bad_choice(group: str, key: str, choice: object) -> Problem:
-    return Problem(key, choice, "there is no such choice", did_you_mean(str(choice), options_of(group), group))
+def _groups_following_the_backend(
+    choices: Mapping[str, str], chosen: Mapping[str, str]
+) -> list[str]:
+    """Return the groups that take the shared backend, unless they were chosen."""
+    return [
+        key
+        for key, choice in choices.items()
+        if choice == _SHARED and key not in chosen
+    ]
+
+
+def _valid_choices(
+    overrides: Sequence[Override], problems: list[Problem]
+) -> dict[str, str]:
+    """Return the choices that exist; the others become problems."""
+    valid: dict[str, str] = {}
+
+    for override in overrides:
+        key = _key(override)
+        choice = override.value()
+        options = options_of(override.key_or_group)
+
+        if override.is_delete():
+            rule = "a choice cannot be left out"
+            problems.append(Problem(f"~{key}", None, rule, f"Choose: {key}=..."))
+        elif isinstance(choice, str) and choice in options:
+            valid[key] = choice
+        else:
+            rule = "there is no such choice"
+            fix = did_you_mean(str(choice), options, override.key_or_group)
+            problems.append(Problem(key, choice, rule, fix))
+
+    return valid
+
+
+def _no_such_group(override: Override, choices: Mapping[str, str]) -> Problem:
+    key = _key(override)
+    rule = "there is no such choice to make"
+    fix = did_you_mean(key, sorted(choices), "choice")
+    return Problem(key, override.value(), rule, fix)
 
 
 def _key(override: Override) -> str:
+    """Return what stands before the `=`, such as `backend@critic.backend`."""
     group = str(override.key_or_group)
-    return group if override.package is None else f"{group}@{override.package}"
-
-
-def _raw(line: str) -> str:
-    return line.partition("=")[2]
+    if override.package is None:
+        return group
+    return f"{group}@{override.package}"

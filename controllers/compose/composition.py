@@ -1,10 +1,11 @@
-"""From a root config and overrides to the typed configuration; the only module that knows Hydra.
+"""Composition of a root config and overrides to the typed configuration.
 
-Invariant: all problems are found in one pass. Hydra stops at the first bad override, so overrides are parsed and
-compared with the composed tree before Hydra sees them, and a bad one is set aside while the rest is still checked.
-Every local path in a configuration is absolute, because a worker's current folder is not the user's.
-Deliberately not here: what the values mean (`verl_ray.config`) and whether the machine has what they ask for
-(`findings.py`).
+Invariant: all problems are found in one pass. Hydra stops at the first bad override, so
+overrides are parsed and compared with the composed tree before Hydra sees them, and a
+bad one is set aside while the rest is still checked. Every local path in a
+configuration is absolute, because a worker's current folder is not the user's.
+Deliberately not here: what the values mean (`verl_ray.config`) and whether the machine
+has what they need (`findings.py`).
 """
 
 from __future__ import annotations
@@ -13,15 +14,23 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
-from omegaconf import open_dict
+from omegaconf import DictConfig, open_dict
 from omegaconf.errors import OmegaConfBaseException
 
 from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
 from controllers.compose.sources import backend_set_in_yaml, config_sources, options_of
-from controllers.compose.trees import as_plain, as_typed, first_line, interpolations, is_within, resolve
-from verl_ray.config.rules import broken
+from controllers.compose.trees import (
+    as_plain,
+    as_typed,
+    first_line,
+    interpolations,
+    is_within,
+    resolve,
+)
+from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Problem
@@ -29,18 +38,30 @@ from verl_ray.errors import ConfigError, Problem
 
 @dataclass
 class Composition:
-    """A configuration as far as it could be made, and everything wrong with it."""
+    """A configuration as far as it could be composed, and everything wrong with it."""
 
     config: Config | None = None
-    """With bad settings replaced by the root config's, so that the rest can be checked; None = too little is left."""
+    """The configuration, or None if too little could be composed.
+
+    Values of the root config replace bad ones, so that the rest can be checked.
+    """
     problems: list[Problem] = field(default_factory=list)
 
 
-def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None) -> Config:
-    """The typed configuration of root `config_name` under `overrides` (Hydra's grammar).
+def compose(
+    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None
+) -> Config:
+    """Return the typed configuration of a root config under overrides.
 
-    `config_dir` is a folder with root configs or groups of the user's own, which come before the project's.
-    Raises ConfigError with all problems: syntax, unknown keys and choices, types, ranges, rules over several fields.
+    Args:
+        config_name: the root config.
+        overrides: what the user typed, in Hydra's grammar.
+        config_dir: a folder with root configs or groups of the user's own, which come
+            before the project's.
+
+    Raises:
+        ConfigError: all problems, which are syntax, unknown keys and choices, types,
+            ranges, and rules over several fields.
     """
     composition = examine(config_name, overrides, config_dir)
     if composition.config is None or composition.problems:
@@ -49,41 +70,100 @@ def compose(config_name: str, overrides: Sequence[str] = (), config_dir: str | N
 
 
 def examine(
-    config_name: str, overrides: Sequence[str] = (), config_dir: str | None = None, *, evaluates: bool = False
+    config_name: str,
+    overrides: Sequence[str] = (),
+    config_dir: str | None = None,
+    *,
+    evaluates: bool = False,
 ) -> Composition:
-    """As `compose`, with the problems as a value; `evaluates` for one evaluation in place of training."""
+    """Compose a configuration and return it with its problems, as far as possible.
+
+    Args:
+        config_name: the root config.
+        overrides: what the user typed, in Hydra's grammar.
+        config_dir: a folder of the user's own, or None.
+        evaluates: whether the command is a single evaluation instead of training.
+    """
     result = Composition()
+    own_configs = config_dir is not None
+
     try:
         with config_sources(config_dir):
-            _compose_into(result, config_name, overrides, own_configs=config_dir is not None, evaluates=evaluates)
+            _compose_into(
+                result,
+                config_name,
+                overrides,
+                own_configs=own_configs,
+                evaluates=evaluates,
+            )
     except ConfigError as error:
         result.problems += error.problems
-    except (HydraException, OmegaConfBaseException) as error:  # what only Hydra knows, such as a broken YAML file
-        result.problems.append(Problem("--config-name", config_name, first_line(error), "Repair that config."))
+    except (HydraException, OmegaConfBaseException) as error:
+        # Only Hydra notices some mistakes, such as a broken YAML file.
+        rule = first_line(error)
+        fix = "Repair that config."
+        result.problems.append(Problem("--config-name", config_name, rule, fix))
+
     return result
 
 
 def _compose_into(
-    result: Composition, config_name: str, overrides: Sequence[str], *, own_configs: bool, evaluates: bool
+    result: Composition,
+    config_name: str,
+    overrides: Sequence[str],
+    *,
+    own_configs: bool,
+    evaluates: bool,
 ) -> None:
-    if config_name not in (roots := options_of("")):
+    """Fill `result` as far as possible, while Hydra knows the sources of configs."""
+    roots = options_of("")
+    if config_name not in roots:
+        rule = "no such root config"
         fix = did_you_mean(config_name, roots, "root config")
-        raise ConfigError([Problem("--config-name", config_name, "no such root config", fix)])
+        raise ConfigError([Problem("--config-name", config_name, rule, fix)])
+
     parsed = parse_overrides(overrides, result.problems)
-    base, choices, values = choose(config_name, parsed, result.problems, own_configs=own_configs)
+    base, choices, values = choose(
+        config_name, parsed, result.problems, own_configs=own_configs
+    )
     if own_configs:
         result.problems += backend_set_in_yaml(base, choices)
+
     accepted = accept(values, base, choices, result.problems)
+    composed = _with_values(base, accepted)
+
+    # Interpolations are noted before they are followed and can no longer be seen.
+    sources = interpolations(as_plain(composed))
+    tree = resolve(composed, result.problems)
+    result.config = as_typed(tree, base, result.problems)
+
+    if result.config is not None:
+        touched = {key for override in parsed for key in touched_keys(override)}
+        violations = rule_violations(result.config, touched, evaluates=evaluates)
+        bad_keys = {problem.key for problem in result.problems}
+        result.problems += [
+            violation for violation in violations if violation.key not in bad_keys
+        ]
+
+    # A problem that a value inherits from another key is reported there alone.
+    bad_keys = {problem.key for problem in result.problems}
+    result.problems = [
+        problem
+        for problem in result.problems
+        if not is_within(sources.get(problem.key, ()), bad_keys)
+    ]
+
+
+def _with_values(
+    base: DictConfig, accepted: Sequence[tuple[str, Override]]
+) -> DictConfig:
+    """Return a copy of the tree in which the accepted overrides are set."""
+    # The group `backend` is a choice for the roles and no section of a configuration.
     with open_dict(base):
-        base.pop("backend", None)  # the group is a choice for the roles and no section of the configuration
+        base.pop("backend", None)
+
     composed = copy.deepcopy(base)
     for key, override in accepted:
         set_value(composed, key, override)
-    sources = interpolations(as_plain(composed))
-    result.config = as_typed(resolve(composed, result.problems), base, result.problems)
-    if result.config is not None:
-        touched = {key for override in parsed for key in touched_keys(override)}
-        known_bad = {problem.key for problem in result.problems}
-        result.problems += [p for p in broken(result.config, touched, evaluates=evaluates) if p.key not in known_bad]
-    bad = {problem.key for problem in result.problems}
-    result.problems = [problem for problem in result.problems if not is_within(sources.get(problem.key, ()), bad)]
+
+    return composed

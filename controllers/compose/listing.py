@@ -1,50 +1,79 @@
-"""What there is to choose from, as the folder `configs` has it: root configs and groups, each with its first line.
+"""The choices that the folder `configs` offers: root configs and groups.
 
-Invariant: the files are the list; nothing here names one. Deliberately not here: what a choice sets (its YAML), and
-configs of a user's own.
+Each comes with the first line of its file. Invariant: the files are the list, and no
+choice is named here. Deliberately not here: what a choice sets (its YAML), and configs
+of a user's own.
 """
 
 from __future__ import annotations
 
 import importlib.resources
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.resources.abc import Traversable
 
 WIDTH = 100
-_FILES = "base"  # a folder of what root configs have in common, and no choice
+"""The longest line of the listing, in characters."""
+
+# A folder with what root configs have in common, which is no choice.
+_COMMON_FOLDER = "base"
 
 
 def root_configs() -> dict[str, str]:
-    """What may follow --config-name, and what each is."""
+    """Return the names that may follow --config-name, each with what it is."""
     return _choices(importlib.resources.files("configs"))
 
 
 def groups() -> dict[str, dict[str, str]]:
-    """The choices of each group, and what each is."""
-    folders = (one for one in importlib.resources.files("configs").iterdir() if one.is_dir() and one.name != _FILES)
-    found = {folder.name: _choices(folder) for folder in folders}
-    return {name: found[name] for name in sorted(found) if found[name]}
+    """Return the choices of each group, each with what it is."""
+    choices_of = {}
+
+    for folder in importlib.resources.files("configs").iterdir():
+        if folder.is_dir() and folder.name != _COMMON_FOLDER:
+            choices_of[folder.name] = _choices(folder)
+
+    return {name: choices_of[name] for name in sorted(choices_of) if choices_of[name]}
 
 
-def listed(choices: Mapping[str, str], indent: str) -> str:
-    """One choice below the other, what it is beside it."""
+def formatted_choices(choices: Mapping[str, str], indent: str) -> str:
+    """Return one choice per line, with what it is in a second column."""
     width = max(map(len, choices))
-    return "\n".join(line for name, about in choices.items() for line in _lines(name, about, width, indent))
+    lines: list[str] = []
+
+    for name, about in choices.items():
+        lines += _lines(f"{indent}{name:<{width}}  ", about)
+
+    return "\n".join(lines)
 
 
-def _lines(name: str, about: str, width: int, indent: str) -> Iterator[str]:
-    first = f"{indent}{name:<{width}}  "
-    yield from textwrap.wrap(about, WIDTH, initial_indent=first, subsequent_indent=" " * len(first)) or [first.rstrip()]
+def _lines(heading: str, about: str) -> list[str]:
+    """Return a heading and the text beside it, wrapped into its column."""
+    lines = textwrap.wrap(
+        about,
+        WIDTH,
+        initial_indent=heading,
+        subsequent_indent=" " * len(heading),
+    )
+
+    # A file without a comment has no text to wrap.
+    return lines or [heading.rstrip()]
 
 
 def _choices(folder: Traversable) -> dict[str, str]:
-    """Files that begin with an underscore are parts of others."""
-    files = sorted((one for one in folder.iterdir() if one.name.endswith(".yaml")), key=lambda one: one.name)
-    return {one.name.removesuffix(".yaml"): _about(one) for one in files if not one.name.startswith("_")}
+    """Return the YAML files of a folder, by name, each with what it is."""
+    choices = {}
+
+    for file in sorted(folder.iterdir(), key=lambda entry: entry.name):
+        # Files that begin with an underscore are parts of others.
+        if file.name.endswith(".yaml") and not file.name.startswith("_"):
+            choices[file.name.removesuffix(".yaml")] = _about(file)
+
+    return choices
 
 
 def _about(file: Traversable) -> str:
-    """The comment that a YAML file begins with."""
-    first = file.read_text("utf-8").partition("\n")[0]
-    return first.removeprefix("#").strip() if first.startswith("#") else ""
+    """Return the comment that a YAML file begins with; empty if there is none."""
+    first_line, _, _ = file.read_text("utf-8").partition("\n")
+    if not first_line.startswith("#"):
+        return ""
+    return first_line.removeprefix("#").strip()

@@ -1,12 +1,15 @@
-"""Overrides that set a value (`rollout.group_size=16`), compared with the composed tree.
+"""Overrides that set a value (`rollout.group_size=16`), compared with the tree.
 
-Invariant: one whose key does not exist, or that would reach nothing, is a problem with the nearest right answer.
+Invariant: an override whose key does not exist, or that would reach no role, is a
+problem with the nearest right answer. Deliberately not here: overrides that choose from
+a group (`choices.py`).
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -23,111 +26,256 @@ FREE_SECTIONS = re.compile(
 )
 """Keys in sections whose keys are the user's own."""
 
+_KIND_OF_BACKEND = re.compile(r"[\w.]+\.backend\.kind")
+_GROUP_OF_BACKEND = re.compile(r"backend@([\w.]+)\.backend")
+
+_WHOLE_BACKEND = "a backend is chosen as a whole, with its settings"
+_WHOLE_REWARD = "a reward is chosen as a whole, with its settings"
+
+
+@dataclass(frozen=True)
+class _ComposedTree:
+    """The tree under all choices, which overrides are compared with."""
+
+    tree: Tree
+    keys: list[str]
+    """Every key that an override may have, choices included; sorted."""
+    backend_roles: list[str]
+    """Roles that run on a backend; sorted."""
+    null_sections: list[str]
+    """Keys that another override sets to null."""
+
+    def roles_with(self, backend_key: str) -> list[str]:
+        """Return the roles whose backend has a setting, such as `backend.dtype`."""
+        return [
+            role
+            for role in self.backend_roles
+            if key_exists(self.tree, f"{role}.{backend_key}")
+        ]
+
 
 def accept(
-    values: list[Override], base: DictConfig, choices: Mapping[str, str], problems: list[Problem]
+    values: list[Override],
+    base: DictConfig,
+    choices: Mapping[str, str],
+    problems: list[Problem],
 ) -> list[tuple[str, Override]]:
-    """Every override whose key exists, beside the key it sets. `backend.X` is expanded to the roles first, so
-    that a role's own override, wherever it stands, wins."""
+    """Return every override whose key exists, with the key that it sets.
+
+    An override of `backend.X` is expanded to one per role. These come first, so that a
+    role's own override wins wherever it stands on the command line.
+
+    Args:
+        values: the overrides that set a value.
+        base: the tree under all choices.
+        choices: the choice of every group, by the key that overrides it.
+        problems: where the refused overrides are added.
+    """
     shared: list[tuple[str, Override]] = []
     own: list[tuple[str, Override]] = []
     tree = as_plain(base)
-    keys = sorted([*leaves(tree), *choices])
-    nulls = [str(override.key_or_group) for override in values if _sets_null(override)]
-    roles_backends = {f"{name}.backend" for name in _backend_roles(choices)}
+    composed = _ComposedTree(
+        tree=tree,
+        keys=sorted([*leaves(tree), *choices]),
+        backend_roles=_backend_roles(choices),
+        null_sections=[_key(override) for override in values if _sets_null(override)],
+    )
+
     for override in values:
-        key = str(override.key_or_group)
-        null = next((section for section in nulls if key.startswith(f"{section}.")), None)
-        if null is not None:
-            problems.append(_inside_null(override, null))
+        key = _key(override)
+        refusal = _refusal(override, composed)
+
+        if refusal is not None:
+            problems.append(refusal)
         elif key.startswith("backend."):
-            roles = [name for name in _backend_roles(choices) if key_exists(tree, f"{name}.{key}")]
-            problems += [] if roles and key != "backend.kind" else [_bad_backend_key(override)]
-            if key != "backend.kind":
-                shared += [(f"{name}.{key}", override) for name in roles]
-        elif re.fullmatch(r"[\w.]+\.backend\.kind", key) or (
-            key in roles_backends and isinstance(override.value(), str)
-        ):
-            group = f"backend@{key.removesuffix('.kind')}"
-            rule = "a backend is chosen as a whole, with its settings"
-            problems.append(Problem(key, override.value(), rule, f"Choose it with {group}={override.value()}."))
-        elif key == "reward.kind" and not override.is_delete():
-            rule = "a reward is chosen as a whole, with its settings"
-            problems.append(Problem(key, override.value(), rule, f"Choose it with reward={override.value()}."))
-        elif key == "task":
-            problems.append(Problem(key, override.value(), "a root config fixes this", "Choose another --config-name."))
-        elif override.is_delete():
-            if FREE_SECTIONS.fullmatch(key) and key_exists(tree, key):
-                own.append((key, override))
-            else:
-                rule = "a key cannot be left out; the YAML holds every value"
-                problems.append(Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that."))
-        elif key_exists(tree, key) or FREE_SECTIONS.fullmatch(key):
-            own.append((key, override))
+            shared += [(f"{role}.{key}", override) for role in composed.roles_with(key)]
         else:
-            problems.append(_unknown_key(override, tree, keys))
+            own.append((key, override))
+
+    # Of several overrides of a key the last one wins.
     return shared + own
 
 
-def _bad_backend_key(override: Override) -> Problem:
-    key = override.key_or_group
+def _refusal(override: Override, composed: _ComposedTree) -> Problem | None:
+    """Return why an override cannot be set; None if it can."""
+    key = _key(override)
+
+    # A section that is null has no settings, whatever the order of the overrides.
+    for section in composed.null_sections:
+        if key.startswith(f"{section}."):
+            return _inside_null(override, section)
+
+    if key.startswith("backend."):
+        return _shared_backend_refusal(override, composed)
+
+    whole_choice = _refusal_of_a_part(override, composed)
+    if whole_choice is not None:
+        return whole_choice
+
+    exists = key_exists(composed.tree, key)
+    is_free = FREE_SECTIONS.fullmatch(key) is not None
+
+    # Only keys that the user may add can also be taken out.
+    if override.is_delete():
+        if exists and is_free:
+            return None
+        rule = "a key cannot be left out; the YAML holds every value"
+        return Problem(f"~{key}", None, rule, f"Set {key}=null where it allows that.")
+
+    if exists or is_free:
+        return None
+    return _unknown_key(override, composed)
+
+
+def _shared_backend_refusal(
+    override: Override, composed: _ComposedTree
+) -> Problem | None:
+    """Return why a setting of every role's backend cannot be set; None if it can."""
+    key = _key(override)
+
     if key == "backend.kind":
-        rule = "a backend is chosen as a whole, with its settings"
-        return Problem(key, override.value(), rule, f"Choose it with backend={override.value()}.")
+        fix = f"Choose it with backend={override.value()}."
+        return Problem(key, override.value(), _WHOLE_BACKEND, fix)
+
+    # Roles may run on different backends, and it is enough if one has the setting.
+    if composed.roles_with(key):
+        return None
     return _unknown_backend_field("backend", override, "backend.")
 
 
+def _refusal_of_a_part(override: Override, composed: _ComposedTree) -> Problem | None:
+    """Return why a key cannot be set that only a choice from a group may set.
+
+    None if the key is no such key.
+    """
+    key = _key(override)
+    value = override.value()
+
+    # A text in place of a backend's section is meant as a choice.
+    sections = {f"{role}.backend" for role in composed.backend_roles}
+    names_backend = key in sections and isinstance(value, str)
+
+    if _KIND_OF_BACKEND.fullmatch(key) or names_backend:
+        section = key.removesuffix(".kind")
+        fix = f"Choose it with backend@{section}={value}."
+        return Problem(key, value, _WHOLE_BACKEND, fix)
+
+    if key == "reward.kind" and not override.is_delete():
+        fix = f"Choose it with reward={value}."
+        return Problem(key, value, _WHOLE_REWARD, fix)
+
+    if key == "task":
+        rule = "a root config fixes this"
+        return Problem(key, value, rule, "Choose another --config-name.")
+
+    return None
+
+
 def _unknown_backend_field(group: str, override: Override, prefix: str) -> Problem:
-    key = override.key_or_group
+    """Return the problem of a setting that the chosen backend does not have.
+
+    Args:
+        group: the group that a backend is chosen from, such as `backend@actor.backend`.
+        override: the override.
+        prefix: what stands before the setting's name in the key.
+    """
+    key = _key(override)
     name = key.removeprefix(prefix)
-    having = [f"{group}={choice}" for choice, settings in BACKENDS.items() if name in settings.model_fields]
-    if having:
-        fix = f"It belongs to {either(having)}."
-        return Problem(key, override.value(), "the chosen backend has no such setting", fix)
-    known = dict.fromkeys(field for settings in BACKENDS.values() for field in settings.model_fields if field != "kind")
-    return Problem(key, override.value(), "no such key", did_you_mean(key, [prefix + field for field in known], "key"))
+
+    # The setting may belong to a backend that was not chosen.
+    owners = [
+        f"{group}={choice}"
+        for choice, settings in BACKENDS.items()
+        if name in settings.model_fields
+    ]
+    if owners:
+        rule = "the chosen backend has no such setting"
+        fix = f"It belongs to {either(owners)}."
+        return Problem(key, override.value(), rule, fix)
+
+    # Backends share many settings; each is suggested once, in the order of backends.
+    known: dict[str, None] = {}
+    for settings in BACKENDS.values():
+        known |= dict.fromkeys(f"{prefix}{field}" for field in settings.model_fields)
+    known.pop(f"{prefix}kind", None)
+
+    fix = did_you_mean(key, list(known), "key")
+    return Problem(key, override.value(), "no such key", fix)
 
 
-def _unknown_key(override: Override, tree: Tree, keys: list[str]) -> Problem:
-    key = str(override.key_or_group)
-    role, backend, _ = key.partition(".backend.")
-    if backend and key_exists(tree, f"{role}.backend"):
-        return _unknown_backend_field(f"backend@{role}.backend", override, f"{role}.backend.")
+def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
+    """Return the problem of a key that does not exist."""
+    key = _key(override)
+
+    role, is_backend_key, _ = key.partition(".backend.")
+    if is_backend_key and key_exists(composed.tree, f"{role}.backend"):
+        section = f"{role}.backend"
+        return _unknown_backend_field(f"backend@{section}", override, f"{section}.")
+
+    # The key may lie in a section that the tree itself sets to null.
     parts = key.split(".")
     for length in range(1, len(parts)):
-        parent = ".".join(parts[:length])
-        if key_exists(tree, parent) and value_at(tree, parent) is None:
-            return _inside_null(override, parent)
-    return Problem(key, override.value(), "no such key", new_name(key) or did_you_mean(key, keys, "key"))
+        section = ".".join(parts[:length])
+        if not key_exists(composed.tree, section):
+            continue
+        if value_at(composed.tree, section) is None:
+            return _inside_null(override, section)
+
+    fix = new_name(key) or did_you_mean(key, composed.keys, "key")
+    return Problem(key, override.value(), "no such key", fix)
 
 
 def _inside_null(override: Override, section: str) -> Problem:
     rule = f"this setting would be ignored: {section} is null"
-    return Problem(override.key_or_group, override.value(), rule, f"Leave it out, or give all of {section}.")
+    fix = f"Leave it out, or give all of {section}."
+    return Problem(override.key_or_group, override.value(), rule, fix)
 
 
 def _sets_null(override: Override) -> bool:
     return not override.is_delete() and override.value() is None
 
 
+def _key(override: Override) -> str:
+    return str(override.key_or_group)
+
+
 def _backend_roles(choices: Mapping[str, str]) -> list[str]:
-    return sorted(match[1] for key in choices if (match := re.fullmatch(r"backend@([\w.]+)\.backend", key)))
+    """Return the roles that a backend is chosen for, sorted."""
+    roles = []
+
+    for key in choices:
+        group = _GROUP_OF_BACKEND.fullmatch(key)
+        if group is not None:
+            roles.append(group[1])
+
+    return sorted(roles)
 
 
 def set_value(tree: DictConfig, key: str, override: Override) -> None:
-    """Set the value at `key`; a dict is merged into a section that is there."""
-    if override.is_delete():
-        section, _, name = key.rpartition(".")
-        with open_dict(tree):
-            del OmegaConf.select(tree, section)[name]
-    else:
+    """Set the value at `key`, or delete the key.
+
+    A dict is merged into the section at `key`.
+    """
+    if not override.is_delete():
         OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+        return
+
+    section, _, name = key.rpartition(".")
+    with open_dict(tree):
+        del OmegaConf.select(tree, section)[name]
 
 
 def touched_keys(override: Override) -> Iterator[str]:
-    """The keys that an override sets: those inside a dict that it gives, the section that a group choice fills."""
+    """Yield the keys that an override sets.
+
+    They are the keys inside a dict, or the section that a choice from a group fills.
+    """
     if override.package is not None:
         yield str(override.package)
         return
+
     value = None if override.is_delete() else override.value()
-    yield from leaves({override.key_or_group: value}) if isinstance(value, dict) else (override.key_or_group,)
+    if isinstance(value, dict):
+        yield from leaves({override.key_or_group: value})
+    else:
+        yield override.key_or_group

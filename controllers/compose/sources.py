@@ -1,6 +1,7 @@
-"""Where configurations come from: the project's YAML behind a folder of the user's own, composed by Hydra.
+"""The sources of configurations, composed by Hydra.
 
-Deliberately not here: what the user typed (`choices.py`, `overrides.py`).
+They are the project's YAML and, before it, a folder of the user's own. Deliberately not
+here: what the user typed (`choices.py`, `overrides.py`).
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from verl_ray.algorithms.catalogue import settings
+from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
 
 
 class ProjectConfigs(SearchPathPlugin):  # type: ignore[misc]  # Hydra ships no types
-    """Puts the project's configs behind a folder of the user's own."""
+    """A plugin that puts the project's configs behind a folder of the user's own."""
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         search_path.append("verl_ray", "pkg://configs")
@@ -35,59 +36,112 @@ Plugins.instance().register(ProjectConfigs)
 
 
 def outputs_root() -> str:
-    """Where runs write unless told otherwise: `outputs` of the current folder, or of the home folder in a Ray job,
-    whose current folder is a copy that Ray deletes."""
-    here = Path.cwd()
-    return str((Path.home() if in_ray_package(here) else here) / "outputs")
+    """Return the folder where runs write unless the user names another one.
+
+    It is `outputs` in the current folder. In a Ray job it is in the home folder, since
+    the current folder of a job is a copy that Ray deletes.
+    """
+    folder = Path.cwd()
+    if in_ray_package(folder):
+        folder = Path.home()
+    return str(folder / "outputs")
 
 
 OmegaConf.register_new_resolver("outputs_root", outputs_root, replace=True)
 
 
 def config_sources(config_dir: str | None) -> AbstractContextManager[None]:
+    """Return a context in which Hydra knows the project's configs and the user's.
+
+    Args:
+        config_dir: a folder of the user's own, or None.
+
+    Raises:
+        ConfigError: there is no such folder.
+    """
     sources: AbstractContextManager[None]
+
     if config_dir is None:
         sources = initialize_config_module("configs", version_base="1.3")
         return sources
-    if not Path(config_dir).is_dir():
+
+    folder = Path(config_dir)
+    if not folder.is_dir():
+        rule = "there is no such folder"
         fix = "Give a folder with root configs or groups of your own."
-        raise ConfigError([Problem("--config-dir", config_dir, "there is no such folder", fix)])
-    sources = initialize_config_dir(str(Path(config_dir).resolve()), version_base="1.3")
+        raise ConfigError([Problem("--config-dir", config_dir, rule, fix)])
+
+    sources = initialize_config_dir(str(folder.resolve()), version_base="1.3")
     return sources
 
 
-def run_hydra(config_name: str, made: Mapping[str, str], own_configs: bool) -> tuple[DictConfig, dict[str, str]]:
-    """The composed tree under choices, and the choice of every group in it, by the key that overrides it."""
-    compose_files = _compose_files if own_configs else _compose_packaged_files
-    return copy.deepcopy(compose_files(config_name, tuple(f"{key}={choice}" for key, choice in made.items())))
+def run_hydra(
+    config_name: str, chosen: Mapping[str, str], own_configs: bool
+) -> tuple[DictConfig, dict[str, str]]:
+    """Compose a root config under choices from groups.
+
+    Returns:
+        The tree, and the choice of every group in it by the key that overrides it.
+    """
+    overrides = tuple(f"{key}={choice}" for key, choice in chosen.items())
+    if own_configs:
+        return _compose_files(config_name, overrides)
+
+    # The caller changes the tree, and the cache keeps its own.
+    return copy.deepcopy(_compose_packaged_files(config_name, overrides))
 
 
-def _compose_files(config_name: str, overrides: tuple[str, ...]) -> tuple[DictConfig, dict[str, str]]:
+def _compose_files(
+    config_name: str, overrides: tuple[str, ...]
+) -> tuple[DictConfig, dict[str, str]]:
     tree = hydra_compose(config_name, list(overrides), return_hydra_config=True)
-    choices = {str(key): str(choice) for key, choice in tree.hydra.runtime.choices.items()}
+
+    choices = {}
+    for key, choice in tree.hydra.runtime.choices.items():
+        # Hydra's own settings are groups as well.
+        if not str(key).startswith("hydra/"):
+            choices[str(key)] = str(choice)
+
     OmegaConf.set_readonly(tree, False)
     with open_dict(tree):
         del tree["hydra"]
-        if "algorithm" in tree:  # an algorithm's YAML leaves out what its formulas do not read
-            tree.algorithm = OmegaConf.merge({setting.name: None for setting in settings()}, tree.algorithm)
-    return tree, {key: choice for key, choice in choices.items() if not key.startswith("hydra/")}
+
+        # The YAML of an algorithm leaves out what its formulas do not read.
+        if "algorithm" in tree:
+            unset = {setting.name: None for setting in declared_settings()}
+            tree.algorithm = OmegaConf.merge(unset, tree.algorithm)
+
+    return tree, choices
 
 
-_compose_packaged_files = functools.cache(_compose_files)  # which do not change: Hydra takes 0.2 s for them
+# Packaged files do not change, and Hydra takes 0.2 s for them.
+_compose_packaged_files = functools.cache(_compose_files)
 
 
 def options_of(group: str) -> list[str]:
-    found = GlobalHydra.instance().config_loader().get_group_options(group)
-    return [name for name in found if not name.startswith("_")]
+    """Return the choices of a group; those of the empty group are the root configs."""
+    loader = GlobalHydra.instance().config_loader()
+    options = loader.get_group_options(group)
+
+    # Files that begin with an underscore are parts of others.
+    return [name for name in options if not name.startswith("_")]
 
 
 def backend_set_in_yaml(base: DictConfig, choices: Mapping[str, str]) -> list[Problem]:
-    """`backend:` in the body of a root config of the user's own would reach no role."""
+    """Return a problem for each backend setting in the body of a user's root config.
+
+    A `backend:` section there would reach no role.
+    """
     if "backend" not in choices:
         return []
-    plain = hydra_compose(f"backend/{choices['backend']}").backend
-    return [
-        Problem(f"backend.{key}", value, "in a YAML file this reaches no role", f"Write it under actor.backend.{key}.")
-        for key, value in base.backend.items()
-        if key not in plain or plain[key] != value
-    ]
+
+    unchanged = hydra_compose(f"backend/{choices['backend']}").backend
+    problems = []
+
+    for name, value in base.backend.items():
+        if name not in unchanged or unchanged[name] != value:
+            rule = "in a YAML file this reaches no role"
+            fix = f"Write it under actor.backend.{name}."
+            problems.append(Problem(f"backend.{name}", value, rule, fix))
+
+    return problems

@@ -1,7 +1,8 @@
-"""Configuration trees as plain dictionaries: looked into, resolved, typed.
+"""Configuration trees as plain dictionaries: searched, resolved, typed.
 
-Invariant: every local path in a configuration is absolute, because a worker's current folder is not the user's.
-Deliberately not here: overrides (`overrides.py`), and what the values mean (`verl_ray.config`).
+Invariant: every local path in a configuration is absolute, because a worker's current
+folder is not the user's. Deliberately not here: overrides (`overrides.py`), and what
+the values mean (`verl_ray.config`).
 """
 
 from __future__ import annotations
@@ -14,79 +15,120 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from controllers.tasks import typed
+from controllers.tasks import typed_config
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 
-PATHS = re.compile(r"run\.dir|run\.resume|rollout\.sync\.folder|data\.(train|validation)_path|([\w.]+\.)?model\.path")
+PATHS = re.compile(
+    r"run\.dir|run\.resume|rollout\.sync\.folder|data\.(train|validation)_path"
+    r"|([\w.]+\.)?model\.path"
+)
 """Keys that hold a path."""
 
-
 FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+")
-"""Keys that may hold a path and a function in it."""
-
+"""Keys that may hold the path of a file and the name of a function in it."""
 
 NO_CHECKPOINT = ("auto", "none", "true", "false")
-"""What run.resume may say besides a path, in any spelling: the rules refuse the wrong ones."""
+"""Values of run.resume that are no path, in any spelling; rules refuse wrong ones."""
 
+# Hydra's mark of a value that the user must set.
+_MISSING = "???"
 
 Tree = dict[str, Any]
 
 
+# -------------------------------------------------------------------------- plain trees
+
+
 def as_plain(tree: DictConfig) -> Tree:
-    """The tree with its interpolations as they are written."""
+    """Return the tree with its interpolations as they are written."""
     plain = OmegaConf.to_container(tree, resolve=False)
     assert isinstance(plain, dict)
     return {str(key): value for key, value in plain.items()}
 
 
 def key_exists(tree: Tree, key: str) -> bool:
+    """Return whether the tree has a dotted key."""
     node: object = tree
     for part in key.split("."):
         if not isinstance(node, dict) or part not in node:
             return False
         node = node[part]
+
     return True
 
 
 def value_at(tree: Tree, key: str) -> object:
+    """Return the value at a dotted key that exists."""
     node: Any = tree
     for part in key.split("."):
         node = node[part]
+
     return node
 
 
 def interpolations(tree: Tree) -> dict[str, list[str]]:
-    """The keys that each key takes its value from (`num_ranks: ${actor.num_ranks}`), and so its problems too."""
-    return {key: re.findall(r"\$\{([\w.]+)\}", str(value)) for key, value in _items(tree)}
+    """Return the keys that each key takes its value from, and so its problems, too.
+
+    `num_ranks: ${actor.num_ranks}` takes its value from `actor.num_ranks`.
+    """
+    return {
+        key: re.findall(r"\$\{([\w.]+)\}", str(value)) for key, value in _items(tree)
+    }
 
 
 def is_within(keys: Sequence[str], sections: Collection[str]) -> bool:
-    """Whether one of `keys` is one of `sections` or lies inside one."""
-    return any(key == section or key.startswith(f"{section}.") for key in keys for section in sections)
+    """Return whether one of `keys` is one of `sections` or lies inside one."""
+    return any(
+        key == section or key.startswith(f"{section}.")
+        for key in keys
+        for section in sections
+    )
 
 
 def leaves(node: object) -> Iterator[str]:
-    """Dotted keys of everything that is not a non-empty section."""
-    return (key for key, _ in _items(node))
+    """Yield the dotted keys of everything that is not a section with content."""
+    for key, _ in _items(node):
+        yield key
 
 
 def _items(node: object, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """The same with its values; a key of a user's own may hold a dot."""
-    if isinstance(node, dict) and (node or not prefix):
-        for key, value in node.items():
-            yield from _items(value, f"{prefix}.{key}" if prefix else str(key))
-    else:
+    """Yield the same keys with their values; a user's own key may hold a dot."""
+    is_section = isinstance(node, dict)
+
+    # An empty section is a value, but the whole tree is none.
+    if not is_section or (not node and prefix):
         yield prefix, node
+        return
+
+    assert isinstance(node, dict)
+    for key, value in node.items():
+        yield from _items(value, f"{prefix}.{key}" if prefix else str(key))
+
+
+# ------------------------------------------------------------------------------- values
 
 
 def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
-    """Plain values: interpolations followed; what is missing becomes a problem and an empty text."""
+    """Return the tree as plain values, with interpolations followed.
+
+    A value that the user must set and has not becomes a problem and an empty text. An
+    interpolation that leads nowhere becomes a problem and null.
+
+    Args:
+        tree: the composed tree, which is changed.
+        problems: where problems are added.
+    """
     plain = as_plain(tree)
+
+    # The tree changes on the way, so its keys are read from a copy.
     for key, value in _items(plain):
-        if value == "???":
+        if value == _MISSING:
             OmegaConf.update(tree, key, "")
-            problems.append(Problem(key, None, "this key must be set", f"Give it on the command line: {key}=..."))
+            fix = f"Give it on the command line: {key}=..."
+            problems.append(Problem(key, None, "this key must be set", fix))
+
+    # Each key is resolved alone, so that a bad reference does not hide others.
     for key, value in _items(plain):
         try:
             OmegaConf.select(tree, key, throw_on_resolution_failure=True)
@@ -94,6 +136,7 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
             OmegaConf.update(tree, key, None)
             fix = "Refer to a key that exists, as in ${model.path}."
             problems.append(Problem(key, value, first_line(error), fix))
+
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
     _make_paths_absolute(resolved)
@@ -101,51 +144,101 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
 
 
 def _make_paths_absolute(node: object, prefix: str = "") -> None:
-    """In place, `~` included; what is no local path (an empty text, a URL, a built-in reward function) stays."""
+    """Make the local paths of a tree absolute in place, and expand `~`.
+
+    Everything else stays: an empty text, a URL, a built-in reward function.
+    """
     if not isinstance(node, dict):
         return
+
     for name, value in node.items():
         key = f"{prefix}{name}"
+
         if not isinstance(value, str):
             _make_paths_absolute(value, f"{key}.")
         elif FUNCTIONS.fullmatch(key):
-            path, colon, function = value.rpartition(":")
-            node[name] = f"{_absolute(path)}:{function}" if colon else value
-        elif PATHS.fullmatch(key) and not (key == "run.resume" and value.lower() in NO_CHECKPOINT):
+            node[name] = _absolute_function(value)
+        elif PATHS.fullmatch(key) and not _is_resume_choice(key, value):
             node[name] = _absolute(value)
 
 
+def _is_resume_choice(key: str, value: str) -> bool:
+    return key == "run.resume" and value.lower() in NO_CHECKPOINT
+
+
+def _absolute_function(value: str) -> str:
+    """Return `path.py:function` with an absolute path; a built-in function as it is."""
+    path, colon, function = value.rpartition(":")
+    if not colon:
+        return value
+    return f"{_absolute(path)}:{function}"
+
+
 def _absolute(path: str) -> str:
-    return str(Path(path).expanduser().absolute()) if path.strip() and "://" not in path else path
+    """Return a local path absolute; an empty text or a URL as it is."""
+    if not path.strip() or "://" in path:
+        return path
+    return str(Path(path).expanduser().absolute())
+
+
+# ----------------------------------------------------------------- typed configurations
 
 
 def as_typed(tree: Tree, base: DictConfig, problems: list[Problem]) -> Config | None:
-    """`tree` typed. Values that do not fit become problems and are replaced by those of `base`."""
+    """Return the typed configuration of a tree, as far as that is possible.
+
+    Values that do not fit become problems, and values of `base` replace them. None if
+    the configuration cannot be typed even so.
+
+    Args:
+        tree: plain values, which are changed where they do not fit.
+        base: the tree without the user's values.
+        problems: where problems of keys that have none yet are added.
+    """
     try:
-        return typed(tree)
+        return typed_config(tree)
     except ConfigError as error:
-        known_bad = {problem.key for problem in problems}
-        problems += [problem for problem in error.problems if problem.key not in known_bad]
+        bad_keys = {problem.key for problem in problems}
+        problems += [
+            problem for problem in error.problems if problem.key not in bad_keys
+        ]
+
+        # The problems of `base` itself are reported already.
         defaults = resolve(base, [])
         for problem in error.problems:
             _replace(tree, defaults, problem.key.split("."))
+
+    # A root config of the user's own may have mistakes itself.
     try:
-        return typed(tree)
+        return typed_config(tree)
     except ConfigError:
         return None
 
 
 def _replace(tree: Tree, defaults: Tree, path: list[str]) -> None:
+    """Replace the value at `path` by the default, or remove it where there is none.
+
+    Where one of the trees has no section on the way, that place is replaced.
+    """
     for part in path[:-1]:
-        if not isinstance(tree.get(part), dict) or not isinstance(defaults.get(part), dict):
+        inner = tree.get(part)
+        inner_defaults = defaults.get(part)
+        if not isinstance(inner, dict) or not isinstance(inner_defaults, dict):
             break
-        tree, defaults = tree[part], defaults[part]
+
+        tree = inner
+        defaults = inner_defaults
         path = path[1:]
-    if path[0] in defaults:
-        tree[path[0]] = defaults[path[0]]
+
+    name = path[0]
+    if name in defaults:
+        tree[name] = defaults[name]
     else:
-        tree.pop(path[0], None)
+        # A key that no configuration has.
+        tree.pop(name, None)
 
 
 def first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0].rstrip(".")
+    """Return the first line of an error's message, without its full stop."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".")

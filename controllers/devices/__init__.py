@@ -1,1 +1,1 @@
-"""Who holds the devices that trainers and rollout engines share."""
+"""The GPUs that trainers and rollout engines share."""

@@ -1,1 +1,4 @@
-"""New weights from the actor's ranks into every rollout replica, as one verified transaction."""
+"""Publishing of new weights: from the actor's ranks to every rollout replica.
+
+A publication is one weight sync, with the verification that it arrived.
+"""

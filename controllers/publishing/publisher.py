@@ -1,12 +1,19 @@
-"""Publishing a policy version: from the actor's ranks into rollout replicas, as one verified transaction.
+"""Publishing of a policy version: a weight sync from the actor to rollout replicas.
 
-Invariant: when `publish` returns, every replica it was given holds exactly the weights that the actor holds, under the
-version asked for, and computes with them what the actor does; if anything differs, it raises and none of them
-generates. Bucket i + 1 is sent while bucket i is loaded; a slot is filled again only after all replicas have received
-it. Where rollout engines share the trainers' GPUs, the engines' weights wake only when nothing but the actor's weights
-is left of the state that placement.offload moves, and their KV cache only when the actor's weights have gone, too.
-Deliberately not here: which replicas there are (`controllers/rollouts`), which ends the wire has (`wire.py`), how
-weights are cut (engine), bucketed and carried (weight_sync), and loaded (rollout engine).
+Invariant: when `publish` returns, every replica that it was called with holds the
+actor's weights, cast to the engine's dtype, under the requested version. If the sync
+is verified by log-probs, it also computes with them what the actor computes. If
+anything differs, an error is raised, and replicas that failed a check refuse to
+generate.
+
+Bucket i + 1 is sent while bucket i is loaded; a slot is filled again only after all
+replicas have received it. Where rollout engines share the trainers' GPUs, the
+engines' weights wake after all offloadable training state except the actor's weights
+has left the GPU. Their KV cache wakes after the actor's weights have left, too.
+
+Deliberately not here: which replicas exist (`controllers/rollouts`), who the peers of
+the wire are (`wire.py`), how weights are cut (engine), put into buckets and carried
+(weight_sync), and loaded (rollout engine).
 """
 
 from __future__ import annotations
@@ -16,159 +23,268 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from controllers.devices.residency import Residency
-from controllers.publishing.proof import Proof
-from controllers.publishing.wire import Replicas, Watch, WeightWire
+from controllers.devices.device_sharing import DeviceSharing
+from controllers.publishing.verification import Verification
+from controllers.publishing.wire import ReplicaGroups, Watch, WeightWire
 from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.signals import finishing
 from verl_ray.cluster.waiting import Background
-from verl_ray.config.drawing import DrawingConfig
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
 from verl_ray.weight_sync.fingerprint import Fingerprint
+from verl_ray.weight_sync.transport import SendResult
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
 
 @dataclass(frozen=True)
 class Receivers:
-    """The replicas of one sync, and what is done while they are waited for."""
+    """The replicas of a sync, and how to wait for them.
 
-    replicas: Replicas
+    Attributes:
+        replicas: The replicas that receive the weights.
+        watch: A check of the replicas that is called during every wait.
+        background: Work of the driver that goes on during every wait.
+    """
+
+    replicas: ReplicaGroups
     watch: Watch
     background: Background | None = None
 
-    def all(self, verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
-        """The same call of each of them."""
+    def broadcast(self, verb: Callable[..., Any], *args: object) -> list[Call[Any]]:
+        """Start the same call on every replica."""
         return [replica.broadcast(verb, *args) for replica in self.replicas]
 
     def wait(self, calls: Sequence[Call[Any]]) -> list[Any]:
-        """Their answers, in order."""
+        """Wait for calls and return their results in order."""
         return wait_all(calls, self.watch, self.background)
 
 
 @dataclass
-class _Stream:
-    """What has been sent in one sync, and the calls that receive it."""
+class _SentBuckets:
+    """Everything a sync has sent so far, and the calls that receive it.
 
-    prints: dict[str, Fingerprint] = field(default_factory=dict)
+    Attributes:
+        fingerprints: The sender's fingerprint of each parameter.
+        nbytes: Bytes that were sent.
+        changed: Elements that differ from what was sent before.
+        fingerprint_s: Seconds that the sender's fingerprints took.
+        opening_calls: Calls that wake the replicas' weights and open their updates.
+        receive_calls: For each bucket, the calls that receive it.
+    """
+
+    fingerprints: dict[str, Fingerprint] = field(default_factory=dict)
     nbytes: int = 0
     changed: int = 0
     fingerprint_s: float = 0.0
-    opening: list[Call[Any]] = field(default_factory=list)
-    received: list[list[Call[Any]]] = field(default_factory=list)
+    opening_calls: list[Call[Any]] = field(default_factory=list)
+    receive_calls: list[list[Call[Any]]] = field(default_factory=list)
 
     @property
     def calls(self) -> list[Call[Any]]:
-        """In this order the first failure is the reason of the others."""
-        return [*self.opening, *(call for calls in self.received for call in calls)]
+        """All calls, in an order in which the first failure causes the others."""
+        calls = list(self.opening_calls)
+        for calls_of_bucket in self.receive_calls:
+            calls += calls_of_bucket
+        return calls
+
+    def add(self, sent: SendResult, receive_calls: list[Call[Any]]) -> None:
+        """Add a bucket that was sent, and the calls that receive it."""
+        self.fingerprints |= sent.fingerprints.by_name
+        self.nbytes += sent.nbytes
+        self.changed += sent.changed
+        self.fingerprint_s += sent.fingerprints.seconds
+        self.receive_calls.append(receive_calls)
 
 
 class Publisher:
-    """One run's way from the actor to its replicas."""
+    """Weight syncs of a run, from its actor to its replicas."""
 
     def __init__(
-        self, actor: WorkerGroup[ActorWorker], config: DrawingConfig, residency: Residency, *, has_gpus: bool
+        self,
+        actor: WorkerGroup[ActorWorker],
+        config: RolloutTaskConfig,
+        device_sharing: DeviceSharing,
+        *,
+        has_gpus: bool,
     ) -> None:
-        self._residency = residency
-        self._wire = WeightWire(actor, config, has_gpus=has_gpus, shares_gpus=residency.sharing.devices)
-        self._proof = Proof(actor, config)
+        """Prepare for syncs; nothing is sent yet.
+
+        Args:
+            actor: The ranks that have the weights.
+            config: The run's configuration.
+            device_sharing: The devices that trainers and engines share, if any.
+            has_gpus: Whether the run has GPUs.
+        """
+        self._device_sharing = device_sharing
+        self._wire = WeightWire(
+            actor,
+            config,
+            has_gpus=has_gpus,
+            shares_gpus=device_sharing.plan.shares_devices,
+        )
+        self._verification = Verification(actor, config)
         self._delta = config.rollout.sync.delta
-        self._syncs = 0
+        self._num_syncs = 0
 
     def publish(self, version: int, receivers: Receivers) -> dict[str, float]:
-        """The actor's weights into these replicas, which are all that there are; metrics of the sync."""
-        metrics = self._send(version, receivers, proves=self._proof.is_due(self._syncs))
-        self._syncs += 1
-        seconds = sum(metrics[f"timing_s/weight_sync/{phase}"] for phase in ("stream", "prove"))
-        return metrics | {"weight_sync/bytes_per_s": metrics["weight_sync/bytes"] / seconds}
+        """Bring the actor's weights to all replicas.
 
-    def bring_up(self, version: int, receivers: Receivers) -> None:
-        """The present version into a replica that has started again. The actor has not learned since, so the probe of
-        this version serves again. A stop waits: half of a sync would leave the actor waiting for its receiver."""
+        Args:
+            version: The policy version of the actor's weights.
+            receivers: All available replicas.
+
+        Returns:
+            Metrics of the sync.
+        """
+        verifies = self._verification.is_due(self._num_syncs)
+        metrics = self._sync(version, receivers, verifies=verifies)
+        self._num_syncs += 1
+
+        # The other timings are of offloading and waking, which send no weights, and of
+        # fingerprints, which the stream includes.
+        phases = ("stream", "prove")
+        seconds = sum(metrics[f"timing_s/weight_sync/{phase}"] for phase in phases)
+        bytes_per_s = metrics["weight_sync/bytes"] / seconds
+        return metrics | {"weight_sync/bytes_per_s": bytes_per_s}
+
+    def catch_up(self, version: int, receivers: Receivers) -> None:
+        """Bring the present version to a replica that was restarted.
+
+        The actor has not learned since that version was published, so its probe can
+        be used again.
+        """
+        # A request to stop the run waits, since a sync that breaks off would leave the
+        # actor waiting for its receiver.
         with finishing():
-            self._send(version, receivers, proves=True)
+            self._sync(version, receivers, verifies=True)
 
-    def give_up(self) -> None:
-        """The sync broke off: the actor waits for nobody any more."""
-        self._wire.give_up()
+    def abandon_sync(self) -> None:
+        """Unblock the actor's ranks that wait for peers of a broken sync."""
+        self._wire.abandon_sync()
 
-    def make_room(self, version: int) -> None:
-        """For a replica that starts, and is awake at first: the training state goes to the host, as for rollouts, once
-        the actor has made its probe."""
-        if self._residency.actor_leaves:
-            self._proof.keep(version, self._proof.ask(version))
-        self._residency.arrange("rollouts")
+    def prepare_restart(self, version: int) -> None:
+        """Free device memory for a replica that starts, and is awake at first.
 
-    def _send(self, version: int, receivers: Receivers, *, proves: bool) -> dict[str, float]:
-        """what is not sent to host -> wake weights -> stream buckets -> verify -> actor's weights to host -> wake KV
-        cache -> prove."""
+        The training state is offloaded, as for rollouts, after the actor has made its
+        probe.
+        """
+        if self._device_sharing.offloads_actor:
+            probe_call = self._verification.request_probe(version)
+            self._verification.store_probe(version, probe_call)
+        self._device_sharing.switch_to("rollouts")
+
+    # ------------------------------------------------------------------ the weight sync
+
+    def _sync(
+        self, version: int, receivers: Receivers, *, verifies: bool
+    ) -> dict[str, float]:
+        """Send all weights, load them, verify them, and return metrics.
+
+        Memory is freed before it is needed: training state that is not sent is
+        offloaded, the engines' weights wake, the buckets are sent and committed, the
+        actor's weights are offloaded, the KV caches wake, and the log-probs are
+        verified.
+        """
         began = time.perf_counter()
-        if self._residency.arrangement == "training":  # else the actor's weights are on the host, and are sent from it
-            self._residency.arrange("publishing")
+        # In other phases the actor's weights are offloaded, and are sent from the host.
+        if self._device_sharing.phase == "training":
+            self._device_sharing.switch_to("publishing")
 
         cleared = time.perf_counter()
-        stream = self._stream(version, receivers)
-        committed = receivers.all(RolloutWorker.commit, stream.prints, proves)
-        # On the host the actor could not make a probe for `bring_up`.
-        asked = self._proof.ask(version) if proves or self._residency.actor_leaves else None
-        receivers.wait([*stream.calls, *committed])
+        sent = self._send_buckets(version, receivers)
+        commit_calls = receivers.broadcast(
+            RolloutWorker.commit, sent.fingerprints, verifies
+        )
+        # `catch_up` needs the probe later, when an offloaded actor cannot make one.
+        probe_call = None
+        if verifies or self._device_sharing.offloads_actor:
+            probe_call = self._verification.request_probe(version)
+        receivers.wait([*sent.calls, *commit_calls])
         self._wire.finish()
 
         streamed = time.perf_counter()
-        self._proof.keep(version, asked)
+        self._verification.store_probe(version, probe_call)
+
         probed = time.perf_counter()
-        self._residency.arrange("rollouts")
+        self._device_sharing.switch_to("rollouts")
+
         placed = time.perf_counter()
-        if self._residency.sharing.sleeps is not None:
-            receivers.wait(receivers.all(RolloutWorker.wake, "kv_cache"))
+        if self._device_sharing.plan.engines_free is not None:
+            receivers.wait(receivers.broadcast(RolloutWorker.wake, "kv_cache"))
 
         woken = time.perf_counter()
-        metrics = {"weight_sync/verified": float(len(stream.prints)), "weight_sync/bytes": float(stream.nbytes)}
-        if self._delta:
-            metrics["weight_sync/changed_fraction"] = stream.changed / sum(
-                one.numel for one in self._wire.manifest.sent
-            )
-        if proves:
-            metrics["weight_sync/probe_difference"] = self._prove(version, receivers)
-        loaded_s = max(seconds for call in committed for seconds in call.result())
+        metrics = self._metrics_of(sent)
+        if verifies:
+            metrics["weight_sync/probe_difference"] = self._verify(version, receivers)
+        load_s = max(seconds for call in commit_calls for seconds in call.result())
+
         seconds = {
             "stream": streamed - cleared,
             "offload": cleared - began + placed - probed,
             "wake": woken - placed,
             "prove": probed - streamed + time.perf_counter() - woken,
-            "fingerprints": stream.fingerprint_s + loaded_s,  # both ends', which lie within the stream
+            # Fingerprints of both sides; their time is part of the stream's.
+            "fingerprints": sent.fingerprint_s + load_s,
         }
-        return metrics | {f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()}
+        return metrics | {
+            f"timing_s/weight_sync/{phase}": value for phase, value in seconds.items()
+        }
 
-    def _stream(self, version: int, receivers: Receivers) -> _Stream:
-        """Every bucket written, and asked to be received."""
-        stream = _Stream()
-        self._wire.meet(receivers.replicas, receivers.watch)
-        if self._residency.sharing.sleeps == "weights":
-            stream.opening += receivers.all(RolloutWorker.wake, "weights")
-        stream.opening += receivers.all(RolloutWorker.begin_update, self._wire.manifest, version)
+    def _send_buckets(self, version: int, receivers: Receivers) -> _SentBuckets:
+        """Send every bucket, and start the calls that receive them.
 
-        for i, bucket in enumerate(self._wire.buckets):
-            if i >= SLOTS:
-                receivers.wait([*stream.opening, *stream.received[i - SLOTS]])
+        The loop consumes the buckets in order. Before it sends a bucket, it waits
+        until all replicas have received the bucket that had the same slot. It ends
+        with the last bucket, or with the first failure of a sender or receiver.
+        """
+        sent = _SentBuckets()
+        self._wire.connect(receivers.replicas, receivers.watch)
+
+        # Nobody waits for these calls here; the first bucket follows at once.
+        if self._device_sharing.plan.engines_free == "weights":
+            sent.opening_calls += receivers.broadcast(RolloutWorker.wake, "weights")
+        sent.opening_calls += receivers.broadcast(
+            RolloutWorker.begin_update, self._wire.manifest, version
+        )
+
+        for index, bucket in enumerate(self._wire.buckets):
+            if index >= SLOTS:
+                calls_of_slot = sent.receive_calls[index - SLOTS]
+                receivers.wait([*sent.opening_calls, *calls_of_slot])
+
             try:
-                part = self._wire.send(bucket, receivers.watch)
+                result = self._wire.send(bucket, receivers.watch)
             except WeightSyncError as error:
-                if error.origin is None:  # the wire is broken: a receiver that failed is why
-                    receivers.wait(stream.calls)
+                # An error without an origin only reports that the wire is broken. The
+                # reason is the failure of a receiver, which this wait raises.
+                if error.origin is None:
+                    receivers.wait(sent.calls)
                 raise
-            stream.prints |= part.prints.by_name
-            stream.nbytes += part.nbytes
-            stream.changed += part.changed
-            stream.fingerprint_s += part.prints.seconds
-            stream.received.append(receivers.all(RolloutWorker.receive, bucket))
-        return stream
+            sent.add(result, receivers.broadcast(RolloutWorker.receive, bucket))
+        return sent
 
-    def _prove(self, version: int, receivers: Receivers) -> float:
-        """The largest difference of a log-prob that any replica found."""
-        differences = receivers.wait(receivers.all(RolloutWorker.prove, self._proof.of(version)))
-        worst: float = max(worst for (worst,) in differences)
-        self._proof.found(worst)
-        return worst
+    def _verify(self, version: int, receivers: Receivers) -> float:
+        """Let every replica verify the version by the actor's probe.
+
+        Returns:
+            The largest difference of a log-prob that any replica found.
+        """
+        probe = self._verification.probe_of(version)
+        differences = receivers.wait(receivers.broadcast(RolloutWorker.verify, probe))
+        largest: float = max(difference for (difference,) in differences)
+        self._verification.note_difference(largest)
+        return largest
+
+    def _metrics_of(self, sent: _SentBuckets) -> dict[str, float]:
+        metrics = {
+            "weight_sync/verified": float(len(sent.fingerprints)),
+            "weight_sync/bytes": float(sent.nbytes),
+        }
+        if self._delta:
+            parameters = self._wire.manifest.sent
+            numel = sum(parameter.numel for parameter in parameters)
+            metrics["weight_sync/changed_fraction"] = sent.changed / numel
+        return metrics

@@ -1,8 +1,9 @@
-"""The wire of a run: between the actor's ranks and those rollout replicas that are there.
+"""The wire of a run, between the actor's ranks and the rollout replicas.
 
-Invariant: it is opened anew, and all of the weights travel, whenever its ends are not those of the last sync (another
-incarnation, other replicas) or that sync did not finish. Deliberately not here: the transaction that a sync is
-(`publisher.py`), and how any wire works (`verl_ray/weight_sync`).
+Invariant: the wire is opened anew, and all weights are sent, whenever its peers are
+not those of the last sync (another incarnation, other replicas) or that sync did not
+finish. Deliberately not here: the steps of a sync (`publisher.py`), and how any wire
+works (`verl_ray/weight_sync`).
 """
 
 from __future__ import annotations
@@ -10,124 +11,203 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.calls import Call, wait_all
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.messages import PATIENCE, Facts
-from verl_ray.config.drawing import DrawingConfig
-from verl_ray.errors import VerlRayError, WeightSyncError, failure_of_worker
+from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, ProcessInfo
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.errors import VerlRayError, WeightSyncError, worker_error_of
 from verl_ray.weight_sync.buckets import Bucket, plan_buckets
-from verl_ray.weight_sync.fingerprint import Prints
-from verl_ray.weight_sync.manifest import Manifest, as_loaded
-from verl_ray.weight_sync.transport import Route, Sent
-from verl_ray.weight_sync.wires import Layout, carried_from
+from verl_ray.weight_sync.fingerprint import Fingerprints
+from verl_ray.weight_sync.manifest import Manifest, cast_for_engine
+from verl_ray.weight_sync.transport import Address, SendResult, WireSpec
+from verl_ray.weight_sync.wires import WireLayout, carrier_device
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
-Replicas = Sequence[WorkerGroup[RolloutWorker]]
-Watch = Callable[[], None]  # raises for a replica that does not answer
+ReplicaGroups = Sequence[WorkerGroup[RolloutWorker]]
+
+Watch = Callable[[], None]
+"""A check of the replicas during a wait; it raises for one that does not reply."""
 
 
 class WeightWire:
+    """The sending side of the wire, and the replicas that receive from it."""
+
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        config: DrawingConfig,
+        config: RolloutTaskConfig,
         *,
         has_gpus: bool,
         shares_gpus: bool,
     ) -> None:
-        """`shares_gpus`: whether rollout engines run on the actor's GPUs."""
-        self._actor, self._config = actor, config.rollout
-        self._apart = config.sends_adapter_alone
-        self._manifest = as_loaded(actor.rank_zero(ActorWorker.manifest, self._apart).result(), config.rollout.dtype)
-        self._gpus = {"gpus": has_gpus, "shares_gpus": shares_gpus}
-        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes)
-        self._is_open = False
-        self._ends: tuple[object, ...] = ()
-        self._synced_ends: tuple[object, ...] = ()
-        self._whole = True
+        """Plan the buckets; no wire is open yet.
 
-    def meet(self, replicas: Replicas, watch: Watch) -> None:
-        """Before each sync: the ends are these, and ready.
+        Args:
+            actor: The ranks that send.
+            config: The run's configuration.
+            has_gpus: Whether the run has GPUs.
+            shares_gpus: Whether rollout engines run on the actor's GPUs.
+        """
+        self._actor = actor
+        self._config = config.rollout
+        self._has_gpus = has_gpus
+        self._shares_gpus = shares_gpus
+
+        self._separate_adapter = config.sends_adapter_alone
+        manifest = actor.rank_zero(ActorWorker.manifest, self._separate_adapter)
+        self._manifest = cast_for_engine(manifest.result(), config.rollout.dtype)
+        self._buckets = plan_buckets(self._manifest, config.rollout.sync.bucket_bytes)
+
+        self._is_open = False
+        self._sends_all = True
+        self._peers: tuple[object, ...] = ()
+        self._synced_peers: tuple[object, ...] = ()
+
+    def connect(self, replicas: ReplicaGroups, watch: Watch) -> None:
+        """Make the wire ready for a sync with these replicas.
 
         Raises:
-            WeightSyncError: the configured wire cannot join them, or some did not come in time.
+            WeightSyncError: The configured wire cannot connect them, or peers did not
+                come in time.
         """
-        self._ends = (self._actor.incarnation, *((replica, replica.incarnation) for replica in replicas))
-        self._whole = self._ends != self._synced_ends
-        self._synced_ends = ()  # until this sync has finished, too
-        if self._whole:
+        incarnations = [(replica, replica.incarnation) for replica in replicas]
+        self._peers = (self._actor.incarnation, *incarnations)
+        self._sends_all = self._peers != self._synced_peers
+
+        # If this sync does not finish, the next one has to open the wire anew.
+        self._synced_peers = ()
+        if self._sends_all:
             self._open(replicas, watch)
 
     @property
     def manifest(self) -> Manifest:
-        """What travels in this sync: the model, or only the adapter beside it."""
-        return self._manifest.adapter if self._apart and not self._whole else self._manifest
+        """The parameters of this sync: the model, or only its adapter."""
+        # The model came with the first sync over this wire, and does not change.
+        if self._sends_adapter_only:
+            return self._manifest.adapter
+        return self._manifest
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
-        """The same, in the order it travels."""
-        return tuple(one for one in self._buckets if one.adapter or not self._apart or self._whole)
+        """The buckets of this sync, in the order in which they are sent."""
+        if self._sends_adapter_only:
+            return tuple(bucket for bucket in self._buckets if bucket.adapter)
+        return self._buckets
 
-    def send(self, bucket: Bucket, watch: Watch) -> Sent:
-        """Put a bucket on the wire; what all ranks of the actor did together.
+    @property
+    def _sends_adapter_only(self) -> bool:
+        return self._separate_adapter and not self._sends_all
+
+    def send(self, bucket: Bucket, watch: Watch) -> SendResult:
+        """Write a bucket to the wire.
+
+        Returns:
+            The result of all ranks together. Their fingerprints add up, and the time
+            for them is that of the slowest rank.
 
         Raises:
-            WeightSyncError: the wire is broken; the receiver that is gone says more.
+            WeightSyncError: The wire is broken. The receiver that failed has the
+                reason.
         """
-        (parts,) = wait_all([self._actor.broadcast(ActorWorker.send, bucket.index, self._whole)], watch)
-        for broken in (part.broken for part in parts if part.broken is not None):
-            self._actor.broadcast(ActorWorker.finish_sync).result()
-            raise WeightSyncError(broken)
-        prints = sum((part.prints for part in parts), Prints())
-        slowest = max(part.prints.seconds for part in parts)
-        return Sent(
-            Prints(prints.by_name, slowest), sum(part.nbytes for part in parts), sum(part.changed for part in parts)
+        call = self._actor.broadcast(ActorWorker.send, bucket.index, self._sends_all)
+        (parts,) = wait_all([call], watch)
+
+        broken = [part.broken for part in parts if part.broken is not None]
+        if broken:
+            self._finish_sync()
+            raise WeightSyncError(broken[0])
+
+        fingerprints = sum((part.fingerprints for part in parts), Fingerprints())
+        slowest = max(part.fingerprints.seconds for part in parts)
+        return SendResult(
+            fingerprints=Fingerprints(fingerprints.by_name, slowest),
+            nbytes=sum(part.nbytes for part in parts),
+            changed=sum(part.changed for part in parts),
         )
 
-    def give_up(self) -> None:
-        """The sync broke off: who still waits at the wire waits no longer."""
+    def abandon_sync(self) -> None:
+        """Let ranks of the actor return that wait at the wire of a broken sync."""
         if self._is_open:
-            self._actor.broadcast(ActorWorker.finish_sync).result()
+            self._finish_sync()
 
     def finish(self) -> None:
-        """Every receiver has committed what was sent."""
-        self._actor.broadcast(ActorWorker.finish_sync).result()
-        self._synced_ends = self._ends
+        """End the sync, after every receiver has committed what was sent."""
+        self._finish_sync()
+        self._synced_peers = self._peers
 
-    def _open(self, replicas: Replicas, watch: Watch) -> None:
-        sync, parallel = self._config.sync, self._config.tensor_parallel
-        home = _facts(self._actor)
-        hosts = [one.host_name for replica in replicas for one in _facts(replica)]
-        over = carried_from(sync.wire, Layout([one.host_name for one in home], hosts, **self._gpus))
-        route = Route(
+    def _finish_sync(self) -> None:
+        self._actor.broadcast(ActorWorker.finish_sync).result()
+
+    # -------------------------------------------------------------------------- opening
+
+    def _open(self, replicas: ReplicaGroups, watch: Watch) -> None:
+        """Open a wire, and bring the actor's ranks and all receivers together."""
+        wire_spec = self._wire_spec(replicas)
+        wire = self._config.sync.wire
+        addresses = self._actor.broadcast(ActorWorker.open_wire, wire, wire_spec)
+        address = addresses.result()[0]
+        self._is_open = True
+
+        # Both sides wait for each other, so both calls are made before either wait.
+        senders = self._actor.broadcast(ActorWorker.connect_wire, address)
+        receivers = self._connect_receivers(replicas, address, wire_spec)
+        try:
+            wait_all(receivers, watch)
+        except VerlRayError as error:
+            # A replica that failed will not come, so the actor need not wait for it.
+            if worker_error_of(error) is None:
+                raise
+            self._actor.broadcast(ActorWorker.stop_waiting_for_receivers).result()
+            raise
+
+        failures = [failure for failure in senders.result() if failure is not None]
+        if failures:
+            raise WeightSyncError(failures[0])
+
+    def _connect_receivers(
+        self, replicas: ReplicaGroups, address: Address, wire_spec: WireSpec
+    ) -> list[Call[Any]]:
+        calls: list[Call[Any]] = []
+        first_receiver = 0
+        for replica in replicas:
+            call = replica.broadcast(
+                RolloutWorker.connect, address, wire_spec, first_receiver
+            )
+            calls.append(call)
+            first_receiver += replica.num_ranks * self._config.tensor_parallel
+        return calls
+
+    def _wire_spec(self, replicas: ReplicaGroups) -> WireSpec:
+        sync = self._config.sync
+        actor_processes = _processes(self._actor)
+        replica_processes = [
+            process for replica in replicas for process in _processes(replica)
+        ]
+        wire_layout = WireLayout(
+            [process.host_name for process in actor_processes],
+            [process.host_name for process in replica_processes],
+            gpus=self._has_gpus,
+            shares_gpus=self._shares_gpus,
+        )
+
+        # Peers stop waiting before their calls would count as stalled, so that they can
+        # report which peer is missing.
+        stall_limits = [self._actor.stall_s, *(replica.stall_s for replica in replicas)]
+        num_ranks = sum(replica.num_ranks for replica in replicas)
+        return WireSpec(
             self._buckets,
-            receivers=sum(replica.num_ranks for replica in replicas) * parallel,
-            patience_s=PATIENCE * min(self._actor.stall_s, *(replica.stall_s for replica in replicas)),
-            host=home[0].address,
+            receivers=num_ranks * self._config.tensor_parallel,
+            patience_s=PEER_TIMEOUT_FRACTION * min(stall_limits),
+            host=actor_processes[0].address,
             folder=sync.folder,
             delta=sync.delta,
-            apart=self._apart,
-            over=over,
+            separate_adapter=self._separate_adapter,
+            device_type=carrier_device(sync.wire, wire_layout),
         )
-        address = self._actor.broadcast(ActorWorker.open_wire, sync.wire, route).result()[0]
-        self._is_open = True
-        meeting = self._actor.broadcast(ActorWorker.connect_wire, address)
-        joining, first = [], 0
-        for replica in replicas:
-            joining.append(replica.broadcast(RolloutWorker.connect, address, route, first))
-            first += replica.num_ranks * parallel
-        try:
-            wait_all(joining, watch)
-        except VerlRayError as error:
-            if failure_of_worker(error) is None:
-                raise
-            self._actor.broadcast(ActorWorker.leave_wire).result()
-            raise
-        for missing in (told for told in meeting.result() if told is not None):
-            raise WeightSyncError(missing)
 
 
-def _facts(group: WorkerGroup[Any]) -> list[Facts]:
-    """Where the processes of a group run, by rank."""
-    return [member.facts for member in group.members() if member.facts is not None]
+def _processes(group: WorkerGroup[Any]) -> list[ProcessInfo]:
+    """Return where the processes of a group run, by rank."""
+    processes = [member.process_info for member in group.members()]
+    return [process for process in processes if process is not None]

@@ -1,1 +1,1 @@
-"""The replicas that draw responses, and experience made of what they drew."""
+"""Rollout replicas, and experience: their responses together with the scores."""

@@ -1,7 +1,8 @@
-"""The reward role as the driver sees it: who scores what, and what is waited for.
+"""The graders of a run as the driver sees them: who scores what, and pending scores.
 
-Invariant: every grader is asked by the same verb, and scores a piece of rollouts as soon as it is drawn. Deliberately
-not here: how responses are scored (`workers`), and what is made of the scores (`verl_ray/rewards/shaping.py`).
+Invariant: every grader is called with the same method, and scores a piece of rollouts
+as soon as it is generated. Deliberately not here: how responses are scored (`workers`),
+and what is made of the scores (`verl_ray/rewards/shaping.py`).
 """
 
 from __future__ import annotations
@@ -20,76 +21,120 @@ from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores
 from verl_ray.errors import RewardError
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.health import ScoreHealth
 from workers.grader import Grader
 
-TRAINING, EVALUATION = "train", "evaluate"
-"""What responses are drawn for: part of every seed."""
+TRAINING = "train"
+"""Purpose of rollouts to learn from. The purpose is part of every seed."""
+EVALUATION = "evaluate"
+"""Purpose of rollouts to evaluate the policy with."""
 
 
-class Piece:
-    """Some rollouts, and their scores to come."""
+class PendingScores:
+    """A piece of rollouts, and the calls that score it."""
 
-    def __init__(self, rollouts: Sharded[Rollouts], calls: Mapping[str, Call[Sharded[Scores]]]) -> None:
-        self._rollouts, self._calls = rollouts, calls
+    def __init__(
+        self,
+        rollouts: Sharded[Rollouts],
+        calls: Mapping[str, Call[Sharded[Scores]]],
+    ) -> None:
+        """Take the rollouts, and one call per grader, by name."""
+        self._rollouts = rollouts
+        self._calls = calls
 
     @property
     def calls(self) -> list[Call[Any]]:
-        """One of each grader."""
+        """The calls, one per grader."""
         return list(self._calls.values())
 
     def references(self) -> list[Any]:
-        """What the scores are made of, as far as it is still to be waited for."""
-        return [reference for call in self._calls.values() for reference in call.references()]
+        """Return the object references that the calls still wait for."""
+        return [
+            reference
+            for call in self._calls.values()
+            for reference in call.references()
+        ]
 
     def poll(self) -> Experience | None:
-        """With all of its scores, once they are there; returns at once, and raises what a grader raised."""
-        there = [call.poll() for call in self._calls.values()]
-        if not all(there):
+        """Return the rollouts with all of their scores, or None if some are pending.
+
+        Returns at once.
+
+        Raises:
+            VerlRayError: A grader failed.
+        """
+        # Every call is polled, so that the failure of any of them is raised at once.
+        finished = [call.poll() for call in self._calls.values()]
+        if not all(finished):
             return None
-        return Experience(self._rollouts, {name: call.result() for name, call in self._calls.items()})
+        scores = {name: call.result() for name, call in self._calls.items()}
+        return Experience(self._rollouts, scores)
 
 
 class Graders:
     """The graders of a run."""
 
-    def __init__(self, config: RLConfig, groups: Mapping[str, WorkerGroup[Grader]]) -> None:
-        self._config, self._groups = config, groups
+    def __init__(
+        self,
+        config: RLConfig,
+        groups: Mapping[str, WorkerGroup[Grader]],
+    ) -> None:
+        """Take the configuration, and the workers of each grader, by name."""
+        self._config = config
+        self._groups = groups
 
-    def of(self, purpose: str) -> tuple[str, ...]:
-        """Who scores what is drawn for training, or for evaluation."""
-        own = purpose == EVALUATION and HELD_OUT in self._groups
-        return (HELD_OUT,) if own else tuple(self._config.graders)
+    def names(self, purpose: str) -> tuple[str, ...]:
+        """Return the graders of rollouts with this purpose."""
+        # An evaluation may have a grader of its own.
+        if purpose == EVALUATION and HELD_OUT in self._groups:
+            return (HELD_OUT,)
+        return tuple(self._config.graders)
 
-    def score(self, rollouts: Sharded[Rollouts], purpose: str) -> Piece:
-        """Ask all who score for this purpose."""
-        return Piece(rollouts, {name: self._ask(name, rollouts) for name in self.of(purpose)})
+    def score(self, rollouts: Sharded[Rollouts], purpose: str) -> PendingScores:
+        """Start to score a piece of rollouts with all graders of this purpose."""
+        calls = {name: self._call(name, rollouts) for name in self.names(purpose)}
+        return PendingScores(rollouts, calls)
 
-    def refuse_broken(self, scores: Mapping[str, Sharded[Scores]]) -> None:
-        """A few failed scores are counted and left out; more than max_failed_fraction are no measurement.
+    def check_failures(self, scores: Mapping[str, Sharded[Scores]]) -> None:
+        """Check that no grader failed more often than max_failed_fraction allows.
+
+        A few failed scores are counted and left out. With more of them the scores are
+        no measurement of the policy.
 
         Raises:
-            RewardError: a grader of the training failed too often.
+            RewardError: A grader of the training failed too often.
         """
-        for name, graded in scores.items():
-            if name != HELD_OUT:  # which is counted among the metrics of the evaluation
-                self._refuse_broken(name, graded)
+        for name, grader_scores in scores.items():
+            # The held-out grader's failures are a metric of the evaluation.
+            if name != HELD_OUT:
+                self._check_failures(name, grader_scores)
 
-    def _refuse_broken(self, name: str, scores: Sharded[Scores]) -> None:
+    def _check_failures(self, name: str, scores: Sharded[Scores]) -> None:
+        limit = self._config.graders[name].max_failed_fraction
         health = scores.row("health")
-        failed = np.flatnonzero(health != Health.OK)
-        limit, found = self._config.graders[name].max_failed_fraction, len(failed) / len(health)
-        if found > limit:
-            names, counts = np.unique(health[failed], return_counts=True)
-            kinds = {Health(kind).name.lower(): int(n) for kind, n in zip(names, counts, strict=True)}
-            first = read(scores.select(failed[:1]), self._config.run.stall_s).detail.texts()[0]
-            raise RewardError(
-                f"{found:.0%} of the scores failed ({kinds}), more than {name}.max_failed_fraction = {limit}. "
-                f"The first: {first}"
-            )
+        failed = np.flatnonzero(health != ScoreHealth.OK)
+        failed_fraction = len(failed) / len(health)
+        if failed_fraction <= limit:
+            return
 
-    def _ask(self, name: str, rollouts: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
+        values, counts = np.unique(health[failed], return_counts=True)
+        failures: dict[str, int] = {}
+        for value, count in zip(values, counts, strict=True):
+            kind = ScoreHealth(value).name.lower()
+            failures[kind] = int(count)
+
+        # Only this one row is read from the store.
+        first_failed = read(scores.select(failed[:1]), self._config.run.stall_s)
+        (first_detail,) = first_failed.detail.texts()
+        raise RewardError(
+            f"{failed_fraction:.0%} of the scores failed ({failures}), more than"
+            f" {name}.max_failed_fraction = {limit}. The first: {first_detail}"
+        )
+
+    def _call(self, name: str, rollouts: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
         group = self._groups[name]
-        if name in self._config.model_roles:  # a model on a backend, whose ranks may have to meet
+        # The ranks of a model on a backend may have collectives, so all of them are
+        # called. Other graders have independent replicas.
+        if name in self._config.model_roles:
             return group.scatter(Grader.score, rollouts)
         return group.route(Grader.score, rollouts)

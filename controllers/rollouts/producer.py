@@ -1,8 +1,10 @@
-"""Producing experience: responses to prompts, each scored while others are still being generated.
+"""Production of experience: responses to prompts, scored while others are generated.
 
-Invariant: what a buffer gets is scored; which rows it gets when depends on timing, and what is taken from it does not.
-Used for training and for evaluation alike; they differ in sampling and in the random streams of their seeds.
-Deliberately not here: which replica draws what (`replicas.py`), and when groups are drawn (`controllers/trainers`).
+Invariant: a buffer only gets scored rows. Which rows it gets when depends on timing;
+what is taken from it does not. Training and evaluation share this code, with different
+sampling parameters and separate random streams. Deliberately not here: which replica
+generates what (`generation.py`), and which prompts a step requests
+(`controllers/trainers`).
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from controllers.rollouts.drawing import Drawing
-from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, Piece
+from controllers.rollouts.generation import GenerationJob
+from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.replicas import Replicas
-from verl_ray.cluster.calls import look_after
+from verl_ray.cluster.calls import check_progress
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
@@ -29,110 +31,211 @@ from workers.rollout import Generation
 
 @dataclass
 class _Production:
-    """Groups that are being drawn and scored."""
+    """Groups that are generated and scored for a buffer."""
 
-    drawing: Drawing
+    job: GenerationJob
     buffer: RolloutBuffer
-    scoring: list[Piece] = field(default_factory=list)
+    scoring: list[PendingScores] = field(default_factory=list)
+    """Pieces whose scores are pending."""
 
     @property
-    def is_over(self) -> bool:
-        return self.is_drawn and not self.scoring
+    def is_generated(self) -> bool:
+        """Whether every response is generated, and passed on to the graders."""
+        return not self.job.num_pending and not self.job.finished
 
     @property
-    def is_drawn(self) -> bool:
-        return not self.drawing.owed and not self.drawing.finished
+    def is_finished(self) -> bool:
+        """Whether every response is generated, scored and in the buffer."""
+        return self.is_generated and not self.scoring
 
 
 class Producer:
-    """Advanced wherever the driver waits (`Background`)."""
+    """Generates and scores groups, and fills buffers with them.
 
-    def __init__(self, config: RLConfig, replicas: Replicas, graders: Mapping[str, WorkerGroup[Grader]]) -> None:
-        self._config, self._replicas = config, replicas
+    `advance` is called wherever the driver waits (see `Background`).
+    """
+
+    def __init__(
+        self,
+        config: RLConfig,
+        replicas: Replicas,
+        graders: Mapping[str, WorkerGroup[Grader]],
+    ) -> None:
+        """Take the replicas, and the workers of each grader, by name."""
+        self._config = config
+        self._replicas = replicas
         self._graders = Graders(config, graders)
-        self._open: list[_Production] = []
-        self._looked_s = 0.0
+        self._productions: list[_Production] = []
+        self._last_check_s = 0.0
 
-    def begin(self, prompts: Prompts, what: Generation, buffer: RolloutBuffer) -> None:
-        """Draw and score these groups; they are reserved in the buffer, and go there piece by piece."""
+    def begin(
+        self,
+        prompts: Prompts,
+        generation: Generation,
+        buffer: RolloutBuffer,
+    ) -> None:
+        """Begin to generate and score groups; reserve them in the buffer.
+
+        They arrive there piece by piece.
+        """
         buffer.reserve(prompts.group_id)
-        self._open.append(_Production(self._replicas.draw(prompts, what), buffer))
+        job = self._replicas.generate(prompts, generation)
+        self._productions.append(_Production(job, buffer))
 
-    def take(self, prompts: Prompts, buffer: RolloutBuffer, policy_version: int, timers: Timers) -> Experience:
-        """The groups of these prompts, for the policy that learns next; waits until all are there. Whatever ends the
-        wait early ends the drawing, too.
+    def take(
+        self,
+        prompts: Prompts,
+        buffer: RolloutBuffer,
+        policy_version: int,
+        timers: Timers,
+    ) -> Experience:
+        """Take the groups of these prompts out of the buffer, once all are there.
+
+        If the wait is interrupted or fails, all generation is abandoned.
+
+        Args:
+            prompts: Prompts that `begin` was called with.
+            buffer: The buffer of that call.
+            policy_version: Version of the policy that learns next.
+            timers: Timers for the time until all is generated ("gen") and the time
+                from there until all is scored ("reward").
 
         Raises:
-            RewardError: more scores failed than max_failed_fraction allows.
-            DataError: they were drawn from a policy that is too old.
+            RewardError: More scores failed than max_failed_fraction allows.
+            DataError: The policy that generated the responses is too old.
         """
         ordinals = prompts.group_id
         try:
             with timers("gen"), timers.waiting():
-                while buffer.missing(ordinals) and not all(one.is_drawn for one in self._open):
+                while buffer.missing(ordinals) and not self._all_generated():
                     self.advance(TICK_S)
+
             with timers("reward"), timers.waiting():
-                experience = buffer.take(ordinals, policy_version, lambda: self.advance(TICK_S))
+                experience = buffer.take(
+                    ordinals, policy_version, lambda: self.advance(TICK_S)
+                )
+        # No replica may continue with abandoned work, also after a stop of the run.
         except BaseException:
-            self._replicas.stop_drawing()
-            self._open.clear()
+            self._replicas.stop_generation()
+            self._productions.clear()
             buffer.drop(ordinals)
             raise
-        self._graders.refuse_broken(experience.scores)
+
+        self._graders.check_failures(experience.scores)
         return experience
 
-    # --------------------------------------------------------------------------------------------------- background
+    def _all_generated(self) -> bool:
+        return all(production.is_generated for production in self._productions)
+
+    # ----------------------------------------------------------------------- background
 
     def references(self) -> list[Any]:
-        """Pieces to come, and scores to come."""
-        return [*self._replicas.references(), *self._scores_to_come()]
+        """Return the object references of pending pieces and of pending scores."""
+        return [*self._replicas.references(), *self._score_references()]
 
     def advance(self, timeout_s: float = 0.0) -> None:
-        """Hand on what is finished: responses to the graders, and scored ones to their buffers. Waits for something to
-        hand on up to `timeout_s` seconds."""
-        if timeout_s and any(one.scoring for one in self._open):
-            wait(self.references(), 1, timeout_s)  # of both kinds, whichever comes first
+        """Pass on what is finished: responses to graders, scored ones to buffers.
+
+        Wait for something to pass on for up to `timeout_s` seconds.
+        """
+        if timeout_s and any(production.scoring for production in self._productions):
+            # Responses and scores are waited for together, whichever come first.
+            wait(self.references(), 1, timeout_s)
             timeout_s = 0.0
+        # With nothing to score, new responses are all there is to wait for.
         self._replicas.advance(timeout_s)
-        for one in self._open:
-            while one.drawing.finished:
-                piece = one.drawing.finished.popleft()
-                one.scoring.append(self._graders.score(piece, one.drawing.generation.purpose))
-        self._hand_on_scored()
-        self._open = [one for one in self._open if not one.is_over]
 
-        if time.monotonic() - self._looked_s >= TICK_S:
-            self._looked_s = time.monotonic()
-            look_after([call for one in self._open for piece in one.scoring for call in piece.calls])
+        self._score_generated()
+        self._buffer_scored()
+        self._productions = [
+            production for production in self._productions if not production.is_finished
+        ]
+        self._check_graders()
 
-    def _hand_on_scored(self) -> None:
-        """To their buffers."""
-        coming = self._scores_to_come()
-        there = set(wait(coming, len(coming), 0.0)) if coming else set()
-        for one in self._open:
-            ready = [piece for piece in one.scoring if not there.isdisjoint(piece.references())]
-            for piece in ready:
+    def _score_generated(self) -> None:
+        """Pass every finished response on to its graders."""
+        for production in self._productions:
+            purpose = production.job.generation.purpose
+            while production.job.finished:
+                piece = production.job.finished.popleft()
+                scoring = self._graders.score(piece, purpose)
+                production.scoring.append(scoring)
+
+    def _buffer_scored(self) -> None:
+        """Move every piece whose scores are complete into its buffer."""
+        references = self._score_references()
+        if not references:
+            return
+
+        # One look at all references; only pieces with a new score are polled.
+        available = set(wait(references, len(references), 0.0))
+        for production in self._productions:
+            updated = [
+                piece
+                for piece in production.scoring
+                if not available.isdisjoint(piece.references())
+            ]
+            for piece in updated:
                 scored = piece.poll()
                 if scored is not None:
-                    one.buffer.put(scored)
-                    one.scoring.remove(piece)
+                    production.buffer.put(scored)
+                    production.scoring.remove(piece)
 
-    def _scores_to_come(self) -> list[Any]:
-        return [reference for one in self._open for piece in one.scoring for reference in piece.references()]
+    def _check_graders(self) -> None:
+        """Check now and then that every grader makes progress."""
+        if time.monotonic() - self._last_check_s < TICK_S:
+            return
+        self._last_check_s = time.monotonic()
 
-    # ------------------------------------------------------------------------------------------------- what to draw
+        calls: list[Any] = []
+        for production in self._productions:
+            for piece in production.scoring:
+                calls += piece.calls
+        check_progress(calls)
 
-    def training(self) -> Generation:
-        """What is drawn for each prompt to learn from."""
+    def _score_references(self) -> list[Any]:
+        """Return the object references of all pending scores."""
+        references: list[Any] = []
+        for production in self._productions:
+            for piece in production.scoring:
+                references += piece.references()
+        return references
+
+    # ---------------------------------------------------------------- what is generated
+
+    def training_generation(self) -> Generation:
+        """Return what is generated for each prompt to learn from."""
         rollout = self._config.rollout
-        return self._generation(TRAINING, rollout.group_size, rollout.temperature, rollout.top_p, rollout.top_k)
+        sampling = Sampling(
+            rollout.temperature,
+            rollout.top_p,
+            rollout.top_k,
+            rollout.max_response_tokens,
+        )
+        return self._generation(TRAINING, rollout.group_size, sampling)
 
-    def evaluation(self) -> Generation:
-        """What is drawn for each held-out problem."""
-        wanted = self._config.evaluation
-        return self._generation(EVALUATION, wanted.group_size, wanted.temperature, 1.0, -1)
+    def evaluation_generation(self) -> Generation:
+        """Return what is generated for each held-out problem."""
+        evaluation = self._config.evaluation
+        # The whole distribution: neither top_p nor top_k cuts it.
+        sampling = Sampling(
+            evaluation.temperature,
+            1.0,
+            -1,
+            self._config.rollout.max_response_tokens,
+        )
+        return self._generation(EVALUATION, evaluation.group_size, sampling)
 
-    def _generation(self, purpose: str, group_size: int, temperature: float, top_p: float, top_k: int) -> Generation:
-        rollout = self._config.rollout
-        sampling = Sampling(temperature, top_p, top_k, rollout.max_response_tokens)
-        return Generation(purpose, group_size, sampling, self._config.run.seed, rollout.stream_rows)
+    def _generation(
+        self,
+        purpose: str,
+        group_size: int,
+        sampling: Sampling,
+    ) -> Generation:
+        return Generation(
+            purpose,
+            group_size,
+            sampling,
+            self._config.run.seed,
+            self._config.rollout.stream_rows,
+        )

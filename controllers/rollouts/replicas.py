@@ -1,9 +1,10 @@
-"""The owner of the rollout replicas: drawing, publishing, health and restart go through it.
+"""The owner of the rollout replicas: generation, publishing, health and restart.
 
-Invariant: a replica that does not hold the present policy version gets no request; a version is published to all
-replicas that are there, or to none. Everything happens in the driver's thread, a little at a time: `advance` returns at
-once, and is called wherever the driver waits. Deliberately not here: how a version travels (`controllers/publishing`),
-who draws what (`drawing.py`), and scores (`producer.py`).
+Invariant: a replica without the present policy version gets no request. A version is
+published to all available replicas, or to none. Everything happens in the driver's
+thread, a little at a time: `advance` returns at once, and is called wherever the driver
+waits. Deliberately not here: how a version travels (`controllers/publishing`), who
+generates what (`generation.py`), and scores (`producer.py`).
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from controllers.devices.residency import Residency
+from controllers.devices.device_sharing import DeviceSharing
 from controllers.publishing.publisher import Publisher, Receivers
-from controllers.rollouts.drawing import Dealer, Drawing, Server
 from controllers.rollouts.endpoints import Endpoints
-from controllers.rollouts.restarts import Replica, Roster
-from verl_ray.cluster.failures import Member
+from controllers.rollouts.generation import (
+    GenerationJob,
+    GenerationScheduler,
+    ReplicaIncarnation,
+)
+from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
+from verl_ray.cluster.members import Member
 from verl_ray.cluster.signals import heed_signals
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import RolloutConfig
@@ -34,123 +39,200 @@ class Replicas:
         self,
         replicas: Sequence[Replica],
         publisher: Publisher,
-        residency: Residency,
+        device_sharing: DeviceSharing,
         config: RolloutConfig,
         endpoints: Endpoints | None = None,
     ) -> None:
-        self._publisher, self._residency = publisher, residency
-        self._roster = Roster(replicas, config.health, residency, endpoints)
-        self._dealer = Dealer(config.in_flight)
+        """Take the replicas, which are all running and have no weights yet.
+
+        Args:
+            replicas: The replicas of the run.
+            publisher: Sends the actor's weights to replicas.
+            device_sharing: The devices, which trainers may share with the replicas.
+            config: The settings of rollouts.
+            endpoints: Publishes where clients find each replica; None without clients.
+        """
+        self._publisher = publisher
+        self._device_sharing = device_sharing
+        self._supervisor = ReplicaSupervisor(
+            replicas,
+            config.health,
+            device_sharing,
+            endpoints,
+        )
+        self._scheduler = GenerationScheduler(config.in_flight)
+
         self._version = -1
-        self._holders: set[Server] = set()
-        """Those that were given the present version, whether or not they are still there."""
+        self._up_to_date: set[ReplicaIncarnation] = set()
+        """Replicas that got the present version, also those that are lost by now."""
         self._brings_up = False
         self._switch_s = 0.0
 
     @property
-    def there(self) -> tuple[Replica, ...]:
-        """Those that are there now."""
-        return self._roster.there
+    def available(self) -> tuple[Replica, ...]:
+        """The replicas that are running."""
+        return self._supervisor.available
 
     def members(self) -> list[Member]:
-        """Their processes."""
-        return self._roster.members()
+        """Return the processes of the available replicas."""
+        return self._supervisor.members()
 
     def take_counts(self) -> dict[str, float]:
-        """Replicas restarted and responses drawn again since the last call."""
-        counts = {"rollout/restarts": self._roster.take_count(), "rollout/reissued": self._dealer.take_count()}
-        return {name: float(count) for name, count in counts.items()}
+        """Return metrics: restarts and reissued responses since the last call."""
+        restarts = self._supervisor.take_restart_count()
+        reissued = self._scheduler.take_reissued_count()
+        return {
+            "rollout/restarts": float(restarts),
+            "rollout/reissued": float(reissued),
+        }
 
     def close(self) -> None:
-        """End what is drawn, and replicas that are being restarted; the others are not ended here."""
-        self._dealer.close()
-        self._roster.close()
+        """Abandon all generation, and kill the replicas that are restarting.
 
-    # ------------------------------------------------------------------------------------------------------ weights
+        The available replicas are stopped elsewhere.
+        """
+        self._scheduler.close()
+        self._supervisor.close()
+
+    # -------------------------------------------------------------------------- weights
 
     def publish(self, version: int) -> dict[str, float]:
-        """The actor's weights into every replica, verified; metrics of the sync. One that is lost meanwhile starts
-        again and everything begins anew."""
+        """Send the actor's weights to every available replica, and verify them.
+
+        If a replica is lost meanwhile, the weight sync begins anew without it.
+
+        Args:
+            version: Version of the policy that the actor holds.
+
+        Returns:
+            Metrics of the weight sync.
+        """
+        supervisor = self._supervisor
+
+        # Each round is one weight sync. It ends with its success, or with an error that
+        # is no loss of a replica.
         while True:
-            there = self._roster.gather()
-            receivers = Receivers(there, functools.partial(self._roster.watch, there))
+            replicas = supervisor.wait_for_replicas()
+            watch = functools.partial(supervisor.check_health, replicas)
+            receivers = Receivers(replicas, watch)
             try:
                 metrics = self._publisher.publish(version, receivers)
                 break
             except VerlRayError as error:
-                lost = self._roster.lose(error)
-                self._holders.clear()
-                self._publisher.give_up()
-                self._roster.of_each([one for one in there if one is not lost], RolloutWorker.abort_update)
-                self._publisher.make_room(version)
+                lost = supervisor.handle_failure(error)
+                survivors = [replica for replica in replicas if replica is not lost]
+                self._break_off_sync(version, survivors)
+
         self._version = version
-        self._holders = {(replica, replica.incarnation) for replica in there}
-        self._roster.published()
+        self._up_to_date = {_incarnation(replica) for replica in replicas}
+        supervisor.note_published()
         return metrics | {"timing_s/weight_sync/hand_back": self._switch_s}
 
+    def _break_off_sync(self, version: int, survivors: Sequence[Replica]) -> None:
+        """Undo a weight sync that lost a receiver, on both of its sides."""
+        # The survivors may hold a part of the new weights.
+        self._up_to_date.clear()
+        self._publisher.abandon_sync()
+        self._supervisor.call_each(survivors, RolloutWorker.abort_update)
+        # The lost replica needs memory to start again.
+        self._publisher.prepare_restart(version)
+
     def switch_to_training(self) -> None:
-        """Generation is over: engines free what the trainers need, and the training state comes back to the device."""
+        """Switch shared devices from rollouts to training.
+
+        Engines free what the trainers need, and the training state comes back.
+        """
         began = time.perf_counter()
-        sleeps = self._residency.sharing.sleeps
-        while sleeps is not None:
-            # one that starts takes memory, too; one that is lost now starts now
-            self._roster.of_each(self._roster.gather(all_of_them=True), RolloutWorker.sleep, sleeps)
-            if not self._roster.restarting:
+        engines_free = self._device_sharing.plan.engines_free
+
+        # Each round puts all replicas to sleep. It is repeated while replicas restart:
+        # they take memory too, and there is none for them once the trainers are back.
+        while engines_free is not None:
+            replicas = self._supervisor.wait_for_replicas(all_of_them=True)
+            self._supervisor.call_each(replicas, RolloutWorker.sleep, engines_free)
+            if not self._supervisor.restarting:
                 break
-        self._residency.arrange("training")
+
+        self._device_sharing.switch_to("training")
         self._switch_s = time.perf_counter() - began
 
-    # ------------------------------------------------------------------------------------------------------ drawing
+    # ----------------------------------------------------------------------- generation
 
-    def draw(self, prompts: Prompts, generation: Generation) -> Drawing:
-        """Begin to draw responses to these prompts; `advance` goes on with it."""
-        drawing = Drawing(prompts, generation)
-        self._dealer.open(drawing)
-        return drawing
+    def generate(self, prompts: Prompts, generation: Generation) -> GenerationJob:
+        """Begin to generate responses to these prompts; `advance` continues."""
+        job = GenerationJob(prompts, generation)
+        self._scheduler.open(job)
+        return job
 
-    def stop_drawing(self) -> None:
-        """Give up what is being drawn."""
-        self._dealer.close()
+    def stop_generation(self) -> None:
+        """Abandon all generation."""
+        self._scheduler.close()
 
     def references(self) -> list[Any]:
-        """What the next pieces come from."""
-        return self._dealer.references()
+        """Return the object references of the next pieces."""
+        return self._scheduler.references()
 
     def advance(self, timeout_s: float = 0.0) -> None:
-        """See how the replicas are and go on with restarts; deal, and take what is finished, which is waited for up to
-        `timeout_s` seconds.
+        """Advance health checks, restarts and generation.
+
+        Wait for finished responses for up to `timeout_s` seconds.
 
         Raises:
-            VerlRayError: a replica refused, or more were lost than rollout.health.max_restarts allows.
+            VerlRayError: A replica refused a request, or more replicas were lost than
+                rollout.health.max_restarts allows.
         """
         heed_signals()
-        self._roster.take_started()
-        if self._dealer.is_idle:
+        self._supervisor.take_started()
+        if self._scheduler.is_idle:
             return
-        self._roster.see()
-        if not self._brings_up:
-            for replica in self.there:
-                if (replica, replica.incarnation) not in self._holders:
-                    self._bring_up(replica)
 
-        self._dealer.serve([(one, one.incarnation) for one in self.there if (one, one.incarnation) in self._holders])
+        # An unhealthy replica would never return its pending responses.
+        self._supervisor.fence_unhealthy()
+        # `_bring_up` waits, and its wait advances the replicas again.
+        if not self._brings_up:
+            self._bring_up_outdated()
+
+        incarnations = [_incarnation(replica) for replica in self.available]
+        ready = [
+            incarnation
+            for incarnation in incarnations
+            if incarnation in self._up_to_date
+        ]
+        self._scheduler.set_replicas(ready)
         try:
-            self._dealer.deal()
-            if self._dealer.references():
-                self._dealer.take(timeout_s)
+            self._scheduler.dispatch()
+            if self._scheduler.references():
+                self._scheduler.take(timeout_s)
             elif timeout_s:
-                time.sleep(min(timeout_s, TICK_S / 10))  # until a replica is there
+                # No replica is ready yet, so there is nothing else to wait for.
+                time.sleep(min(timeout_s, TICK_S / 10))
         except VerlRayError as error:
-            self._roster.lose(error)
+            self._supervisor.handle_failure(error)
+
+    def _bring_up_outdated(self) -> None:
+        """Send the present weights to every replica that does not hold them."""
+        for replica in self.available:
+            if _incarnation(replica) not in self._up_to_date:
+                self._bring_up(replica)
 
     def _bring_up(self, replica: Replica) -> None:
-        """The present weights into a replica that has started again; the others go on drawing meanwhile."""
-        watch = functools.partial(self._roster.watch, (replica,))
+        """Send the present weights to a replica that has started again.
+
+        The other replicas continue to generate meanwhile.
+        """
+        watch = functools.partial(self._supervisor.check_health, (replica,))
+        receivers = Receivers((replica,), watch, background=self)
+
         self._brings_up = True
         try:
-            self._publisher.bring_up(self._version, Receivers((replica,), watch, background=self))
-            self._holders.add((replica, replica.incarnation))
+            self._publisher.catch_up(self._version, receivers)
+            self._up_to_date.add(_incarnation(replica))
         except VerlRayError as error:
-            self._roster.lose(error)
+            self._supervisor.handle_failure(error)
         finally:
             self._brings_up = False
+
+
+def _incarnation(replica: Replica) -> ReplicaIncarnation:
+    """Return a replica together with the number of its present process."""
+    return replica, replica.incarnation

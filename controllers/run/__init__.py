@@ -1,1 +1,4 @@
-"""A run from its beginning or checkpoint to its end: the loop around every step, recovery, stops, the warm start."""
+"""One run from its beginning or checkpoint to its end.
+
+The loop around every step, recovery, stops and the warm start are here.
+"""

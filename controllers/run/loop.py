@@ -1,8 +1,15 @@
-"""The loop around every step: begin or resume, step, evaluate, record, save, until the run ends, is stopped or fails.
+"""The loop around every step of a run.
 
-Invariant: what comes next is a value, `decide` of where the run stands, and a move that breaks off is a place to stand,
-too; every line of metrics.jsonl and every checkpoint belongs to a finished step. Deliberately not here: what a step
-does (`controllers/trainers`), what a checkpoint holds (`recovery.py`), and what a stop means (`stopping.py`).
+A run begins or resumes, then steps, evaluates, records and saves, until it ends, is
+stopped or fails.
+
+Invariant: the next move is a pure function (`decide`) of the run's position, and a move
+that fails or is interrupted also yields a position. Every checkpoint belongs to a
+finished step, and so does every line of metrics.jsonl, except line 0, which holds the
+evaluation before the first step.
+
+Deliberately not here: what a step does (`controllers/trainers`), what a checkpoint
+holds (`recovery.py`), and what a stop means (`stopping.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-from controllers.run.keeping import Keeping, Stepping
+from controllers.run.persistence import Persistence, StepGuard
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
@@ -20,29 +27,41 @@ from verl_ray.tracking.base import Sample, Tracker
 
 
 class Move(Enum):
-    """What a run does next."""
+    """A run's next action, or the way it ends."""
 
     BEGIN = auto()
-    """Go on from the checkpoint, or from nothing where there is none."""
+    """Continue from the checkpoint, or start from nothing where there is none."""
+
     STEP = auto()
-    """Train one step more."""
+    """Train for one more step."""
+
     EVALUATE = auto()
-    """Measure on held-out rows what the finished steps have learned; before the first, what was known already."""
+    """Evaluate on held-out rows. Before the first step, this measures the model that
+    the run started from."""
+
     RECORD = auto()
-    """Write the line of the last finished step; before the first, that of its evaluation."""
+    """Write the metrics line of the last finished step. Before the first step, write
+    the line of the first evaluation."""
+
     SAVE = auto()
-    """Write a checkpoint, or begin to."""
+    """Write a checkpoint, or begin to write one."""
+
     FINISH_SAVE = auto()
     """Wait for the checkpoint that is being written."""
+
     RESCUE_SAVE = auto()
-    """After a move has failed: let that checkpoint count if it is whole."""
+    """Commit the checkpoint that was being written when a move failed, if it is
+    whole."""
 
     END = auto()
-    """Nothing is left to do."""
+    """End, because no work remains."""
+
     STOP = auto()
-    """A signal came: save the last finished step."""
+    """End after a signal; the last finished step is saved first."""
+
     FAIL = auto()
-    """A move failed: nothing newer than the checkpoints is whole."""
+    """End after a failure without saving: the trainer's state may be inconsistent, so
+    only existing checkpoints are valid."""
 
 
 ENDINGS = (Move.END, Move.STOP, Move.FAIL)
@@ -50,136 +69,224 @@ ENDINGS = (Move.END, Move.STOP, Move.FAIL)
 
 @dataclass(frozen=True)
 class Position:
-    """Where a run stands."""
+    """The progress of a run, from which its next move follows."""
 
     begun: bool = False
-    """Whether the trainer is where the run begins, or goes on."""
+    """Whether the trainer has been restored, or has started anew."""
+
     step: int = 0
-    """Finished steps."""
+    """Number of finished steps."""
+
     unrecorded: Metrics | None = None
-    """What is known of the last finished step while its line is not written; None = it is."""
+    """Metrics of the last finished step until its line is written, then None."""
+
     evaluated: bool = False
-    """Whether the evaluation of the last finished step is made."""
+    """Whether the last finished step has been evaluated."""
+
     saved: int = 0
-    """The last step of which a checkpoint is written, or under way; 0 = none."""
+    """Last step whose checkpoint is written or being written; 0 where there is none."""
+
     saving: bool = False
-    """Whether that one may still be under way."""
+    """Whether the checkpoint of step `saved` may still be incomplete."""
+
     finished: bool = False
-    """Whether enough is learned."""
+    """Whether the trainer has reached its goal before the last step."""
+
     failure: BaseException | None = None
-    """What broke the last move off."""
+    """Exception with which the last move failed or was interrupted."""
+
     stopped: bool = False
-    """Whether a signal came by then."""
+    """Whether a signal had arrived when the last move failed or was interrupted."""
 
 
-def decide(run: RunConfig, at: Position) -> Move:
-    """What comes next."""
-    if at.failure is not None:
-        if at.saving:
-            return Move.RESCUE_SAVE
-        return Move.STOP if at.stopped else Move.FAIL
+def decide(run: RunConfig, position: Position) -> Move:
+    """Return the next move of a run at this position."""
+    if position.failure is not None:
+        return _decide_after_failure(position)
 
-    if not at.begun:
+    if not position.begun:
         return Move.BEGIN
-    if at.unrecorded is not None:
-        return Move.EVALUATE if evaluation_due(run, at.step) and not at.evaluated else Move.RECORD
 
-    is_last = at.finished or at.step >= run.total_steps
-    if at.step > at.saved and run.checkpoint_every and (is_last or at.step % run.checkpoint_every == 0):
+    # A step's evaluation goes into its line, so it comes first.
+    if position.unrecorded is not None:
+        needs_evaluation = evaluation_due(run, position.step)
+        if needs_evaluation and not position.evaluated:
+            return Move.EVALUATE
+        return Move.RECORD
+
+    is_last = position.finished or position.step >= run.total_steps
+    if _checkpoint_due(run, position, is_last=is_last):
         return Move.SAVE
+
     if not is_last:
         return Move.STEP
-    return Move.FINISH_SAVE if at.saving else Move.END
+    if position.saving:
+        return Move.FINISH_SAVE
+    return Move.END
+
+
+def _decide_after_failure(position: Position) -> Move:
+    """Return the move after one that failed or was interrupted."""
+    # A checkpoint that is being written holds a finished step, so the failed move
+    # cannot have affected it.
+    if position.saving:
+        return Move.RESCUE_SAVE
+    if position.stopped:
+        return Move.STOP
+    return Move.FAIL
+
+
+def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> bool:
+    """Return whether the last finished step gets a checkpoint that it has not yet."""
+    already_saved = position.step <= position.saved
+    if already_saved or not run.checkpoint_every:
+        return False
+    return is_last or position.step % run.checkpoint_every == 0
 
 
 def evaluation_due(run: RunConfig, step: int) -> bool:
-    """Before the first step, every run.evaluate_every steps, and after the last one; never where that is 0."""
-    return run.evaluate_every > 0 and (step % run.evaluate_every == 0 or step == run.total_steps)
+    """Return whether the model is evaluated after `step`.
+
+    This is so before the first step (step 0), every run.evaluate_every steps, and at
+    run.total_steps. A run that finishes early gets no extra evaluation. With
+    run.evaluate_every = 0 there are no evaluations.
+    """
+    if run.evaluate_every <= 0:
+        return False
+    return step % run.evaluate_every == 0 or step == run.total_steps
 
 
 class Loop:
-    """One run, from where its checkpoint left it to its end."""
+    """Drives one run from its checkpoint to its end."""
 
     def __init__(
-        self, run: RunConfig, trainer: Trainable, trackers: Tracker, keeping: Keeping, stepping: Stepping
+        self,
+        run: RunConfig,
+        trainer: Trainable,
+        trackers: Tracker,
+        persistence: Persistence,
+        step_guard: StepGuard,
     ) -> None:
-        self._run, self._trainer, self._trackers = run, trainer, trackers
-        self._keeping, self._stepping = keeping, stepping
+        self._run = run
+        self._trainer = trainer
+        self._trackers = trackers
+        self._persistence = persistence
+        self._step_guard = step_guard
+
         self.samples: list[Sample] = []
-        """Of the newest evaluation."""
+        """Samples of the newest evaluation."""
 
     def run(self) -> None:
-        """All that is left to do. Raises what broke it off, once everything is kept that can be."""
-        at = Position()
-        while (move := decide(self._run, at)) not in ENDINGS:
-            at = self._try(move, at)
+        """Make moves until the run ends.
+
+        Raises:
+            BaseException: The failure that broke off the run, once all finished work
+                that can be saved is saved.
+        """
+        position = Position()
+        move = decide(self._run, position)
+        while move not in ENDINGS:
+            position = self._attempt(move, position)
+            move = decide(self._run, position)
 
         if move is Move.STOP:
-            self._keeping.keep_finished(self._trainer, self._trackers)
-        if at.failure is not None:
-            raise at.failure
+            self._persistence.save_finished_step(self._trainer, self._trackers)
+        if position.failure is not None:
+            raise position.failure
 
-    def _try(self, move: Move, at: Position) -> Position:
-        """Where the run stands after the move, or after what has become of it."""
+    def _attempt(self, move: Move, position: Position) -> Position:
+        """Make a move. Return the new position, also where the move fails."""
         try:
-            return self._make(move, at)
+            return self._make(move, position)
         except BaseException as failure:
+            # A signal may surface as another exception, such as that of a library
+            # whose call it interrupted.
             stopped = isinstance(failure, Interrupted) or stop_requested()
-            return replace(at, failure=failure, stopped=stopped)
+            return replace(position, failure=failure, stopped=stopped)
 
-    def _make(self, move: Move, at: Position) -> Position:
+    def _make(self, move: Move, position: Position) -> Position:
+        """Make a move and return the position that it leads to."""
         match move:
             case Move.BEGIN:
                 return self._begin()
             case Move.STEP:
-                return self._step(at)
+                return self._step(position)
             case Move.EVALUATE:
-                return self._evaluate(at)
+                return self._evaluate(position)
             case Move.RECORD:
-                return self._record(at)
+                return self._record(position)
             case Move.SAVE:
-                return self._save(at)
+                return self._save(position)
             case Move.FINISH_SAVE:
-                self._keeping.finish_save()
-                return replace(at, saving=False)
+                self._persistence.finish_save()
+                return replace(position, saving=False)
             case Move.RESCUE_SAVE:
-                self._keeping.rescue_save()
-                return replace(at, saving=False, stopped=at.stopped or stop_requested())
+                self._persistence.rescue_save()
+                # A signal may have arrived while the checkpoint was waited for.
+                stopped = position.stopped or stop_requested()
+                return replace(position, saving=False, stopped=stopped)
+
         raise AssertionError(f"{move} ends the loop")
 
     def _begin(self) -> Position:
-        """A run begins with an evaluation; one that goes on makes the evaluation that a stop has left undone."""
-        done = self._keeping.restore(self._trainer)
+        """Restore the trainer and return the position of its checkpoint."""
+        done = self._persistence.restore(self._trainer)
         self._trainer.begin(done)
-        unrecorded = self._keeping.unrecorded
+
+        # A resumed run makes the evaluation that a stop prevented. A new run starts
+        # with an evaluation, whose line has no other metrics.
+        unrecorded = self._persistence.unrecorded
         if done == 0 and self._run.evaluate_every:
             unrecorded = {}
-        return Position(begun=True, step=done, unrecorded=unrecorded, saved=done, finished=self._trainer.finished)
 
-    def _step(self, at: Position) -> Position:
-        number = at.step + 1
-        with self._stepping.step(number):
+        return Position(
+            begun=True,
+            step=done,
+            unrecorded=unrecorded,
+            saved=done,
+            finished=self._trainer.finished,
+        )
+
+    def _step(self, position: Position) -> Position:
+        """Train for one step and commit it."""
+        number = position.step + 1
+
+        with self._step_guard.step(number):
             metrics = self._trainer.step(number)
-            self._keeping.commit(number, self._trainer, unrecorded=metrics)
-            self._keeping.finish_save()
-        return replace(at, step=number, unrecorded=metrics, evaluated=False, saving=False)
+            self._persistence.commit(number, self._trainer, unrecorded=metrics)
+            # The checkpoint of an earlier step was written while this step trained.
+            self._persistence.finish_save()
 
-    def _evaluate(self, at: Position) -> Position:
-        """A stop gives up an evaluation, and then there is no line yet."""
-        assert at.unrecorded is not None
+        return replace(
+            position, step=number, unrecorded=metrics, evaluated=False, saving=False
+        )
+
+    def _evaluate(self, position: Position) -> Position:
+        """Evaluate the last finished step.
+
+        A stop breaks an evaluation off. The step then has no line yet.
+        """
+        assert position.unrecorded is not None
         heed_signals()
-        found, self.samples = self._trainer.evaluate()
+
+        evaluation, self.samples = self._trainer.evaluate()
         if self.samples:
-            self._trackers.samples(at.step, self.samples)
-        return replace(at, unrecorded=at.unrecorded | found, evaluated=True)
+            self._trackers.samples(position.step, self.samples)
 
-    def _record(self, at: Position) -> Position:
-        assert at.unrecorded is not None
-        self._trackers.log(at.step, at.unrecorded)
-        self._keeping.commit_line(at.step, self._trainer, self._trackers)
-        return replace(at, unrecorded=None, finished=self._trainer.finished)
+        metrics = position.unrecorded | evaluation
+        return replace(position, unrecorded=metrics, evaluated=True)
 
-    def _save(self, at: Position) -> Position:
-        with self._trainer.timers("save_checkpoint"):  # on the next step's line: this one's is written first
-            self._keeping.save(self._trainer, self._trackers)
-        return replace(at, saved=at.step, saving=True)
+    def _record(self, position: Position) -> Position:
+        """Write the metrics line of the last finished step."""
+        assert position.unrecorded is not None
+        self._trackers.log(position.step, position.unrecorded)
+        self._persistence.commit_line(position.step, self._trainer, self._trackers)
+        return replace(position, unrecorded=None, finished=self._trainer.finished)
+
+    def _save(self, position: Position) -> Position:
+        """Write a checkpoint of the last finished step, or begin to."""
+        # The time appears on the next step's line, since this step's line is written
+        # before its checkpoint.
+        with self._trainer.timers("save_checkpoint"):
+            self._persistence.save(self._trainer, self._trackers)
+        return replace(position, saved=position.step, saving=True)

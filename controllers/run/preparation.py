@@ -1,8 +1,14 @@
-"""What a run makes itself before it trains: arithmetic problems, a tokenizer, and a model that has seen some of them.
+"""The inputs that a run makes for itself before it trains.
 
-Invariant: inputs that are complete are never made again, so a resumed run finds what it began with: a marker written
-last says so. One written first says that the folder is a run's own: no other is ever deleted. Deliberately not here:
-reinforcement learning.
+They are arithmetic problems, a tokenizer, and a model that was warm-started on some of
+the problems.
+
+Invariant: complete inputs are never made again, so a resumed run finds the inputs that
+it began with. A marker that is written last shows that they are complete. Another one
+that is written first shows that a run made the folder, and no other folder is ever
+deleted.
+
+Deliberately not here: reinforcement learning.
 """
 
 from __future__ import annotations
@@ -12,78 +18,109 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from controllers.run.keeping import GivenUpAnywhere, NothingKept
 from controllers.run.loop import Loop
-from controllers.system.build import Shape, resolve_on, start
+from controllers.run.persistence import NoPersistence, UnguardedSteps
+from controllers.system.build import start
+from controllers.system.plan import ClusterShape, resolve_on
 from controllers.trainers.base import Evaluation
 from controllers.trainers.sft import ACCURACY, SFTTrainer
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import Outlook, noting, telling
+from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
-from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
-from verl_ray.config.resolve import shared_anew
+from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.roles import ModelConfig, SupervisedRole
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RunConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.tasks.sft import SFTConfig, SupervisedConfig, SupervisedEvaluationConfig
+from verl_ray.config.tasks.sft import (
+    SFTConfig,
+    SupervisedConfig,
+    SupervisedEvaluationConfig,
+)
 from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
-from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, foreign_inputs, inputs_folder
+from verl_ray.preflight.findings import (
+    INPUTS_COMPLETE,
+    INPUTS_STARTED,
+    foreign_inputs,
+    inputs_folder,
+)
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
 
 
 def prepare(run: Config, session: Session) -> None:
-    """Make run.dir/inputs, if the run makes any and they are not complete: data files, and a model warm-started to a
-    middling accuracy.
+    """Make run.dir/inputs, if the run makes its inputs and they are not complete.
 
-    Raises DataError if the accuracy never falls within prepare.warm_start's bounds, ConfigError if the folder is there
-    and is not a run's.
+    Raises:
+        DataError: The accuracy of the warm-started model never came within the bounds
+            of prepare.warm_start.
+        ConfigError: The folder exists and no run made it, or it was made with other
+            settings.
     """
-    config, wanted = run.drawing, run.preparation
-    if config is None or wanted is None:
+    config = run.rollout_task
+    preparation = run.preparation
+    if config is None or preparation is None:
         return
+
     folder = inputs_folder(config)
-    complete, recipe = folder / INPUTS_COMPLETE, _recipe(config, wanted)
-    if complete.exists():
-        if complete.read_text() != recipe:
+    completed = folder / INPUTS_COMPLETE
+    recipe = _recipe(config, preparation)
+    if completed.exists():
+        if completed.read_text() != recipe:
             rule = f"{folder} was made with another seed or other settings of prepare"
             fix = "set them back, or use another run.dir"
             raise ConfigError([Problem("prepare", "changed", rule, fix)])
         return
-    if problems := list(foreign_inputs(config)):
+
+    problems = list(foreign_inputs(config))
+    if problems:
         raise ConfigError(problems)
+
+    # Inputs that were not completed are made again from the beginning.
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     (folder / INPUTS_STARTED).touch()
+
+    seed = config.run.seed
     files = write_arithmetic(
         folder,
-        max_operand=wanted.max_operand,
-        num_train=wanted.num_train,
-        num_validation=wanted.num_validation,
-        seed=config.run.seed,
-        wrong_fraction=wanted.warm_start.wrong_fraction,
+        max_operand=preparation.max_operand,
+        num_train=preparation.num_train,
+        num_validation=preparation.num_validation,
+        seed=seed,
+        wrong_fraction=preparation.warm_start.wrong_fraction,
     )
-    character_tokenizer(folder / "tokenizer", ALPHABET)
-    make_tiny_qwen3(folder / "untrained", folder / "tokenizer", wanted.model, config.run.seed)
-    _warm_start(config, wanted, session, folder, files.train.jsonl, files.validation.jsonl)
-    complete.write_text(recipe)
+    tokenizer = folder / "tokenizer"
+    character_tokenizer(tokenizer, ALPHABET)
+    make_tiny_qwen3(folder / "untrained", tokenizer, preparation.model, seed)
+
+    train = files.train.jsonl
+    validation = files.validation.jsonl
+    _warm_start(config, preparation, session, folder, train, validation)
+
+    # The marker comes last: whatever is missing before it is made again.
+    completed.write_text(recipe)
 
 
-def _recipe(config: DrawingConfig, wanted: PrepareConfig) -> str:
-    """What the inputs depend on."""
-    return json.dumps({"seed": config.run.seed, **wanted.model_dump(exclude={"min_gain"})}, indent=1)
+def _recipe(config: RolloutTaskConfig, preparation: PrepareConfig) -> str:
+    """Return the settings that the inputs depend on, as JSON."""
+    settings = preparation.model_dump(exclude={"min_gain"})
+    return json.dumps({"seed": config.run.seed, **settings}, indent=1)
 
 
 class WarmStart(SFTTrainer):
-    """Is finished once its accuracy lies within the bounds of prepare.warm_start."""
+    """Supervised trainer that stops at a middling accuracy.
+
+    It is finished once its accuracy is within the bounds of prepare.warm_start.
+    """
 
     def __init__(
         self,
@@ -96,8 +133,9 @@ class WarmStart(SFTTrainer):
         super().__init__(actor, train, held_out, config.batch_size, max_skipped_steps)
         self._config = config
         self._steps = 0
+
         self.reached = 0.0
-        """The accuracy of the last evaluation."""
+        """Accuracy of the last evaluation."""
 
     def step(self, number: int) -> Metrics:
         self._steps = number
@@ -106,19 +144,26 @@ class WarmStart(SFTTrainer):
     def evaluate(self) -> Evaluation:
         config = self._config
         metrics, samples = super().evaluate()
+
         self.reached = metrics[ACCURACY]
-        within = config.accuracy_low <= self.reached <= config.accuracy_high
-        self.finished = within and self._steps >= max(1, config.min_steps)  # a model that has seen nothing is not warm
+        is_within = config.accuracy_low <= self.reached <= config.accuracy_high
+        # A model that has not trained at all is not warm, whatever its accuracy.
+        fewest_steps = max(1, config.min_steps)
+        self.finished = is_within and self._steps >= fewest_steps
         return metrics, samples
 
 
-class WarmStartLines(Tracker):
-    """The steps that were evaluated, a line each, for whoever waits."""
+class WarmStartProgress(Tracker):
+    """Prints a line for every evaluated step to the user who waits."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         if {"train/loss", ACCURACY} <= metrics.keys():
-            told = f"loss {metrics['train/loss']:.3f}  held-out {metrics[ACCURACY]:.3f}"
-            print(f"warm start: step {step}  {told}", flush=True)
+            loss = metrics["train/loss"]
+            accuracy = metrics[ACCURACY]
+            print(
+                f"warm start: step {step}  loss {loss:.3f}  held-out {accuracy:.3f}",
+                flush=True,
+            )
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None: ...
 
@@ -129,62 +174,112 @@ class WarmStartLines(Tracker):
 
 
 def _warm_start(
-    config: DrawingConfig, wanted: PrepareConfig, session: Session, folder: Path, train: Path, validation: Path
+    config: RolloutTaskConfig,
+    preparation: PrepareConfig,
+    session: Session,
+    folder: Path,
+    train: Path,
+    validation: Path,
 ) -> None:
-    """The model in `folder`/model. Nothing of it is kept at a stop: it begins anew next time."""
-    warm = wanted.warm_start
-    job = supervised_job(config, wanted, folder, train, validation)
-    job = resolve_on(shared_anew(job), Shape.of(session))
+    """Train the model and write it to `folder`/model.
+
+    A stop saves nothing: the next run begins the warm start again.
+    """
+    warm = preparation.warm_start
+    job = supervised_job(config, preparation, folder, train, validation)
+    # The warm start has the devices to itself, so its threads are chosen anew.
+    job = resolve_on(with_threads_unresolved(job), ClusterShape.of(session))
+
     tokenizer = load_tokenizer(folder / "tokenizer")
     limits = {"max_tokens": job.sft.max_tokens, "seed": config.run.seed}
-    outlook = Outlook("stopping; the warm start begins anew next time, there is nothing to save yet", "")
-    with telling(lambda: outlook), noting(), start(job, session) as system:
-        held_out = SupervisedSource(str(validation), tokenizer, job.data, **limits).all()
+    outlook = Outlook(
+        "stopping; the warm start begins anew next time, there is nothing to save yet",
+        "",
+    )
+
+    with (
+        announcing(lambda: outlook),
+        deferring_signals(),
+        start(job, session) as system,
+    ):
+        held_out_source = SupervisedSource(
+            str(validation), tokenizer, job.data, **limits
+        )
+        held_out = held_out_source.all()
         source = SupervisedSource(str(train), tokenizer, job.data, **limits)
-        trainer = WarmStart(warm, system.actor, source, held_out, config.run.max_skipped_steps)
-        Loop(job.run, trainer, WarmStartLines(), NothingKept(), GivenUpAnywhere()).run()
+
+        max_skipped_steps = config.run.max_skipped_steps
+        trainer = WarmStart(warm, system.actor, source, held_out, max_skipped_steps)
+        loop = Loop(
+            job.run, trainer, WarmStartProgress(), NoPersistence(), UnguardedSteps()
+        )
+        loop.run()
+
         if not trainer.finished:
             raise DataError(
-                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f}, not within prepare.warm_start."
-                f"accuracy_low = {warm.accuracy_low} and accuracy_high = {warm.accuracy_high}; raise max_steps, or "
-                "lower evaluate_every if the accuracy jumped over them"
+                f"the warm start ended at a held-out accuracy of {trainer.reached:.3f},"
+                f" not within prepare.warm_start.accuracy_low = {warm.accuracy_low} and"
+                f" accuracy_high = {warm.accuracy_high}; raise max_steps, or lower"
+                " evaluate_every if the accuracy jumped over them"
             )
         trainer.export(str(folder / "model"))
 
 
 def supervised_job(
-    config: DrawingConfig, wanted: PrepareConfig, folder: Path, train: Path, validation: Path
+    config: RolloutTaskConfig,
+    preparation: PrepareConfig,
+    folder: Path,
+    train: Path,
+    validation: Path,
 ) -> SFTConfig:
-    """The warm start as a supervised job: the actor's backend and ranks, the warm start's optimizer."""
-    warm = wanted.warm_start
+    """Return the warm start as a supervised job.
+
+    It has the actor's backend and ranks, and the optimizer of prepare.warm_start.
+    """
+    warm = preparation.warm_start
     model = ModelConfig(path=str(folder / "untrained"))
-    steps = {"total_steps": warm.max_steps, "evaluate_every": warm.evaluate_every, "checkpoint_every": 0}
-    run = config.run.model_dump() | steps
+
+    run_settings = config.run.model_dump()
+    run_settings |= {
+        "total_steps": warm.max_steps,
+        "evaluate_every": warm.evaluate_every,
+        "checkpoint_every": 0,
+    }
+
+    data = DataFilesConfig(
+        train_path=str(train),
+        validation_path=str(validation),
+        overlong=config.data.overlong,
+        shuffle=config.data.shuffle,
+        apply_chat_template=config.data.apply_chat_template,
+    )
+
+    actor = SupervisedRole(
+        model=model,
+        num_ranks=config.actor.num_ranks,
+        backend=config.actor.backend,
+        optimizer=warm.optimizer,
+        # The model is new, so all of its weights have to learn.
+        lora=config.actor.lora.model_copy(update={"rank": 0}),
+        expert_balance=config.actor.expert_balance,
+    )
+
+    max_prompt_tokens = config.data.max_prompt_tokens
+    max_response_tokens = config.rollout.max_response_tokens
+    supervised = SupervisedConfig(
+        batch_size=warm.batch_size,
+        max_tokens=max_prompt_tokens + max_response_tokens,
+        stop_at_accuracy=None,
+    )
+
     return SFTConfig(
         task="sft",
-        run=RunConfig(**run),
+        run=RunConfig(**run_settings),
         ray=config.ray,
         model=model,
-        data=DataFilesConfig(
-            train_path=str(train),
-            validation_path=str(validation),
-            overlong=config.data.overlong,
-            shuffle=config.data.shuffle,
-            apply_chat_template=config.data.apply_chat_template,
-        ),
-        actor=SupervisedRole(
-            model=model,
-            num_ranks=config.actor.num_ranks,
-            backend=config.actor.backend,
-            optimizer=warm.optimizer,
-            lora=config.actor.lora.model_copy(update={"rank": 0}),  # the model is new: all of it has to learn
-            expert_balance=config.actor.expert_balance,
-        ),
-        sft=SupervisedConfig(
-            batch_size=warm.batch_size,
-            max_tokens=config.data.max_prompt_tokens + config.rollout.max_response_tokens,
-            stop_at_accuracy=None,
-        ),
+        data=data,
+        actor=actor,
+        sft=supervised,
         evaluation=SupervisedEvaluationConfig(num_prompts=None),
         tracking=config.tracking,
     )

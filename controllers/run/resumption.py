@@ -1,7 +1,10 @@
-"""What a run goes on from, known before anything starts: the newest whole checkpoint, or the one that run.resume names.
+"""The checkpoint that a run continues from: the newest whole one, or run.resume's.
 
-Invariant: a run that has checkpoints never starts anew by itself, and what its state means has not changed since.
-Deliberately not here: bringing roles to where the checkpoint was written, and writing others (`recovery.py`).
+Invariant: it is known before anything starts. A run that has checkpoints never starts
+anew by itself, and the meaning of its saved state has not changed since.
+
+Deliberately not here: restoring the roles from the checkpoint, and writing other
+checkpoints (`recovery.py`).
 """
 
 from __future__ import annotations
@@ -12,133 +15,212 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from verl_ray.checkpoint.changes import Change, changed_keys
-from verl_ray.checkpoint.store import Checkpoint, CheckpointStore
+from verl_ray.checkpoint.manifest import Checkpoint
+from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.load import to_tree
-from verl_ray.config.renamed import renewed
+from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
-from verl_ray.tracking.record import free_name, steps_of
+from verl_ray.tracking.record import steps_of, unused_path
 
 
 class Resumption:
-    """Finds the checkpoint that run.resume asks for.
+    """Finds the checkpoint that run.resume names.
 
-    Raises CheckpointError when there are checkpoints but none is whole, or when one has drawn other rows than its steps
-    have used; ConfigError when the configuration changed in a key that may not, or when run.resume is none and run.dir
-    already holds a run.
+    Raises:
+        CheckpointError: There are checkpoints but none is whole, or the checkpoint has
+            consumed other rows than its steps have used.
+        ConfigError: The configuration changed in a key that may not change, or
+            run.resume is none and run.dir already holds a run.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
-        """As it was given, until `settle`."""
-        self.store = CheckpointStore(Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints)
-        """Of this run.dir; a checkpoint that run.resume names may be elsewhere."""
+        """Configuration as the user wrote it, until `settle` replaces it."""
+
+        self.store = CheckpointStore(
+            Path(config.run.dir) / "checkpoints", config.run.keep_checkpoints
+        )
+        """Checkpoints of this run.dir. run.resume may name one outside of it."""
+
         self.checkpoint = self._find(config.run.resume)
-        """None = the run begins."""
+        """Checkpoint to continue from; None where the run starts from the beginning."""
+
+        # A checkpoint that does not fit is refused here, before anything starts.
         if self.checkpoint is not None:
-            for one in self._changes(self.checkpoint):
-                self._tell(one, self.checkpoint)
+            for change in self._changes(self.checkpoint):
+                self._report_change(change, self.checkpoint)
             self.check_cursor(self.checkpoint.step, self.checkpoint.state["trainer"])
 
     @property
     def step(self) -> int | None:
-        """Finished steps of the checkpoint; None = the run begins."""
-        return None if self.checkpoint is None else self.checkpoint.step
+        """Number of finished steps in the checkpoint; None where there is none."""
+        if self.checkpoint is None:
+            return None
+        return self.checkpoint.step
 
     @property
     def path(self) -> str | None:
-        """The checkpoint that the run goes on from."""
-        return None if self.checkpoint is None else str(self.checkpoint.path)
+        """Path of the checkpoint that the run continues from."""
+        if self.checkpoint is None:
+            return None
+        return str(self.checkpoint.path)
 
     @property
     def unrecorded(self) -> dict[str, float] | None:
-        """The metrics of the checkpoint's step while its evaluation is not made; None = its line is written."""
-        return None if self.checkpoint is None else self.checkpoint.state["unrecorded"]
+        """Metrics of the checkpoint's step, which was not evaluated yet.
+
+        None if its line is written.
+        """
+        if self.checkpoint is None:
+            return None
+        metrics: dict[str, float] | None = self.checkpoint.state["unrecorded"]
+        return metrics
 
     def settle(self, resolved: Config) -> None:
-        """What the configuration has become on this cluster, which every checkpoint holds. Raises ConfigError if what a
-        setting stands for has changed since the checkpoint, in a key that may not."""
+        """Replace the configuration by the resolved one, which every checkpoint holds.
+
+        Raises:
+            ConfigError: An `auto` setting now stands for another value than when the
+                checkpoint was written, in a key that may not change.
+        """
         self.config = resolved
         if self.checkpoint is not None:
             self._changes(self.checkpoint)
 
     @property
     def recorded_step(self) -> int | None:
-        """The last step whose line stays as it is: that of a step whose evaluation is missing is written anew."""
+        """Last step whose metrics line stays as it is.
+
+        The line of a step that was not evaluated yet is written anew.
+        """
         if self.step is None or self.unrecorded is None:
             return self.step
         return self.step - 1
 
     @property
     def tracker_state(self) -> dict[str, str] | None:
-        """What the trackers said when the checkpoint was written. Of a checkpoint in another folder the record of the
-        steps stays there, too, so none of them is missed here."""
+        """State of the trackers when the checkpoint was written."""
         if self.checkpoint is None:
             return None
+
         state: dict[str, str] = self.checkpoint.state["trackers"]
-        if self.is_here:
+        if self.is_in_run_dir:
             return state
+
+        # The record of another folder's steps stays there, so their lines are not
+        # missing here.
         return {name: value for name, value in state.items() if name != RECORDED_STEPS}
 
-    def refuse_fewer(self, total_steps: int) -> None:
-        """Raise ConfigError if the checkpoint is of a later step than the last one that training is to make."""
-        if self.step is not None and self.step > total_steps:
-            fix = f"give at least {self.step}, or continue from an earlier checkpoint: run.resume=PATH"
-            raise ConfigError([Problem("run.total_steps", total_steps, f"{self.step} steps are done already", fix)])
+    def refuse_fewer_steps(self, total_steps: int) -> None:
+        """Refuse a run that would end before the step of its checkpoint.
 
-    def set_aside(self) -> None:
-        """Keep the record of a run that left no checkpoint out of the way of the one that begins anew."""
+        Raises:
+            ConfigError: The checkpoint is of a later step than `total_steps`.
+        """
+        if self.step is None or self.step <= total_steps:
+            return
+
+        rule = f"{self.step} steps are done already"
+        fix = (
+            f"give at least {self.step}, or continue from an earlier checkpoint:"
+            " run.resume=PATH"
+        )
+        raise ConfigError([Problem("run.total_steps", total_steps, rule, fix)])
+
+    def set_aside_old_record(self) -> None:
+        """Rename the record of an earlier run that left no checkpoint.
+
+        The run in this folder begins anew and writes a record of its own.
+        """
         if self.checkpoint is not None or not self._has_record():
             return
+
         steps = len(steps_of(self._record))
-        aside = self._record.rename(free_name(self._record))
+        renamed = self._record.rename(unused_path(self._record))
         print(
-            f"warning: {self._record.parent} records {steps} steps but holds no checkpoint: the run begins anew, and "
-            f"the old record is in {aside.name}",
+            f"warning: {self._record.parent} records {steps} steps but holds no"
+            f" checkpoint: the run begins anew, and the old record is in"
+            f" {renamed.name}",
             file=sys.stderr,
             flush=True,
         )
 
     @property
-    def is_here(self) -> bool:
-        """Whether the checkpoint is one of this run.dir."""
+    def is_in_run_dir(self) -> bool:
+        """Whether the checkpoint is in this run.dir."""
         return self.checkpoint is not None and self._holds(self.checkpoint.path)
 
     def check_cursor(self, step: int, state: Mapping[str, Any]) -> None:
-        """Compare the rows that were drawn with those that the finished steps have used: a run is synchronous, so none
-        is under way at the end of a step. Raises CheckpointError where they differ."""
-        per_step = self.config.drawn_per_step
-        drawn, expected = drawn_rows(state["cursor"]), step * per_step
+        """Compare the rows that were consumed with those that the finished steps used.
+
+        A run is synchronous, so no rows are in progress at the end of a step.
+
+        Args:
+            step: Number of finished steps.
+            state: The trainer's state, as JSON.
+
+        Raises:
+            CheckpointError: The numbers of rows differ.
+        """
+        per_step = self.config.examples_per_step
+        drawn = drawn_rows(state["cursor"])
+        expected = step * per_step
         if drawn != expected:
             raise CheckpointError(
-                f"the checkpoint after step {step} has drawn {drawn} rows of the data; expected {expected}, "
-                f"{per_step} for each step. Rows would be used twice or left out, so continue from another "
-                "checkpoint: run.resume=PATH"
+                f"the checkpoint after step {step} has drawn {drawn} rows of the data;"
+                f" expected {expected}, {per_step} for each step. Rows would be used"
+                " twice or left out, so continue from another checkpoint:"
+                " run.resume=PATH"
             )
 
     def _find(self, resume: str) -> Checkpoint | None:
-        here = self.store.root
+        """Return the checkpoint that `resume` (auto, none or a path) stands for."""
         if resume not in ("auto", "none"):
-            if not self._holds(Path(resume)) and (any(here.glob("step_*")) or self._has_record()):
-                self._refuse(resume, "run.dir holds another run", "use another run.dir for what continues from here")
-            return self.store.open(resume)
-        found = self.store.latest()
-        if resume == "none" and (found.checkpoint is not None or self._has_record()):
-            what = found.checkpoint.path.name if found.checkpoint is not None else "the record of a run"
-            fix = "use run.resume=auto to continue, or another run.dir to start anew"
-            self._refuse(resume, f"{here.parent} already holds {what}", fix)
-        for reason in found.skipped:
+            return self._open_named(resume)
+
+        newest = self.store.latest()
+        if resume == "none":
+            self._refuse_existing_run(newest.checkpoint)
+
+        # Newer checkpoints that cannot be used are not passed over in silence.
+        for reason in newest.skipped:
             print(f"warning: {reason}", file=sys.stderr, flush=True)
-        return found.checkpoint
+        return newest.checkpoint
+
+    def _open_named(self, resume: str) -> Checkpoint:
+        """Open the checkpoint at a path, unless run.dir belongs to another run."""
+        # Steps from elsewhere must not be mixed with those of the run in this folder.
+        here = self.store.root
+        if not self._holds(Path(resume)):
+            has_checkpoints = any(here.glob("step_*"))
+            if has_checkpoints or self._has_record():
+                rule = "run.dir holds another run"
+                fix = "use another run.dir for what continues from here"
+                self._refuse(resume, rule, fix)
+        return self.store.open(resume)
+
+    def _refuse_existing_run(self, checkpoint: Checkpoint | None) -> None:
+        """Refuse run.resume=none in a folder that already holds a run."""
+        if checkpoint is not None:
+            existing = checkpoint.path.name
+        elif self._has_record():
+            existing = "the record of a run"
+        else:
+            return
+
+        rule = f"{self.store.root.parent} already holds {existing}"
+        fix = "use run.resume=auto to continue, or another run.dir to start anew"
+        self._refuse("none", rule, fix)
 
     @property
     def _record(self) -> Path:
         return self.store.root.parent / METRICS
 
     def _has_record(self) -> bool:
-        """Whether this folder has a metrics.jsonl that is not empty, damaged or not."""
+        """Return whether this folder has a metrics.jsonl with any content."""
         return self._record.is_file() and self._record.stat().st_size > 0
 
     def _holds(self, checkpoint: Path) -> bool:
@@ -148,17 +230,34 @@ class Resumption:
         raise ConfigError([Problem("run.resume", resume, rule, fix)])
 
     def _changes(self, checkpoint: Checkpoint) -> list[Change]:
-        allowed, refused = changed_keys(renewed(checkpoint.config), to_tree(self.config))
-        if refused:
-            fix = "set it back, or start anew in another run.dir"
-            when = f"when {checkpoint.path.name} was written"
-            raise ConfigError(
-                [Problem(one.key, one.now, f"was {one.saved!r} {when}; {one.refused}", fix) for one in refused]
-            )
-        return allowed
+        """Return the settings that differ from the checkpoint's and may do so.
 
-    def _tell(self, change: Change, checkpoint: Checkpoint) -> None:
+        Raises:
+            ConfigError: A setting differs that may not.
+        """
+        # The checkpoint may have been written under older names of the settings.
+        saved = migrated(checkpoint.config)
+        allowed, refused = changed_keys(saved, to_tree(self.config))
+        if not refused:
+            return allowed
+
+        when = f"when {checkpoint.path.name} was written"
+        fix = "set it back, or start anew in another run.dir"
+        problems = []
+        for change in refused:
+            rule = f"was {change.saved!r} {when}; {change.refused}"
+            problems.append(Problem(change.key, change.now, rule, fix))
+        raise ConfigError(problems)
+
+    def _report_change(self, change: Change, checkpoint: Checkpoint) -> None:
+        """Print a setting that differs from the checkpoint's."""
         print(f"changed since {checkpoint.path.name}: {change}", flush=True)
+
+        # A cosine schedule is stretched over the whole run.
         if change.key == "run.total_steps" and "cosine" in str(to_tree(self.config)):
-            warning = "warning: cosine schedules now end at another step, so the learning rate jumps"
-            print(warning, file=sys.stderr, flush=True)
+            print(
+                "warning: cosine schedules now end at another step, so the learning"
+                " rate jumps",
+                file=sys.stderr,
+                flush=True,
+            )

@@ -1,6 +1,9 @@
-"""What a run holds while it lasts: a cluster to run on, and the places that receive its record.
+"""The resources of a run while it lasts: its cluster, and the trackers of its record.
 
-Invariant: both are given back however the run ends; the trackers then know whether it failed.
+Invariant: both are released however the run ends, and the trackers then know whether it
+failed.
+
+Deliberately not here: the format of the record (`verl_ray/tracking`).
 """
 
 from __future__ import annotations
@@ -11,33 +14,45 @@ from pathlib import Path
 
 from controllers.run.resumption import Resumption
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import Outlook, raising, stop_on_signals, telling
+from verl_ray.cluster.signals import (
+    Outlook,
+    announcing,
+    raising_signals,
+    stop_on_signals,
+)
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.tracking import Trackers, open_trackers
 
 
 def open_session(config: Config) -> Session:
-    """The cluster to run on; the run's folder, where its processes keep their logs."""
+    """Open the cluster to run on, and make the run's folder.
+
+    The processes of the cluster keep their logs in this folder. Signals are handled
+    from here on.
+    """
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    with telling(lambda: Outlook("stopping as soon as Ray has started", "")):
+    with announcing(lambda: Outlook("stopping as soon as Ray has started", "")):
         session = Session.open(config.ray.address)
+
+    # `ray.init` has installed a signal handler of its own, which this call replaces.
     stop_on_signals()
     return session
 
 
 @contextlib.contextmanager
-def recording(config: Config, found: Resumption) -> Iterator[Trackers]:
-    """The trackers of the run, closed as failed if anything raises."""
+def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
+    """Yield the trackers of the run, and close them as failed if the block raises."""
     trackers = Trackers([])
     try:
-        with raising():  # W&B may wait for its server
+        # W&B may wait for its server, and knows nothing of signals.
+        with raising_signals():
             trackers = open_trackers(
                 config.tracking,
                 config.run,
                 to_tree(config),
-                committed_step=found.recorded_step,
-                state=found.tracker_state,
+                committed_step=resumption.recorded_step,
+                state=resumption.tracker_state,
             )
         yield trackers
     except BaseException:

@@ -1,1 +1,1 @@
-"""Which processes a run has, and the roles in them."""
+"""The processes of a run, and the roles in them."""

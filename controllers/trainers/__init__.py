@@ -1,1 +1,4 @@
-"""What one step does, by task: reinforcement learning, supervised learning and reward models."""
+"""Trainers: the content of one step, by task.
+
+The tasks are reinforcement learning, supervised fine-tuning and reward models.
+"""

@@ -1,8 +1,9 @@
-"""What a task is, and what its trainer can do: all that the loop around a step asks of either.
+"""The interface of a task and of its trainer, as the loop around the steps uses them.
 
-Invariant: what sets one task apart from another is in its file (`rl.py`, `sft.py`, `reward_model.py`), beside its
-trainer; whoever else would ask for the task of a run asks its configuration or its `Task`. Deliberately not here: how a
-name leads to the file (`controllers/tasks.py`), and the loop (`controllers/run/loop.py`).
+Invariant: what sets one task apart from another is in its own file (`rl.py`, `sft.py`,
+`reward_model.py`), next to its trainer. All other code that depends on the task of a
+run uses its configuration or its `Task`. Deliberately not here: how a name leads to the
+file (`controllers/tasks.py`), and the loop (`controllers/run/loop.py`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from controllers.system.build import WORKERS, System, Workers
-from controllers.tasks import declared, module_of
+from controllers.system.build import System
+from controllers.system.plan import WORKERS, Workers
+from controllers.tasks import declared_class, task_module
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import Config
@@ -24,46 +26,48 @@ from verl_ray.tracking.base import Sample
 C = TypeVar("C", bound=Config)
 
 Evaluation = tuple[Metrics, list[Sample]]
-"""What was found on held-out rows, and samples to read, if there are any."""
+"""Metrics on held-out rows, and samples to read, which may be none."""
 
 
 class Resumable(Protocol):
-    """What a trainer tells, so that it can continue."""
+    """The state of a trainer that a checkpoint holds."""
 
     @property
     def groups(self) -> Mapping[str, WorkerGroup[Any]]:
         """The roles whose state a checkpoint holds, by name."""
 
     def state(self) -> dict[str, Any]:
-        """The driver's part, as JSON."""
+        """Return the driver's part of a checkpoint, as JSON."""
 
-    def load_state(self, state: dict[str, Any]) -> None: ...
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
 
 
 class Trainable(Resumable, Protocol):
-    """One run's trainer, as the loop sees it."""
+    """The trainer of one run, as the loop uses it."""
 
     timers: Timers
 
     @property
     def finished(self) -> bool:
-        """Whether enough is learned before the last step."""
+        """Whether the trainer has reached its goal before the last step."""
 
     def begin(self, done: int) -> None:
-        """Before the first step, once `done` steps are restored."""
+        """Prepare the first step, after `done` steps have been restored."""
 
     def step(self, number: int) -> Metrics:
-        """Training step `number`, counted from 1."""
+        """Run training step `number`, counted from 1. Return its metrics."""
 
     def evaluate(self) -> Evaluation:
-        """What is trained, on held-out rows."""
+        """Evaluate the trained model on held-out rows."""
 
 
 MakeTrainer = Callable[[System], Trainable]
+"""Makes the trainer of a run from its running processes."""
 
 
 class Task(ABC, Generic[C]):
-    """One kind of run."""
+    """One kind of run. A subclass declares everything that sets the task apart."""
 
     workers: ClassVar[Workers] = WORKERS
     """The classes of the roles that run a model."""
@@ -73,43 +77,64 @@ class Task(ABC, Generic[C]):
 
     @abstractmethod
     def read(self, *, trains: bool = True) -> MakeTrainer:
-        """Read the data; returns what makes the trainer, once its processes are there.
+        """Read the data, before any process starts.
 
         Args:
-            trains: False = for one evaluation alone.
+            trains: False for a run that only evaluates once.
+
+        Returns:
+            A function that makes the trainer, once the processes are running.
         """
 
     def refuse_untrained(self) -> None:
-        """Raise ConfigError if there is nothing to evaluate unless a checkpoint is named."""
+        """Check that the model can be evaluated where no checkpoint is named.
+
+        Raises:
+            ConfigError: The model has not been trained for this task.
+        """
 
     def conclude(self, trainer: Trainable) -> None:
-        """After the last step: what the run leaves besides its record and its checkpoints."""
+        """Write further results after the last step.
+
+        The record of the run and its checkpoints are written elsewhere.
+        """
 
     def outputs(self) -> dict[str, str]:
-        """After the last step: further things to look at, title -> path."""
+        """Return further files to look at after the last step, by title."""
         return {}
 
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
-        """What the run promised and did not reach, from its first and last evaluation; None = nothing."""
+        """Return what the run promised and did not reach, or None.
+
+        Args:
+            before: Metrics of the first evaluation.
+            after: Metrics of the last evaluation.
+        """
         return None
 
     @abstractmethod
     def next_command(self) -> str:
-        """Something to try now."""
+        """Return a command that the user may try next."""
 
     @property
     def folder(self) -> Path:
-        """Where the run writes."""
+        """The directory that the run writes to."""
         return Path(self.config.run.dir)
 
 
 def task_of(config: Config) -> Task[Any]:
-    """The task of this run."""
-    kind: type[Task[Any]] = declared(module_of(config.task), Task)
-    return kind(config)
+    """Return the task of a run."""
+    module = task_module(config.task)
+    task_class: type[Task[Any]] = declared_class(module, Task)
+    return task_class(config)
 
 
-def tell_skipped(count: int, what: str) -> None:
-    """What data.overlong = skip, or data.unusable = skip, leaves out."""
+def warn_skipped(count: int, what: str) -> None:
+    """Report rows that are left out by data.overlong=skip or data.unusable=skip.
+
+    Args:
+        count: Number of rows. Nothing is printed for 0.
+        what: The rows and what is wrong with them, such as "rows are too long".
+    """
     if count:
         print(f"warning: {count} {what} and left out", file=sys.stderr, flush=True)

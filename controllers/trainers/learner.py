@@ -1,241 +1,354 @@
-"""What a step of reinforcement learning makes of rollouts: measure, assign credit, learn.
+"""The learning half of a reinforcement learning step: from rollouts to updates.
 
-Invariant: which rows go into which optimizer step depends on the run's seed and the step's number alone; a loss sees
-one optimizer step's global denominators, whatever rows a rank has. The driver plans on lengths, ids and scores; tokens
-stay where they are. Deliberately not here: where rollouts come from (`controllers/rollouts`), and any arithmetic on
-tokens (`workers`).
+The order is: compute log-probs and values, assign credit, learn.
+
+Invariant: the driver handles only lengths, ids and scores. Token data stays on the
+workers and in the object store.
+Deliberately not here: the source of rollouts (`controllers/rollouts`), which rows go
+into which optimizer step (`updates.py`), and arithmetic on tokens (`workers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 
 from controllers.system.build import System
-from controllers.watch import measures
+from controllers.trainers.updates import (
+    LearnerBatch,
+    ModelOutputs,
+    UpdateCalls,
+    mismatch_of_updates,
+    start_actor_updates,
+    start_critic_updates,
+)
+from controllers.watch import measures, update_measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.mismatch import MismatchWatch
 from verl_ray.algorithms.advantages import ADVANTAGES
-from verl_ray.algorithms.credit import judge
-from verl_ray.algorithms.kl_control import make
-from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
-from verl_ray.algorithms.row_weights import HORIZON
-from verl_ray.cluster.calls import Call, look_after, wait_all
+from verl_ray.algorithms.credit import response_rewards
+from verl_ray.algorithms.kl_control import make_kl_controller
+from verl_ray.algorithms.objectives import PolicyObjective
+from verl_ray.cluster.calls import Call, check_progress, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import put
 from verl_ray.cluster.waiting import Background
-from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
-from verl_ray.config.roles import TrainedRole
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
-from verl_ray.ops.masked import Moments
+from verl_ray.data.stages import Credit, Float32, LogProbs, Rollouts, Values
 from verl_ray.profiling.timers import Timers
-from verl_ray.rewards.shaping import Graded
+from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.rollout.requests import Sampling
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
-from workers.model_worker import MiniBatch, UpdateReport
+from workers.model_worker import UpdateReport
 from workers.reference import ReferenceWorker
 
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Measured:
-    """What the models say about the rollouts; None where the algorithm does not ask."""
-
-    old: Sharded[LogProbs] | None
-    reference: Sharded[LogProbs] | None
-    values: Sharded[Values] | None
-
-
 class Learner:
-    """The roles that learn, and the reference: one step's rollouts into updates."""
+    """Turns one step's rollouts into updates of actor and critic."""
 
     def __init__(
-        self, config: RLConfig, system: System, sampling: Sampling, timers: Timers, background: Background
+        self,
+        config: RLConfig,
+        system: System,
+        sampling: Sampling,
+        timers: Timers,
+        background: Background,
     ) -> None:
-        """`sampling`: how the rollouts are drawn; `background`: advanced while the models are waited for."""
-        self.config, self.system = config, system
+        """Start from the configuration; `load_state` continues from a checkpoint.
+
+        Args:
+            config: Configuration of the run.
+            system: Its processes.
+            sampling: How the rollouts are sampled.
+            timers: Timers of the step, which record the waits for models.
+            background: Work that is advanced while models are waited for.
+        """
+        self.config = config
+        self.system = system
         self.timers = timers
-        self.kl = make(config.algorithm.kl)
+        self.kl = make_kl_controller(config.algorithm.kl)
         self.gradients = GradientWatch(config.run.max_skipped_steps)
+        # Sampling parameters are among the causes of a mismatch that the watch names.
         self.mismatch = MismatchWatch(config, sampling)
         self._background = background
 
-    def measure(self, rollouts: Sharded[Rollouts]) -> Measured:
-        """Old log-probs, reference log-probs and values, in flight together."""
-        system, temperature = self.system, self.config.rollout.temperature
-        old = reference = values = None
+    # ------------------------------------------------------------- log-probs and values
+
+    def compute_log_probs_and_values(self, rollouts: Sharded[Rollouts]) -> ModelOutputs:
+        """Compute old and reference log-probs and values, at the same time."""
+        system = self.system
+        temperature = self.config.rollout.temperature
+
+        old_log_probs: Call[Sharded[LogProbs]] | None = None
         if self.needs_old_log_probs:
-            old = system.actor.scatter(ActorWorker.compute_log_probs, rollouts, temperature)
+            old_log_probs = system.actor.scatter(
+                ActorWorker.compute_log_probs,
+                rollouts,
+                temperature,
+            )
+
+        reference_log_probs: Call[Sharded[LogProbs]] | None = None
         if system.reference is not None:
-            reference = system.reference.scatter(ReferenceWorker.compute_log_probs, rollouts, temperature)
+            reference_log_probs = system.reference.scatter(
+                ReferenceWorker.compute_log_probs,
+                rollouts,
+                temperature,
+            )
         elif self.config.reference_is_base:
-            reference = system.actor.scatter(ActorWorker.compute_base_log_probs, rollouts, temperature)
+            # The actor without its adapter is the reference.
+            reference_log_probs = system.actor.scatter(
+                ActorWorker.compute_base_log_probs,
+                rollouts,
+                temperature,
+            )
+
+        values: Call[Sharded[Values]] | None = None
         if system.critic is not None:
             values = system.critic.scatter(CriticWorker.compute_values, rollouts)
-        asked = [call for call in (old, reference, values) if call is not None]
-        return Measured(
-            None if old is None else self._await("old_log_prob", old, asked),
-            None if reference is None else self._await("ref", reference, asked),
-            None if values is None else self._await("values", values, asked),
+
+        # Each wait watches all calls, so that a stall of any of them is noticed.
+        calls: list[Call[Any]] = [
+            call
+            for call in (old_log_probs, reference_log_probs, values)
+            if call is not None
+        ]
+        return ModelOutputs(
+            old_log_probs=self._wait_if_called("old_log_prob", old_log_probs, calls),
+            reference_log_probs=self._wait_if_called("ref", reference_log_probs, calls),
+            values=self._wait_if_called("values", values, calls),
         )
 
-    def assign_credit(self, rollouts: Sharded[Rollouts], scores: Graded, measured: Measured) -> Sharded[Credit]:
-        """Group baselines from the scores, here; everything per token, where the tokens are."""
-        algorithm, actor = self.config.algorithm, self.system.actor
+    @property
+    def needs_old_log_probs(self) -> bool:
+        """Whether the actor computes log-probs before it learns.
+
+        With one update per batch they equal the present policy's log-probs, which the
+        update computes anyway. In the two-policy form of the rollout correction the
+        sampler's log-probs take their place. A KL penalty in the reward always needs
+        them.
+        """
+        config = self.config
+        if config.algorithm.kl.place == "reward":
+            return True
+
+        actor = config.actor
+        rows = config.data.prompts_per_step * config.rollout.group_size
+        mini_batch_size = actor.mini_batch_size or rows
+
+        # From the second update on the policy is no longer the one that the batch
+        # began with.
+        several_updates = actor.epochs > 1 or mini_batch_size < rows
+        sampler_replaces_old = (
+            self.mismatch.corrects and config.algorithm.correction.form == "two_policy"
+        )
+        return several_updates and not sampler_replaces_old
+
+    # --------------------------------------------------------------------------- credit
+
+    def assign_credit(
+        self, rollouts: Sharded[Rollouts], scores: ResponseScores, outputs: ModelOutputs
+    ) -> Sharded[Credit]:
+        """Turn scores into rewards, and rewards into advantages and returns.
+
+        Rewards per response and group baselines are computed here, on the driver.
+        Everything per token is computed where the tokens are.
+        """
+        algorithm = self.config.algorithm
+        actor = self.system.actor
+
         with self.timers("adv"):
-            charge = None
-            if self.charges_whole_responses:
-                kl = self._await("adv", actor.scatter(
-                    ActorWorker.diverge, rollouts, measured.old, measured.reference, algorithm))  # fmt: skip
-                charge = (self.kl.coefficient * kl.row("kl")).astype(np.float32)
-            rewards = judge(
-                algorithm, scores.score, scores.ok, rollouts.row("finish"), rollouts.row("group_id"),
-                rollouts.row("trajectory_id"), charge,
-            )  # fmt: skip
-            return self._await("adv", actor.scatter(
-                ActorWorker.assign_credit, rollouts, put(rewards), measured.old, measured.reference, measured.values,
-                algorithm, self.kl.coefficient,
-            ))  # fmt: skip
+            # A KL penalty per token is applied on the ranks, with the credit.
+            kl_penalty = None
+            if self.penalizes_whole_responses:
+                kl_penalty = self._response_kl_penalty(rollouts, outputs)
+
+            # The responses of a group are on several ranks; only the driver has the
+            # scores of all of them.
+            rewards = response_rewards(
+                algorithm,
+                scores.score,
+                scores.ok,
+                rollouts.row("finish"),
+                rollouts.row("group_id"),
+                rollouts.row("trajectory_id"),
+                kl_penalty,
+            )
+            credit = actor.scatter(
+                ActorWorker.assign_credit,
+                rollouts,
+                put(rewards),
+                outputs.old_log_probs,
+                outputs.reference_log_probs,
+                outputs.values,
+                algorithm,
+                self.kl.coefficient,
+            )
+            return self._wait_for("adv", credit)
+
+    @property
+    def penalizes_whole_responses(self) -> bool:
+        """Whether the KL penalty is subtracted before group baselines are computed.
+
+        A group baseline compares whole responses, so it needs their final rewards.
+        """
+        algorithm = self.config.algorithm
+        penalizes_reward = algorithm.kl.place == "reward"
+        return penalizes_reward and ADVANTAGES[algorithm.advantage].needs_group
+
+    def _response_kl_penalty(
+        self, rollouts: Sharded[Rollouts], outputs: ModelOutputs
+    ) -> Float32:
+        """Return the KL penalty of each response, float32 [rows]."""
+        call = self.system.actor.scatter(
+            ActorWorker.compute_divergence,
+            rollouts,
+            outputs.old_log_probs,
+            outputs.reference_log_probs,
+            self.config.algorithm,
+        )
+        divergence = self._wait_for("adv", call)
+        return (self.kl.coefficient * divergence.row("kl")).astype(np.float32)
+
+    # --------------------------------------------------------------------------- update
 
     def learn(
         self,
         number: int,
         rollouts: Sharded[Rollouts],
         credit: Sharded[Credit],
-        measured: Measured,
+        outputs: ModelOutputs,
         policy_version: int,
     ) -> Metrics:
-        """Critic and actor updates, in flight together; each optimizer step sees a mini-batch cut here.
+        """Update critic and actor at the same time, mini-batch by mini-batch.
 
-        `number`: of the training step, from 1; `policy_version`: the version that learns.
+        Args:
+            number: Number of the training step, from 1.
+            rollouts: All rollouts of the step.
+            credit: Their credit, row by row.
+            outputs: What the models computed for them.
+            policy_version: The version of the policy that learns.
+
+        Returns:
+            The metrics of the updates.
         """
-        updates = {
-            "critic": self._update_critic(number, rollouts, credit, measured),
-            "actor": self._update_actor(number, rollouts, credit, measured),
-        }
-        asked = [call for calls in updates.values() for call in calls]
+        config = self.config
         metrics: Metrics = {}
-        for role, calls in updates.items():
-            if not calls:
-                continue
-            with self.timers(f"update_{role}"):
-                reports = self._wait(calls, asked)
-            self.gradients.see(role, reports)
-            metrics |= measures.of_updates(role, reports)
-            if role == "actor":  # without old log-probs, later updates say what earlier ones learned, too
-                compared = reports if measured.old is not None else reports[:1]
-                metrics |= measures.of_mismatch([rank.loss for ranks in compared for rank in ranks])
-                self.mismatch.see(number, metrics, reports, policy_version)
 
-        if not updates["actor"] and measured.old is not None:  # the critic warms up
-            compare = self.system.actor.scatter(ActorWorker.compare, rollouts, credit, measured.old)
-            metrics |= measures.of_mismatch(self._wait([compare])[0])
-            self.mismatch.see(number, metrics, [], policy_version)
-        if self.config.algorithm.kl.place != "none":
-            metrics |= self._charge(rollouts, credit)
+        # Both are in flight before either is waited for.
+        batch = LearnerBatch(number, rollouts, credit, outputs)
+        objective = self._policy_objective
+        critic_updates = start_critic_updates(config, self.system.critic, batch)
+        actor_updates = start_actor_updates(config, self.system.actor, batch, objective)
+        updates = [*critic_updates, *actor_updates]
+
+        if critic_updates:
+            reports = self._wait_for_updates("critic", critic_updates, updates)
+            metrics |= update_measures.update_metrics("critic", reports)
+
+        if actor_updates:
+            reports = self._wait_for_updates("actor", actor_updates, updates)
+            metrics |= update_measures.update_metrics("actor", reports)
+            metrics |= mismatch_of_updates(reports, outputs)
+            self.mismatch.observe(number, metrics, reports, policy_version)
+        elif outputs.old_log_probs is not None:
+            # While the critic warms up the actor is not updated, so the sampler is
+            # compared with the old log-probs.
+            metrics |= self._mismatch_without_update(
+                rollouts, credit, outputs.old_log_probs
+            )
+            self.mismatch.observe(number, metrics, [], policy_version)
+
+        if config.algorithm.kl.place != "none":
+            metrics |= self._kl_metrics(rollouts, credit)
         return metrics
 
-    def _update_critic(
-        self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured
-    ) -> list[Call[list[UpdateReport]]]:
-        critic, loss = self.system.critic, self.config.algorithm.value_loss
-        if critic is None or loss is None or measured.values is None:
-            return []
-        objective = ValueObjective(loss)
-        return [
-            critic.scatter(
-                CriticWorker.update, rollouts.select(rows), credit.select(rows), measured.values.select(rows),
-                about, objective,
-            )
-            for rows, about in self.mini_batches(number, self.config.critic, loss, rollouts, credit)
-        ]  # fmt: skip
+    @property
+    def _policy_objective(self) -> PolicyObjective:
+        """The actor's loss as the step begins."""
+        return PolicyObjective(
+            self.config.algorithm,
+            self.config.rollout.temperature,
+            self.kl.coefficient,
+            self.mismatch.corrects,
+        )
 
-    def _update_actor(
-        self, number: int, rollouts: Sharded[Rollouts], credit: Sharded[Credit], measured: Measured
-    ) -> list[Call[list[UpdateReport]]]:
-        """None while only the critic learns."""
-        config, actor = self.config, self.system.actor
-        if number <= config.algorithm.critic_warmup_steps:
-            return []
-        corrects, temperature = self.mismatch.corrects, config.rollout.temperature
-        objective = PolicyObjective(config.algorithm, temperature, self.kl.coefficient, corrects)
-        whitening = self.whitening(rollouts, credit)
-        calls = []
-        for rows, about in self.mini_batches(number, config.actor, config.algorithm, rollouts, credit):
-            old = None if measured.old is None else measured.old.select(rows)
-            reference = None if measured.reference is None else measured.reference.select(rows)
-            calls.append(actor.scatter(
-                ActorWorker.update, rollouts.select(rows), credit.select(rows), old, reference,
-                about, whitening, objective,
-            ))  # fmt: skip
-        return calls
+    # -------------------------------------------------------------------------- metrics
 
-    def _charge(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Metrics:
-        """What the divergence cost in this step; the controller then learns of it."""
+    def _wait_for_updates(
+        self,
+        role: str,
+        calls: UpdateCalls,
+        watched: UpdateCalls,
+    ) -> list[list[UpdateReport]]:
+        """Return the reports of a role's updates, by optimizer step and rank."""
+        with self.timers(f"update_{role}"):
+            reports = self._wait(calls, watched)
+        self.gradients.observe(role, reports)
+        return reports
+
+    def _mismatch_without_update(
+        self,
+        rollouts: Sharded[Rollouts],
+        credit: Sharded[Credit],
+        old_log_probs: Sharded[LogProbs],
+    ) -> Metrics:
+        """Return the mismatch of sampler and trainer without actor updates."""
+        call = self.system.actor.scatter(
+            ActorWorker.compute_mismatch, rollouts, credit, old_log_probs
+        )
+        (losses,) = self._wait([call])
+        return update_measures.step_mismatch_metrics(losses)
+
+    def _kl_metrics(
+        self,
+        rollouts: Sharded[Rollouts],
+        credit: Sharded[Credit],
+    ) -> Metrics:
+        """Return the KL metrics of this step.
+
+        With a KL penalty in the reward, this also updates the KL controller.
+        """
+        # The metrics show the coefficient that this step used.
         coefficient = self.kl.coefficient
         if self.config.algorithm.kl.place == "loss":
             return {"actor/kl_coef": coefficient}
-        charge = measures.Charge.of(credit, rollouts.row("response_length"))
-        if charge.responses:
-            self.kl.update(charge.per_response, charge.responses)
-        return charge.metrics(coefficient)
 
-    # -------------------------------------------------------------------------------------------- mini-batches
+        # The controller acts on what was measured in this step, from the next one on.
+        divergence = measures.ReferenceDivergence.of(
+            credit, rollouts.row("response_length")
+        )
+        if divergence.responses:
+            self.kl.update(divergence.per_response, divergence.responses)
+        return divergence.metrics(coefficient)
 
-    def mini_batches(
-        self,
-        number: int,
-        role: TrainedRole,
-        loss: AlgorithmConfig | ValueLossConfig,
-        rollouts: Sharded[Rollouts],
-        credit: Sharded[Credit],
-    ) -> Iterator[tuple[Int64, MiniBatch]]:
-        """The rows of each optimizer step of this training step, shuffled where there is more than one, and the
-        global denominators of its loss. Rows of which nothing is learned make no step: momentum alone would move it.
-        """
-        count = len(rollouts)
-        size = role.mini_batch_size or count
-        counted = np.where(credit.row("in_loss"), rollouts.row("response_length"), 0)
-        for epoch in range(role.epochs):
-            order = np.arange(count)
-            if size < count or role.epochs > 1:
-                order = np.random.default_rng([self.config.run.seed, number, epoch]).permutation(count)
-            for start in range(0, count, size):
-                rows = order[start : start + size]
-                tokens = counted[rows]
-                if tokens.any():
-                    horizon: int | None = getattr(self.config.algorithm, HORIZON.name)
-                    yield rows, MiniBatch(int(tokens.sum()), int(np.count_nonzero(tokens)), loss.aggregation, horizon)
-
-    def whitening(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Moments | None:
-        """The moments of all advantages of the step, from the sums that each shard told."""
-        if not self.config.algorithm.whiten_advantages:
-            return None
-        counted = credit.row("in_loss")
-        tokens = int(rollouts.row("response_length")[counted].sum())
-        return measures.moments(credit.row("advantage_statistics")[counted], tokens)
-
-    # ------------------------------------------------------------------------------------------------ recovery
+    # ------------------------------------------------------------------------- recovery
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
-        """The roles whose state a checkpoint holds; the reference is what it was."""
-        learning = {"actor": self.system.actor, "critic": self.system.critic}
-        return {name: group for name, group in learning.items() if group is not None}
+        """The roles whose state a checkpoint holds, by name.
+
+        The reference never changes, so it is not one of them.
+        """
+        groups: dict[str, WorkerGroup[Any]] = {"actor": self.system.actor}
+        if self.system.critic is not None:
+            groups["critic"] = self.system.critic
+        return groups
 
     def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint, as JSON."""
-        return {"kl": self.kl.state(), "gradients": self.gradients.state(), "mismatch": self.mismatch.state()}
+        """Return the driver's part of a checkpoint, which JSON can hold."""
+        return {
+            "kl": self.kl.state(),
+            "gradients": self.gradients.state(),
+            "mismatch": self.mismatch.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Continue where `state` was taken."""
@@ -243,29 +356,43 @@ class Learner:
         self.gradients.load_state(state["gradients"])
         self.mismatch.load_state(state["mismatch"])
 
-    # ------------------------------------------------------------------------------------------------- details
+    # -------------------------------------------------------------------------- waiting
 
-    @property
-    def needs_old_log_probs(self) -> bool:
-        """One update per batch makes the old log-probs equal to the fresh ones, and in the two-policy form the
-        sampler's take their place; the reward's divergence needs them all the same."""
-        config = self.config
-        actor, rows = config.actor, config.data.prompts_per_step * config.rollout.group_size
-        several = actor.epochs > 1 or (actor.mini_batch_size or rows) < rows
-        replaced = self.mismatch.corrects and config.algorithm.correction.form == "two_policy"
-        return (several and not replaced) or config.algorithm.kl.place == "reward"
+    def _wait_if_called(
+        self,
+        timer: str,
+        call: Call[T] | None,
+        watched: Sequence[Call[Any]],
+    ) -> T | None:
+        """Return the result of a call, or None where there is none."""
+        if call is None:
+            return None
+        return self._wait_for(timer, call, watched)
 
-    @property
-    def charges_whole_responses(self) -> bool:
-        """A group baseline compares whole responses, so the divergence is taken from their rewards first."""
-        algorithm = self.config.algorithm
-        return algorithm.kl.place == "reward" and ADVANTAGES[algorithm.advantage].needs_group
+    def _wait_for(
+        self,
+        timer: str,
+        call: Call[T],
+        watched: Sequence[Call[Any]] = (),
+    ) -> T:
+        """Return the result of a call; record the time of the wait under `timer`."""
+        with self.timers(timer):
+            (result,) = self._wait([call], watched)
+        return result
 
-    def _await(self, name: str, call: Call[T], beside: Sequence[Call[Any]] = ()) -> T:
-        """The answer, with the time spent on it under `name`; calls `beside` it may not stand still meanwhile."""
-        with self.timers(name):
-            return self._wait([call], beside)[0]
+    def _wait(
+        self,
+        calls: Sequence[Call[T]],
+        watched: Sequence[Call[Any]] = (),
+    ) -> list[T]:
+        """Return the results of calls, in order; advance the background meanwhile.
 
-    def _wait(self, calls: Sequence[Call[T]], beside: Sequence[Call[Any]] = ()) -> list[T]:
+        Args:
+            calls: The calls to wait for.
+            watched: Further calls that must make progress meanwhile.
+
+        Raises:
+            DeadlineExceeded: One of these calls makes no progress.
+        """
         with self.timers.waiting():
-            return wait_all(calls, partial(look_after, beside), self._background)
+            return wait_all(calls, partial(check_progress, watched), self._background)

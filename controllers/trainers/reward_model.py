@@ -1,17 +1,21 @@
-"""Training a reward model on preferences: pairs of rows of which the first should score higher.
+"""Training of a reward model on preferences.
 
-Invariant: the rows of a pair go to one rank, so that its loss sees both. Deliberately not here: scoring rollouts,
-which is the reward role's part in `rl.py`.
+A preference is a pair of rows of which the first should score higher.
+
+Invariant: the rows of a pair go to one rank, so that its loss sees both. Deliberately
+not here: scoring rollouts, which is the reward role's part in `rl.py`.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, MakeTrainer, tell_skipped
+from controllers.trainers.base import Evaluation, MakeTrainer, warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
-from controllers.watch import measures
+from controllers.watch import held_out_measures
 from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
@@ -24,12 +28,17 @@ from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.models.families import VALUE_HEAD
-from verl_ray.preflight.model_directories import tensor_shapes
+from verl_ray.preflight.model_files import tensor_shapes
 from workers.model_worker import UpdateReport
 from workers.reward_model import RewardModelWorker
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
+    """The trainer of a reward model."""
+
     def __init__(
         self,
         reward: WorkerGroup[RewardModelWorker],
@@ -40,60 +49,129 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         objective: PreferenceObjective,
         memory: MemoryRecord | None = None,
     ) -> None:
-        super().__init__("reward", reward, train, held_out, batch_size, max_skipped_steps, memory)
+        super().__init__(
+            "reward",
+            reward,
+            train,
+            held_out,
+            batch_size,
+            max_skipped_steps,
+            memory,
+        )
         self._objective = objective
 
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
+        """Start one optimizer step on these pairs."""
         pair = self._objective.rows_per_unit
-        shares = self.group.deal(lengths_of_units(rows.lengths, pair))
+        # Pairs are partitioned over the ranks, not rows: both rows go to one rank.
+        shares = self.group.partition(lengths_of_units(rows.lengths, pair))
         assignment = [rows_of_units(share, pair) for share in shares]
-        return self.group.scatter(RewardModelWorker.train_preferences, rows, self._objective, assignment=assignment)
+        return self.group.scatter(
+            RewardModelWorker.train_preferences,
+            rows,
+            self._objective,
+            assignment=assignment,
+        )
 
     def evaluate(self) -> Evaluation:
-        """Pair accuracy, calibration and reward statistics on the held-out pairs."""
-        scores = self.group.scatter(RewardModelWorker.compute_scores, self.held_out).result().row("score")
-        return measures.of_preferences(scores[0::2].astype(np.float64), scores[1::2].astype(np.float64)), []
+        """Measure pair accuracy, calibration and rewards on the held-out pairs."""
+        call = self.group.scatter(RewardModelWorker.compute_scores, self.held_out)
+        scores = call.result().row("score")
+
+        # The rows of a pair are neighbours: the chosen one, then the rejected one.
+        chosen = scores[0::2].astype(np.float64)
+        rejected = scores[1::2].astype(np.float64)
+        return held_out_measures.preference_metrics(chosen, rejected), []
 
 
 class RewardModelTask(SupervisedTask[RewardModelConfig]):
-    """`train --config-name reward_model`."""
+    """The task of `train --config-name reward_model`."""
 
     def read(self, *, trains: bool = True) -> MakeTrainer:
-        """The pairs."""
-        config, wanted = self.config, self.config.preference
+        """Read the pairs to learn from, and the held-out pairs."""
+        config = self.config
+        preference = config.preference
         tokenizer = load_tokenizer(config.reward.model.path)
+        # The command `evaluate` evaluates whatever run.evaluate_every is.
+        evaluates = config.run.evaluate_every > 0 or not trains
 
-        def pairs(path: str, kind: str) -> PreferenceSource:
-            source = PreferenceSource(
-                path, tokenizer, config.data, max_tokens=wanted.max_tokens, seed=config.run.seed, margin=wanted.margin
+        train: PreferenceSource | None = None
+        if trains:
+            train = self._read_pairs(
+                config.data.train_path,
+                "the training data",
+                tokenizer,
             )
-            for reason, count in source.skipped.items():
-                tell_skipped(count, f"pairs of {kind} are {reason.replace('_', ' ')}")
-            return source
 
-        train = pairs(config.data.train_path, "the training data") if trains else None
-        held_out = None
-        if config.data.validation_path is not None and (config.run.evaluate_every or not trains):
-            held_out = pairs(config.data.validation_path, "the held-out data").all(config.evaluation.num_pairs)
-        objective = PreferenceObjective(wanted.label_smoothing)
+        held_out: TrainingBatch | None = None
+        if config.data.validation_path is not None and evaluates:
+            source = self._read_pairs(
+                config.data.validation_path,
+                "the held-out data",
+                tokenizer,
+            )
+            held_out = source.all(config.evaluation.num_pairs)
+
+        objective = PreferenceObjective(preference.label_smoothing)
 
         def make(system: System) -> PreferenceTrainer:
-            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus) if trains else None
+            # Memory is recorded with the steps, which an evaluation alone has not.
+            memory: MemoryRecord | None = None
+            if trains:
+                memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
             return PreferenceTrainer(
-                system.models["reward"], train, held_out, wanted.batch_size, config.run.max_skipped_steps, objective,
-                memory,
-            )  # fmt: skip
+                system.models["reward"],
+                train,
+                held_out,
+                batch_size=preference.batch_size,
+                max_skipped_steps=config.run.max_skipped_steps,
+                objective=objective,
+                memory=memory,
+            )
 
         return make
 
+    def _read_pairs(
+        self,
+        path: str,
+        name: str,
+        tokenizer: PreTrainedTokenizerBase,
+    ) -> PreferenceSource:
+        """Read the pairs at `path`; report those that are left out of `name`."""
+        config = self.config
+        source = PreferenceSource(
+            path,
+            tokenizer,
+            config.data,
+            max_tokens=config.preference.max_tokens,
+            seed=config.run.seed,
+            margin=config.preference.margin,
+        )
+        for reason, count in source.skipped.items():
+            defect = reason.replace("_", " ")
+            warn_skipped(count, f"pairs of {name} are {defect}")
+        return source
+
     def refuse_untrained(self) -> None:
+        """Check that the model has a value head.
+
+        Raises:
+            ConfigError: It has none, so there is nothing to evaluate.
+        """
         path = self.config.reward.model.path
-        if VALUE_HEAD not in tensor_shapes(path):
-            rule = (
-                f"there is nothing to evaluate: this model has no {VALUE_HEAD}, and run.resume leads to no checkpoint"
-            )
-            fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
-            raise ConfigError([Problem("reward.model.path", path, rule, fix)])
+        if VALUE_HEAD in tensor_shapes(path):
+            return
+
+        rule = (
+            f"there is nothing to evaluate: this model has no {VALUE_HEAD}, and"
+            " run.resume leads to no checkpoint"
+        )
+        fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
+        raise ConfigError([Problem("reward.model.path", path, rule, fix)])
 
     def next_command(self) -> str:
-        return f"verl-ray check --config-name ppo reward=model reward.model.path={self.model_folder}"
+        """Return the command that checks a run with this reward model."""
+        return (
+            "verl-ray check --config-name ppo reward=model"
+            f" reward.model.path={self.model_folder}"
+        )

@@ -1,9 +1,10 @@
-"""Reinforcement learning, one step after another: the driver of PPO, GRPO and their kin.
+"""Reinforcement learning, step by step: the driver of PPO, GRPO and related algorithms.
 
-Invariant: `step` has one commit point, at its end (policy published, cursor advanced, metrics written); everything
-before it can be replayed from the last commit with the same result. A producer fills a buffer with scored groups, a
-learner learns from what is taken out of it, and the replicas are given what was learned. Deliberately not here: the
-loop around a step (`controllers/run/loop.py`), and any arithmetic on tokens.
+Invariant: `step` commits nothing. The loop commits it after it has returned, so an
+interrupted step is replayed from the last commit with the same result. A producer fills
+a buffer with scored groups, a learner learns from what is taken out of the buffer, and
+the replicas receive what was learned. Deliberately not here: the loop around a step
+(`controllers/run/loop.py`), and arithmetic on tokens.
 """
 
 from __future__ import annotations
@@ -14,13 +15,14 @@ from typing import Any
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, MakeTrainer, Task, tell_skipped
+from controllers.trainers.base import Evaluation, MakeTrainer, Task, warn_skipped
 from controllers.trainers.learner import Learner
+from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.signals import no_way_back
+from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
@@ -36,134 +38,230 @@ from verl_ray.tracking.curve import reward_curve
 
 
 class Trainer:
-    """The four roles of one run, and the order in which they work."""
+    """Runs the training steps of one reinforcement learning run."""
 
-    def __init__(self, config: RLConfig, system: System, prompts: PromptSource, evaluator: Evaluator | None) -> None:
+    finished = False
+    """Always False: the run never ends before run.total_steps."""
+
+    def __init__(
+        self,
+        config: RLConfig,
+        system: System,
+        prompts: PromptSource,
+        evaluator: Evaluator | None,
+    ) -> None:
         assert system.rollout is not None
-        self.config, self.system = config, system
-        self.prompts, self.evaluator = prompts, evaluator
+        self.config = config
+        self.system = system
+        self.prompts = prompts
+        self.evaluator = evaluator
         self.timers = Timers()
+
         self.replicas = system.rollout
         self.producer = Producer(config, self.replicas, system.graders)
         self.buffer = RolloutBuffer(config.rollout.group_size, config.rollout.staleness)
-        self.learner = Learner(config, system, self.producer.training().sampling, self.timers, self.producer)
         self.shaping = Shaping(config)
+
+        # The producer is the background of the learner: while models are waited for, it
+        # passes on what the replicas have finished.
+        sampling = self.producer.training_generation().sampling
+        self.learner = Learner(
+            config,
+            system,
+            sampling,
+            self.timers,
+            background=self.producer,
+        )
+
         self.memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
         self.policy_version = -1
 
-    finished = False
-    """Reinforcement learning makes all of its steps."""
-
     def begin(self, done: int) -> None:
-        """The replicas draw from the policy as it is."""
+        """Publish the policy as it is after `done` steps, so that replicas use it."""
         self.publish(done)
 
     def step(self, number: int) -> Metrics:
-        """One training step: produce, measure, assign credit, learn, publish. Returns its metrics."""
+        """Run training step `number`, counted from 1. Return its metrics.
+
+        produce -> compute log-probs and values -> assign credit -> learn -> publish
+        """
         learner = self.learner
+
         with self.timers("step"):
             experience = self.produce()
-            rollouts, raw = experience.rollouts, measures.graded(experience.scores)
+            rollouts = experience.rollouts
+            raw_scores = measures.response_scores(experience.scores)
+
+            # Engines that share GPUs with the trainers free them here.
             self.replicas.switch_to_training()
-            measured = learner.measure(rollouts)
+            outputs = learner.compute_log_probs_and_values(rollouts)
+
             aborted = rollouts.row("finish") == Finish.ABORTED
-            scores = self.shaping.shape(raw, aborted)
-            credit = learner.assign_credit(rollouts, scores, measured)
-            no_way_back()  # the update begins: a stop waits for the end of the step
-            metrics = learner.learn(number, rollouts, credit, measured, self.policy_version)
-            self.memory.ask()  # answered while weights are published
+            scores = self.shaping.shape(raw_scores, aborted)
+            credit = learner.assign_credit(rollouts, scores, outputs)
+
+            # The update begins: from here on a stop waits for the end of the step.
+            pass_point_of_no_return()
+            metrics = learner.learn(
+                number,
+                rollouts,
+                credit,
+                outputs,
+                self.policy_version,
+            )
+
+            # The processes report their peaks while the weights are published.
+            self.memory.request_peaks()
             metrics |= self.publish(number)
             metrics |= self.memory.metrics()
-        return metrics | measures.of_scores(self.shaping.weigh(raw), raw, aborted) | self.record(rollouts, credit)
+
+        weighted_scores = self.shaping.weigh(raw_scores)
+        metrics |= measures.score_metrics(weighted_scores, raw_scores, aborted)
+        return metrics | self.step_metrics(rollouts, credit)
 
     def produce(self) -> Experience:
-        """prompts -> generate -> score, each response as soon as it is finished -> buffer -> this step's groups."""
-        batch = self.prompts.next_batch(self.config.data.prompts_per_step)
-        self.producer.begin(batch, self.producer.training(), self.buffer)
-        return self.producer.take(batch, self.buffer, self.policy_version, self.timers)
+        """Generate and score the groups of this step.
+
+        prompts -> generate -> score each response as soon as it is finished -> buffer
+        -> the groups of this step
+        """
+        prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
+        generation = self.producer.training_generation()
+        self.producer.begin(prompts, generation, self.buffer)
+        return self.producer.take(
+            prompts,
+            self.buffer,
+            self.policy_version,
+            self.timers,
+        )
 
     def publish(self, version: int) -> Metrics:
-        """The new policy into every rollout replica, verified, under its version."""
+        """Send the policy to every replica, verified, under this version."""
         with self.timers("update_weights"), self.timers.waiting():
             metrics = self.replicas.publish(version)
         self.policy_version = version
         return metrics
 
-    def record(self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]) -> Metrics:
-        """The step in numbers."""
+    def step_metrics(
+        self, rollouts: Sharded[Rollouts], credit: Sharded[Credit]
+    ) -> Metrics:
+        """Return the metrics of the step's rollouts, credit and timings."""
         timings = self.timers.take()
-        response_tokens = int(rollouts.row("response_length").sum())
-        return {
-            **measures.of_rollouts(
-                rollouts, self.config.data.max_prompt_tokens, self.system.actor.deal(rollouts.lengths)
-            ),
-            **measures.of_credit(credit, rollouts.row("response_length"), self.learner.whitening(rollouts, credit)),
-            **timings,
-            **self.replicas.take_counts(),
-            **measures.per_token_ms(timings, response_tokens, rollouts.num_tokens),
-            "perf/time_per_step": timings["timing_s/step"],
-            "perf/throughput": rollouts.num_tokens / timings["timing_s/step"] / self.system.devices,
+        step_s = timings["timing_s/step"]
+
+        response_length = rollouts.row("response_length")
+        response_tokens = int(response_length.sum())
+        tokens_per_s = rollouts.num_tokens / step_s
+
+        metrics = measures.rollout_metrics(
+            rollouts,
+            self.config.data.max_prompt_tokens,
+            self.system.actor.partition(rollouts.lengths),
+        )
+        # The policy learns from whitened advantages, so these are the ones to show.
+        whitening = whitening_moments(self.config.algorithm, rollouts, credit)
+        metrics |= measures.credit_metrics(credit, response_length, whitening)
+        metrics |= timings
+        metrics |= self.replicas.take_counts()
+        metrics |= measures.per_token_ms(timings, response_tokens, rollouts.num_tokens)
+        return metrics | {
+            "perf/time_per_step": step_s,
+            "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
             "training/epoch": float(self.prompts.epoch),
         }
 
     def evaluate(self) -> Evaluation:
-        """The present policy on held-out problems."""
+        """Evaluate the present policy on the held-out problems."""
         assert self.evaluator is not None
-        timers = Timers()  # its own: the step's generation and grading are timed under the same names
-        metrics, samples = self.evaluator.evaluate(self.producer, self.policy_version, timers)
-        return metrics | {"timing_s/testing": timers.take()["timing_s/testing"]}, samples
 
-    # ------------------------------------------------------------------------------------------------ recovery
+        # The step's generation and scoring are timed under the same names, so the
+        # evaluation needs timers of its own.
+        timers = Timers()
+        metrics, samples = self.evaluator.evaluate(
+            self.producer,
+            self.policy_version,
+            timers,
+        )
+
+        name = "timing_s/testing"
+        return metrics | {name: timers.take()[name]}, samples
+
+    # ------------------------------------------------------------------------- recovery
 
     @property
     def groups(self) -> dict[str, WorkerGroup[Any]]:
-        """The roles whose state a checkpoint holds."""
+        """The roles whose state a checkpoint holds, by name."""
         return self.learner.groups
 
     def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint, as JSON."""
-        return {"cursor": self.prompts.state(), "shaping": self.shaping.state(), **self.learner.state()}
+        """Return the driver's part of a checkpoint, as JSON."""
+        return {
+            "cursor": self.prompts.state(),
+            "shaping": self.shaping.state(),
+            **self.learner.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
         self.prompts.load_state(state["cursor"])
         self.shaping.load_state(state["shaping"])
         self.learner.load_state(state)
 
 
 class ReinforcementTask(Task[RLConfig]):
-    """`train --config-name ppo | grpo | quickstart`."""
+    """The task of `train --config-name ppo | grpo | quickstart`."""
 
     def read(self, *, trains: bool = True) -> MakeTrainer:
-        """The prompts, and the held-out problems."""
+        """Read the prompts, and the held-out problems where there is an evaluation."""
         config = self.config
         tokenizer = load_tokenizer(config.actor.model.path)
-        prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+        prompts = PromptSource(
+            config.data.train_path,
+            tokenizer,
+            config.data,
+            config.run.seed,
+        )
         if trains:
-            tell_skipped(prompts.skipped, "prompts of the training data are too long")
-        evaluator = Evaluator(config, tokenizer) if config.run.evaluate_every or not trains else None
+            warn_skipped(prompts.skipped, "prompts of the training data are too long")
+
+        # Held-out problems are read only where there is an evaluation.
+        evaluator: Evaluator | None = None
+        if config.run.evaluate_every or not trains:
+            evaluator = Evaluator(config, tokenizer)
+
         return lambda system: Trainer(config, system, prompts, evaluator)
 
     def outputs(self) -> dict[str, str]:
+        """Draw the reward curve from the recorded metrics."""
         picture = self.folder / "reward_curve.png"
         try:
             reward_curve(self.folder / "metrics.jsonl", picture)
-        except TrackingError as error:  # no score came through: the metrics say so, and the run is done all the same
+        # Without a single score there is no curve. The metrics report that, and the run
+        # is done all the same.
+        except TrackingError as error:
             print(f"warning: {error}", file=sys.stderr, flush=True)
         return {"reward curve": str(picture)}
 
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
-        wanted = self.config.prepare
-        if wanted is None or not after:
+        """Return an error text if held-out accuracy rose too little, else None."""
+        preparation = self.config.prepare
+        if preparation is None or not after:
             return None
-        gain = min(after[name] - before[name] for name in after if name.startswith(HELD_OUT))
-        if gain >= wanted.min_gain:
+
+        # Every data source has to improve, so the smallest gain counts.
+        gain = min(
+            after[name] - before[name] for name in after if name.startswith(HELD_OUT)
+        )
+        if gain >= preparation.min_gain:
             return None
         return (
-            f"held-out accuracy rose by {gain:.3f}, less than prepare.min_gain = {wanted.min_gain}: "
-            "the run did not learn what it should have"
+            f"held-out accuracy rose by {gain:.3f}, less than prepare.min_gain ="
+            f" {preparation.min_gain}: the run did not learn what it should have"
         )
 
     def next_command(self) -> str:
-        made = self.config.prepare is not None
-        return "scripts/quickstart algorithm=grpo backend=fsdp" if made else "verl-ray evaluate --help"
+        """Return a command that the user may try next."""
+        if self.config.prepare is None:
+            return "verl-ray evaluate --help"
+        return "scripts/quickstart algorithm=grpo backend=fsdp"

@@ -1,7 +1,8 @@
-"""Learning from a data set, one step after another: what supervised and preference training share.
+"""Learning from a data set, step by step: shared by SFT and preference training.
 
-Invariant: a step is one optimizer step on the next batch of the source, so the source's cursor, the model and the
-optimizer are all that a resumed run needs. Deliberately not here: what is learned (`sft.py`, `reward_model.py`).
+Invariant: a step is one optimizer step on the next batch of the source, so the source's
+cursor, the model and the optimizer are all that a resumed run needs. Deliberately not
+here: what is learned (`sft.py`, `reward_model.py`).
 """
 
 from __future__ import annotations
@@ -12,13 +13,13 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
 from controllers.trainers.base import Evaluation, Task, Trainable
-from controllers.watch import measures
+from controllers.watch import update_measures
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.signals import no_way_back
+from verl_ray.cluster.signals import pass_point_of_no_return
 from verl_ray.cluster.store import put
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
@@ -31,23 +32,27 @@ W = TypeVar("W", bound=ModelWorker)
 
 
 class Source(Protocol):
-    """A data set, drawn batch by batch."""
+    """A data set, read batch by batch."""
 
-    def next_batch(self, count: int, /) -> TrainingBatch: ...
+    def next_batch(self, count: int, /) -> TrainingBatch:
+        """Return the next `count` units: rows, or pairs of rows."""
 
     @property
-    def epoch(self) -> int: ...
+    def epoch(self) -> int:
+        """Number of times that the whole data set has been read."""
 
-    def state(self) -> CursorState: ...
+    def state(self) -> CursorState:
+        """Return the position in the data set."""
 
-    def load_state(self, state: Mapping[str, int | str]) -> None: ...
+    def load_state(self, state: Mapping[str, int | str]) -> None:
+        """Continue where `state` was taken."""
 
 
 R = TypeVar("R", bound=Config)
 
 
 class SupervisedTrainer(ABC, Generic[W]):
-    """One role, and the rows that it learns from."""
+    """The trainer of one role on the rows of a data set."""
 
     def __init__(
         self,
@@ -59,72 +64,112 @@ class SupervisedTrainer(ABC, Generic[W]):
         max_skipped_steps: int,
         memory: MemoryRecord | None = None,
     ) -> None:
-        """`train`: None for a trainer that only evaluates. `memory`: recorded with each step, if given."""
-        self.role, self.group = role, group
-        self._source, self._batch_size = train, batch_size
-        self._held_out = None if held_out is None else put(held_out)
+        """Take the role and its rows; held-out rows go into the object store.
+
+        Args:
+            role: Name of the role, under which its metrics are reported.
+            group: Workers of the role.
+            train: Rows to learn from; None for a trainer that only evaluates.
+            held_out: Rows to evaluate on; None without an evaluation.
+            batch_size: Rows, or pairs of rows, of one optimizer step.
+            max_skipped_steps: Optimizer steps that may be skipped one after another
+                because their gradients are not finite.
+            memory: Record of the processes' memory, which adds its metrics to each
+                step.
+        """
+        self.role = role
+        self.group = group
         self.timers = Timers()
+        self.finished = False
+
+        self._source = train
+        self._batch_size = batch_size
         self._gradients = GradientWatch(max_skipped_steps)
         self._memory = memory
-        self.finished = False
+
+        # Every evaluation reads the same object from the store.
+        self._held_out: Sharded[TrainingBatch] | None = None
+        if held_out is not None:
+            self._held_out = put(held_out)
 
     @abstractmethod
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
-        """One optimizer step on these rows."""
+        """Start one optimizer step on these rows."""
 
     @abstractmethod
     def evaluate(self) -> Evaluation:
-        """The model on the held-out rows; may say that training is finished."""
+        """Evaluate the model on the held-out rows; may set `finished`."""
 
     def begin(self, done: int) -> None:
-        """The ranks hold all that there is."""
+        """Do nothing: the ranks hold all state already."""
 
     def step(self, number: int) -> Metrics:
-        """One optimizer step on the next batch."""
+        """Run one optimizer step on the next batch. Return its metrics."""
         if self._memory is not None:
-            self._memory.ask()  # of the step before: answered while this one is computed
+            # The peaks of the step before are reported while this one is computed.
+            self._memory.request_peaks()
+
         with self.timers("step"):
-            no_way_back()  # a stop waits for the end of the step
+            # From here on a stop waits for the end of the step.
+            pass_point_of_no_return()
             rows = self._train.next_batch(self._batch_size)
             with self.timers(f"update_{self.role}"), self.timers.waiting():
                 reports = self.update(put(rows)).result()
-        self._gradients.see(self.role, [reports])
+        # This stops the run if too many steps in a row were skipped.
+        self._gradients.observe(self.role, [reports])
+
         timings = self.timers.take()
-        return {
-            **measures.of_updates(self.role, [reports]),
-            **timings,
+        tokens_per_s = rows.num_tokens / timings["timing_s/step"]
+
+        metrics = update_measures.update_metrics(self.role, [reports])
+        metrics |= timings
+        metrics |= {
             "perf/total_num_tokens": float(rows.num_tokens),
-            "perf/throughput": rows.num_tokens / timings["timing_s/step"] / self.group.num_ranks,
+            "perf/throughput": tokens_per_s / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
-            **(self._memory.metrics() if self._memory is not None else {}),
         }
+        if self._memory is not None:
+            metrics |= self._memory.metrics()
+        return metrics
 
     def export(self, path: str) -> None:
-        """The trained model as a Hugging Face directory."""
+        """Write the trained model as a Hugging Face directory."""
         self.group.broadcast(ModelWorker.export, path).result()
 
     @property
     def _train(self) -> Source:
-        assert self._source is not None, "there are rows to learn from wherever there is training"
+        """The rows to learn from."""
+        assert self._source is not None, (
+            "there are rows to learn from wherever there is training"
+        )
         return self._source
 
     @property
     def held_out(self) -> Sharded[TrainingBatch]:
-        assert self._held_out is not None, "there are held-out rows wherever there is an evaluation"
+        """The rows to evaluate on."""
+        assert self._held_out is not None, (
+            "there are held-out rows wherever there is an evaluation"
+        )
         return self._held_out
 
-    # ----------------------------------------------------------------------------------------------- recovery
+    # ------------------------------------------------------------------------- recovery
 
     @property
     def groups(self) -> dict[str, WorkerGroup[W]]:
-        """The roles whose state a checkpoint holds."""
+        """The role whose state a checkpoint holds, by name."""
         return {self.role: self.group}
 
     def state(self) -> dict[str, Any]:
-        """The driver's part of a checkpoint, as JSON."""
-        return {"cursor": self._train.state(), "finished": self.finished, "gradients": self._gradients.state()}
+        """Return the driver's part of a checkpoint, as JSON."""
+        return {
+            "cursor": self._train.state(),
+            "finished": self.finished,
+            "gradients": self._gradients.state(),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken."""
+        # A trainer that only evaluates has no source.
         if self._source is not None:
             self._source.load_state(state["cursor"])
         self.finished = state["finished"]
@@ -132,13 +177,14 @@ class SupervisedTrainer(ABC, Generic[W]):
 
 
 class SupervisedTask(Task[R]):
-    """A run that learns from a data set alone, and leaves a model directory."""
+    """A run that learns from a data set alone, and writes a model directory."""
 
     @property
     def model_folder(self) -> Path:
-        """What it leaves."""
+        """The directory of the trained model."""
         return self.folder / "model"
 
     def conclude(self, trainer: Trainable) -> None:
+        """Write the trained model."""
         assert isinstance(trainer, SupervisedTrainer)
         trainer.export(str(self.model_folder))

@@ -1,1 +1,1 @@
-"""What a run measures of itself, and when it stops because of it."""
+"""Metrics of a run, and the limits on them that stop it."""

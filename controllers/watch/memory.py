@@ -1,13 +1,19 @@
-"""What memory was used, beside what the plan predicted: the metrics `memory/...` of each step.
+"""Memory that processes used, next to the prediction of the plan.
 
-Invariant: processes note what they hold while they work, and are asked once per step, by calls that are under way while
-others are waited for. Deliberately not here: the prediction (`memory_plan.py`), and how a process is watched
-(`verl_ray/profiling/memory.py`).
+These are the metrics `memory/...` of each step.
 
-`memory/<role>/<phase>_gib` is what the process of a rank held at most while that role did its part of a phase, on the
-rank that held most: its resident set on a CPU, what torch gave out on its device where there is one. Roles that share a
-process are in each other's figures. `memory/<role>/<phase>_predicted_gib` is the plan's figure for the same. Of each
-phase it is the last that had ended: of publish the one before the step, whose policy the step samples from.
+Invariant: processes measure their memory while they work. They are asked for it once
+per step, by calls that run while the driver waits for others.
+
+Deliberately not here: the prediction (`memory_plan.py`), and how a process measures its
+memory (`verl_ray/profiling/memory.py`).
+
+`memory/<role>/<phase>_gib` is the peak memory of the process of a rank while that role
+did its part of a phase, on the rank with the highest peak. On a CPU it is the resident
+set, on a device what torch allocated there. Roles that share a process are included in
+each other's figures. `memory/<role>/<phase>_predicted_gib` is the plan's figure for the
+same. The figures of a phase are those of the last time that it ended: for publish, this
+is the one before the step, whose policy the step samples from.
 """
 
 from __future__ import annotations
@@ -19,7 +25,8 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.launch import Groups
 from verl_ray.config.schema import Config
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import ROLLOUT, MemoryPlan, Phase, memory_plan
+from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+from verl_ray.preflight.role_memory import ROLLOUT, Phase
 from verl_ray.profiling.memory import CallPeaks
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
@@ -33,7 +40,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.compute_log_probs,
         ActorWorker.compute_base_log_probs,
         CriticWorker.compute_values,
-        ActorWorker.grade_supervised,
+        ActorWorker.score_supervised,
         RewardModelWorker.compute_scores,
     ),
     "learn": (
@@ -47,66 +54,103 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.probe,
         RolloutWorker.receive,
         RolloutWorker.commit,
-        RolloutWorker.prove,
+        RolloutWorker.verify,
     ),
 }
-"""What a role does in each phase."""
+"""Methods by which roles do their part of each phase."""
 
-PHASE_OF: dict[str, Phase] = {call.__name__: phase for phase, calls in CALLS.items() for call in calls}
+PHASE_OF: dict[str, Phase] = {
+    call.__name__: phase for phase, calls in CALLS.items() for call in calls
+}
 
 MARGIN = 1.2
-"""How far above the prediction a figure may be before a warning says so, and"""
+"""Ratio of measured to predicted memory above which a warning is due."""
 
 SLACK_BYTES = 256 << 20
-"""how far in any case: the libraries of two machines differ by more than small models take."""
+"""Excess over this ratio that is still tolerated.
+
+The libraries of two machines differ by more than small models take.
+"""
 
 
 class MemoryRecord:
-    """Asks the processes of a run, and judges what they say."""
+    """Collects the peak memory of a run's processes and compares it with the plan."""
 
     def __init__(self, config: Config, groups: Groups, *, on_gpus: bool) -> None:
         self._plan = memory_plan(config, on_gpus=on_gpus)
         self._groups = groups
-        self._told: Callable[[], list[CallPeaks]] | None = None
-        self._last: dict[tuple[str, Phase], int] = {}
+        self._collect_peaks: Callable[[], list[CallPeaks]] | None = None
+        self._measured: dict[tuple[str, Phase], int] = {}
         self._warned: set[tuple[str, Phase]] = set()
 
-    def ask(self) -> None:
-        """Ask all processes; they answer beside what they do."""
-        self._told = self._groups.ask_memory()
+    def request_peaks(self) -> None:
+        """Request the peaks of all processes, which reply while they work."""
+        self._collect_peaks = self._groups.request_memory()
 
     def metrics(self) -> Metrics:
-        """What was measured in the last calls that had ended when they were asked, and what was predicted."""
-        told, self._told = self._told, None
-        self._last |= peaks(self._plan, told() if told else ())
+        """Return the measured and the predicted memory of each role and phase.
+
+        It is measured in the calls that had ended when the peaks were requested.
+        """
+        # A request is collected once; without a new one the last figures stay.
+        collect_peaks = self._collect_peaks
+        self._collect_peaks = None
+        if collect_peaks is not None:
+            self._measured |= peaks(self._plan, collect_peaks())
+
         metrics: Metrics = {}
-        for (role, phase), measured in self._last.items():
+        for (role, phase), measured in self._measured.items():
             predicted = self._plan.predicted(role, phase)
             metrics[f"memory/{role}/{phase}_gib"] = measured / GIB
             metrics[f"memory/{role}/{phase}_predicted_gib"] = predicted / GIB
-            if measured > MARGIN * predicted + SLACK_BYTES and (role, phase) not in self._warned:
-                self._warned.add((role, phase))
-                print(
-                    f"warning: a rank of {role} held {measured / GIB:.2f} GiB in the phase {phase}, and "
-                    f"{predicted / GIB:.2f} GiB were predicted (memory/{role}/{phase}_gib)",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+
+            if measured > MARGIN * predicted + SLACK_BYTES:
+                self._warn_once(role, phase, measured, predicted)
         return metrics
 
+    def _warn_once(
+        self, role: str, phase: Phase, measured: int, predicted: int
+    ) -> None:
+        """Warn about memory beyond the prediction, once per role and phase."""
+        if (role, phase) in self._warned:
+            return
 
-def peaks(predicted: MemoryPlan, told: Sequence[CallPeaks]) -> dict[tuple[str, Phase], int]:
-    """The most that a rank of each role held in each phase, where its process can tell. A rollout engine does nothing
-    while others learn: there it is what it holds as it is asked."""
-    found: dict[tuple[str, Phase], int] = {}
+        self._warned.add((role, phase))
+        print(
+            f"warning: a rank of {role} held {measured / GIB:.2f} GiB in the phase"
+            f" {phase}, and {predicted / GIB:.2f} GiB were predicted"
+            f" (memory/{role}/{phase}_gib)",
+            file=sys.stderr,
+            flush=True,
+        )
 
-    def see(role: str, phase: Phase, nbytes: int) -> None:
-        if predicted.is_told(role, phase):
-            found[role, phase] = max(nbytes, found.get((role, phase), 0))
 
-    for one in told:
-        for (role, method), peak in one.by_call.items():
-            if (phase := PHASE_OF.get(method)) is not None:
-                see(role, phase, peak)
-        if any(role == ROLLOUT for role, _ in one.by_call):
-            see(ROLLOUT, "learn", one.now)
-    return found
+def peaks(
+    plan: MemoryPlan, reports: Sequence[CallPeaks]
+) -> dict[tuple[str, Phase], int]:
+    """Return the peak memory of a rank of each role in each phase, in bytes.
+
+    Phases are left out in which the role's process cannot measure its memory.
+
+    Args:
+        plan: Memory plan of the run.
+        reports: Report of each process.
+    """
+    highest: dict[tuple[str, Phase], int] = {}
+
+    def add(role: str, phase: Phase, nbytes: int) -> None:
+        if plan.is_measured(role, phase):
+            highest[role, phase] = max(nbytes, highest.get((role, phase), 0))
+
+    for report in reports:
+        for (role, method), peak in report.by_call.items():
+            phase = PHASE_OF.get(method)
+            if phase is not None:
+                add(role, phase, peak)
+
+        # A rollout engine does nothing while others learn, so its memory in this phase
+        # is what it holds now.
+        if any(role == ROLLOUT for role, _ in report.by_call):
+            add(ROLLOUT, "learn", report.current_bytes)
+
+    return highest

@@ -1,13 +1,18 @@
-"""How far sampler and trainer may be apart: the end of a run that goes too far, or the correction, and why.
+"""The limit on the mismatch between sampler and trainer.
 
-Invariant: a cause is named from what is known of this step and configuration, never guessed from the size of a number;
-whether the correction is on is part of a checkpoint. Deliberately not here: the metrics (`verl_ray/algorithms`).
+Beyond the limit a run stops, or the correction is switched on, and likely causes are
+reported.
+
+Invariant: a cause is named from what is known of this step and configuration, never
+guessed from the size of a number. Whether the correction is on is part of a checkpoint.
+
+Deliberately not here: the metrics (`verl_ray/algorithms`).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import MismatchError
@@ -15,79 +20,186 @@ from verl_ray.rollout.requests import Sampling
 from workers.model_worker import UpdateReport
 
 OTHER_PRECISION = ("quantization", "quantization_config", "kv_cache_dtype")
-"""Arguments of the rollout engine that make its arithmetic another than rollout.dtype says."""
+"""Arguments of the rollout engine that lower its precision below rollout.dtype."""
 
 
 class MismatchWatch:
-    """Holds the metric that algorithm.mismatch names against its limit. `sampling`: how the rollouts are drawn."""
+    """Compares the metric of algorithm.mismatch with its limit after every step."""
 
     def __init__(self, config: RLConfig, sampling: Sampling) -> None:
-        self._config, self._sampling = config, sampling
+        """Create a watch whose limit was not crossed yet.
+
+        Args:
+            config: Configuration of the run.
+            sampling: Sampling parameters of the rollouts.
+        """
+        self._config = config
+        self._sampling = sampling
         self._crossed = False
 
     @property
     def corrects(self) -> bool:
-        """Whether algorithm.correction applies: from the start, unless algorithm.mismatch is to turn it on."""
-        algorithm = self._config.algorithm
-        return algorithm.correction.form != "none" and (algorithm.mismatch.then != "correct" or self._crossed)
+        """Whether algorithm.correction applies now.
 
-    def see(
-        self, number: int, metrics: Mapping[str, float], updates: Sequence[Sequence[UpdateReport]], policy_version: int
+        It applies from the start, unless algorithm.mismatch switches it on.
+        """
+        algorithm = self._config.algorithm
+        if algorithm.correction.form == "none":
+            return False
+        return algorithm.mismatch.then != "correct" or self._crossed
+
+    def observe(
+        self,
+        number: int,
+        metrics: Mapping[str, float],
+        updates: Sequence[Sequence[UpdateReport]],
+        policy_version: int,
     ) -> None:
-        """The metrics of step `number`, in which the policy learned, and the actor's reports of it. A metric that is
-        not a number is beyond any limit; one that is absent was not measured, since no row was learned from. Raises
-        MismatchError where the run is to stop."""
-        wanted = self._config.algorithm.mismatch
-        if wanted.metric is None or wanted.limit is None or (wanted.then == "correct" and self._crossed):
+        """Compare the metric of a step with the limit.
+
+        NaN is beyond any limit. A missing metric was not measured, since the step had
+        no row to learn from.
+
+        Args:
+            number: Number of the step in which the policy learned.
+            metrics: Metrics of the step.
+            updates: Reports of the actor, [steps][ranks].
+            policy_version: Version that the trainer held before it learned.
+
+        Raises:
+            MismatchError: The limit is crossed and algorithm.mismatch.then is stop.
+        """
+        mismatch = self._config.algorithm.mismatch
+        metric = mismatch.metric
+        limit = mismatch.limit
+        if metric is None or limit is None:
             return
-        found = metrics.get(wanted.metric)
-        if found is None or found <= wanted.limit:
+        # The correction is already on, and stays on.
+        if mismatch.then == "correct" and self._crossed:
             return
-        versions = [rank.oldest_version for ranks in updates for rank in ranks if rank.oldest_version is not None]
-        reasons = causes(self._config, self._sampling, policy_version, min(versions, default=policy_version))
-        message = (
-            f"step {number}: {wanted.metric} is {found:.3g}, beyond algorithm.mismatch.limit = {wanted.limit:.3g}: the "
-            f"sampler draws from another policy than the trainer computes. What fits: {'; '.join(reasons)}"
+
+        # NaN compares as neither smaller nor equal, so it goes on from here.
+        value = metrics.get(metric)
+        if value is None or value <= limit:
+            return
+
+        oldest_version = _oldest_version(updates, policy_version)
+        likely_causes = causes(
+            self._config, self._sampling, policy_version, oldest_version
         )
-        if wanted.then == "stop":
+        message = (
+            f"step {number}: {metric} is {value:.3g}, beyond"
+            f" algorithm.mismatch.limit = {limit:.3g}: the sampler draws from"
+            " another policy than the trainer computes. What fits:"
+            f" {'; '.join(likely_causes)}"
+        )
+        if mismatch.then == "stop":
             raise MismatchError(message)
+
+        # The policy has learned from this step already, so the correction begins with
+        # the next one.
         self._crossed = True
-        print(f"warning: {message}. algorithm.correction is on from the next step", file=sys.stderr, flush=True)
+        print(
+            f"warning: {message}. algorithm.correction is on from the next step",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def state(self) -> dict[str, bool]:
-        """Whether the limit was crossed, as JSON."""
+        """Return whether the limit was crossed, as JSON."""
         return {"crossed": self._crossed}
 
     def load_state(self, state: Mapping[str, bool]) -> None:
+        """Continue from the state of a checkpoint."""
         self._crossed = state["crossed"]
 
 
-def causes(config: RLConfig, sampling: Sampling, policy_version: int, oldest_version: int) -> list[str]:
-    """Every known cause that the facts bear out, with what to do; weights or kernels where none is left.
+def _oldest_version(
+    updates: Sequence[Sequence[UpdateReport]], policy_version: int
+) -> int:
+    """Return the oldest policy version that sampled a token, if a rank reported any."""
+    versions = [
+        rank.oldest_version
+        for ranks in updates
+        for rank in ranks
+        if rank.oldest_version is not None
+    ]
+    return min(versions, default=policy_version)
 
-    `policy_version` is what the trainer held before it learned, `oldest_version` the oldest that sampled a token.
+
+def causes(
+    config: RLConfig, sampling: Sampling, policy_version: int, oldest_version: int
+) -> list[str]:
+    """Return every known cause that the facts support, each with its remedy.
+
+    If there is none, the cause is in the weights or the kernels.
+
+    Args:
+        config: Configuration of the run.
+        sampling: Sampling parameters of the rollouts.
+        policy_version: Version that the trainer held before it learned.
+        oldest_version: Oldest version that sampled a token.
     """
-    found, rollout = [], config.rollout
+    known = [
+        *_version_causes(policy_version, oldest_version),
+        *_sampling_causes(config, sampling),
+        *_precision_causes(config),
+    ]
+    if known:
+        return known
+
+    return [
+        f"weights or kernels (version {policy_version}, sampling and"
+        f" {config.rollout.dtype} are the same on both sides; the weights that were"
+        " sent arrived bit by bit, so look at what the engines compute with them)"
+    ]
+
+
+def _version_causes(policy_version: int, oldest_version: int) -> Iterator[str]:
+    """Yield a cause if older policy versions sampled tokens."""
     if oldest_version != policy_version:
-        found.append(
-            f"stale version (tokens of policy version {oldest_version}, a trainer at {policy_version}: publish more "
-            "often, or correct for it)"
+        yield (
+            f"stale version (tokens of policy version {oldest_version}, a trainer at"
+            f" {policy_version}: publish more often, or correct for it)"
         )
-    support = {
-        "temperature": (sampling.temperature, rollout.temperature),
+
+
+def _sampling_causes(config: RLConfig, sampling: Sampling) -> Iterator[str]:
+    """Yield a cause if rollouts are sampled from another distribution."""
+    # The trainer computes with the temperature, and without top_p and top_k.
+    expected = {
+        "temperature": (sampling.temperature, config.rollout.temperature),
         "top_p": (sampling.top_p, 1.0),
         "top_k": (sampling.top_k, -1),
     }
-    other = [f"{name} is {its} there and {ours} here" for name, (its, ours) in support.items() if its != ours]
-    if other:
-        found.append(f"sampling support ({', '.join(other)}: set rollout.* to what the trainer assumes)")
-    types = {"rollout.dtype": rollout.dtype, "actor.backend.dtype": config.actor.backend.dtype}
-    coarser = {f"rollout.vllm_args.{name}": rollout.vllm_args.get(name) for name in OTHER_PRECISION}
-    coarser = {key: value for key, value in coarser.items() if value not in (None, "auto")}
-    if len(set(types.values())) > 1 or coarser:
-        told = ", ".join(f"{key}={value}" for key, value in (types | coarser).items())
-        found.append(f"precision ({told}: compute alike, or correct for it)")
-    return found or [
-        f"weights or kernels (version {policy_version}, sampling and {rollout.dtype} are the same on both sides; the "
-        "weights that were sent arrived bit by bit, so look at what the engines compute with them)"
+    differences = [
+        f"{name} is {of_sampler} there and {of_trainer} here"
+        for name, (of_sampler, of_trainer) in expected.items()
+        if of_sampler != of_trainer
     ]
+    if differences:
+        yield (
+            f"sampling support ({', '.join(differences)}: set rollout.* to what the"
+            " trainer assumes)"
+        )
+
+
+def _precision_causes(config: RLConfig) -> Iterator[str]:
+    """Yield a cause if sampler and trainer compute with different precision."""
+    dtypes = {
+        "rollout.dtype": config.rollout.dtype,
+        "actor.backend.dtype": config.actor.backend.dtype,
+    }
+
+    lower_precision = {}
+    for name in OTHER_PRECISION:
+        value = config.rollout.vllm_args.get(name)
+        # vLLM's "auto" is the type of the model.
+        if value not in (None, "auto"):
+            lower_precision[f"rollout.vllm_args.{name}"] = value
+
+    if len(set(dtypes.values())) > 1 or lower_precision:
+        settings = ", ".join(
+            f"{key}={value}" for key, value in (dtypes | lower_precision).items()
+        )
+        yield f"precision ({settings}: use the same precision, or correct for it)"

@@ -1,4 +1,4 @@
-"""Advantages: by hand, against naive loops, and in the corners where implementations go wrong."""
+"""Advantages by hand, against naive loops, and in the cases where implementations fail."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from verl_ray.algorithms.advantages import (
     Float64,
     GroupBaseline,
     NoBaseline,
-    complete,
+    complete_trajectories,
     discounted_returns,
     gae,
     grpo,
@@ -46,41 +46,63 @@ def valid(count: int, *failed: int) -> Bool:
     return mask
 
 
-# ------------------------------------------------------------------------------------------------------- by name
+# ------------------------------------------------------------------------------ by name
 
 
 def test_every_advantage_says_what_it_needs() -> None:
-    needs = {name: (a.level, a.needs_critic, a.needs_group) for name, a in ADVANTAGES.items()}
+    needs = {
+        name: (a.level, a.needs_critic, a.needs_group) for name, a in ADVANTAGES.items()
+    }
     assert needs["gae"] == ("token", True, False)
     assert needs["reinforce_plus_plus"] == ("token", False, False)
-    assert {needs[name] for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")} == {
-        ("row", False, True)
-    }
+    assert {
+        needs[name]
+        for name in ("grpo", "dr_grpo", "rloo", "reinforce_plus_plus_baseline")
+    } == {("row", False, True)}
 
 
 def test_the_kind_of_an_entry_tells_how_to_call_it() -> None:
     for advantage in ADVANTAGES.values():
-        usual: dict[str, Any] = {setting.name: value for setting, value in advantage.reads.items()}
+        usual: dict[str, Any] = {
+            setting.name: value for setting, value in advantage.reads.items()
+        }
         if isinstance(advantage, GroupBaseline):
-            assert advantage.function(f32(0, 1), ids(0, 0), valid(2), trajectory=ids(0, 1), **usual).shape == (2,)
+            assert advantage.function(
+                f32(0, 1), ids(0, 0), valid(2), trajectory=ids(0, 1), **usual
+            ).shape == (2,)
         elif isinstance(advantage, CriticBaseline):
-            assert advantage.function(f32(0, 1), f32(0, 0), ids(0, 2), f32(0), **usual)[0].shape == (2,)
+            assert advantage.function(f32(0, 1), f32(0, 0), ids(0, 2), f32(0), **usual)[
+                0
+            ].shape == (2,)
         elif isinstance(advantage, NoBaseline):
             assert advantage.function(f32(0, 1), ids(0, 2), **usual).shape == (2,)
 
 
-# ------------------------------------------------------------------------------------------------------- row level
+# ---------------------------------------------------------------------------- row level
 
 
 def test_row_functions_by_hand() -> None:
-    rewards, group = f32(1, 10, 3, 20, 5), ids(7, 2, 7, 2, 7)  # group 7: 1, 3, 5; group 2: 10, 20
-    assert grpo(rewards, group, valid(5)) == pytest.approx([-1, -(0.5**0.5), 0, 0.5**0.5, 1], rel=1e-5)
+    rewards, group = (
+        f32(1, 10, 3, 20, 5),
+        ids(7, 2, 7, 2, 7),
+    )  # group 7: 1, 3, 5; group 2: 10, 20
+    assert grpo(rewards, group, valid(5)) == pytest.approx(
+        [-1, -(0.5**0.5), 0, 0.5**0.5, 1], rel=1e-5
+    )
     assert subtract_group_mean(rewards, group, valid(5)).tolist() == [-2, -5, 0, 5, 2]
-    assert rloo(rewards, group, valid(5)).tolist() == [1 - 4, 10 - 20, 3 - 3, 20 - 10, 5 - 2]
+    assert rloo(rewards, group, valid(5)).tolist() == [
+        1 - 4,
+        10 - 20,
+        3 - 3,
+        20 - 10,
+        5 - 2,
+    ]
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
-def test_a_group_of_one_or_of_equal_rewards_gives_exactly_zero(function: Callable[..., Float32]) -> None:
+def test_a_group_of_one_or_of_equal_rewards_gives_exactly_zero(
+    function: Callable[..., Float32],
+) -> None:
     rewards = f32(0.1, 0.1, 0.1, 0.7, 0.3, 1e30)
     advantages = function(rewards, ids(0, 0, 0, 1, 2, 3), valid(6))
     assert advantages.tolist() == [0, 0, 0, 0, 0, 0]
@@ -91,18 +113,30 @@ def test_a_group_of_one_or_of_equal_rewards_gives_exactly_zero(function: Callabl
 def test_equal_rewards_give_exactly_zero_whatever_they_are(
     function: Callable[..., Float32], value: float, count: int
 ) -> None:
-    assert not function(np.full(count, value, dtype=np.float32), np.zeros(count, dtype=np.int64), valid(count)).any()
+    assert not function(
+        np.full(count, value, dtype=np.float32),
+        np.zeros(count, dtype=np.int64),
+        valid(count),
+    ).any()
 
 
 def test_rewards_that_differ_by_rounding_do_not_explode() -> None:
-    """A leave-one-out standard deviation of three equal rewards once divided by nearly nothing."""
-    advantages = grpo(f32(0.5, 0.5, 0.5, np.nextafter(np.float32(0.5), np.float32(1))), ids(0, 0, 0, 0), valid(4))
+    """A leave-one-out standard deviation of equal rewards once divided by almost 0."""
+    advantages = grpo(
+        f32(0.5, 0.5, 0.5, np.nextafter(np.float32(0.5), np.float32(1))),
+        ids(0, 0, 0, 0),
+        valid(4),
+    )
     assert np.abs(advantages).max() < 0.1
-    assert np.abs(grpo(f32(0, 0, 0, 1), ids(0, 0, 0, 0), valid(4))).max() == pytest.approx(1.5, rel=1e-5)
+    assert np.abs(
+        grpo(f32(0, 0, 0, 1), ids(0, 0, 0, 0), valid(4))
+    ).max() == pytest.approx(1.5, rel=1e-5)
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
-def test_a_failed_reward_poisons_nobody_and_gets_zero(function: Callable[..., Float32]) -> None:
+def test_a_failed_reward_poisons_nobody_and_gets_zero(
+    function: Callable[..., Float32],
+) -> None:
     rewards, group = f32(1, np.nan, 3, np.inf, 5, np.nan), ids(0, 0, 0, 0, 0, 1)
     advantages = function(rewards, group, valid(6, 1, 3, 5))
     alone = function(f32(1, 3, 5), ids(0, 0, 0), valid(3))
@@ -113,7 +147,10 @@ def test_a_failed_reward_poisons_nobody_and_gets_zero(function: Callable[..., Fl
 
 
 def test_a_trajectory_is_one_member_of_its_group() -> None:
-    """Three trajectories with rewards 0 + 1, 0 and 0: their mean is 1/3, their sample variance (4 + 1 + 1) / 9 / 2."""
+    """Three trajectories have the rewards 0 + 1, 0 and 0.
+
+    Their mean is 1/3 and their sample variance (4 + 1 + 1) / 9 / 2.
+    """
     rewards, group, trajectory = f32(0, 1, 0, 0), ids(0, 0, 0, 0), ids(0, 0, 1, 2)
     std = (1 / 3) ** 0.5
     by_hand = {
@@ -122,39 +159,63 @@ def test_a_trajectory_is_one_member_of_its_group() -> None:
         rloo: [1, 1, -0.5, -0.5],
     }
     for function, expected in by_hand.items():
-        assert function(rewards, group, valid(4), trajectory=trajectory) == pytest.approx(expected, rel=1e-5)
+        assert function(
+            rewards, group, valid(4), trajectory=trajectory
+        ) == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
-def test_what_rows_of_a_trajectory_earned_adds_up(function: Callable[..., Float32]) -> None:
-    """Paid once or in parts, on whichever row: the same trajectory."""
+def test_what_rows_of_a_trajectory_earned_adds_up(
+    function: Callable[..., Float32],
+) -> None:
+    """A reward that is paid once or in parts, on any row, gives the same advantage."""
     group, trajectory = ids(0, 0, 0, 0, 0), ids(8, 8, 8, 3, 5)
     expected = function(f32(6, 1, 2), ids(0, 0, 0), valid(3))[[0, 0, 0, 1, 2]].tolist()
     for paid in ((0, 0, 6), (6, 0, 0), (1, 2, 3)):
-        assert function(f32(*paid, 1, 2), group, valid(5), trajectory=trajectory).tolist() == expected
+        assert (
+            function(f32(*paid, 1, 2), group, valid(5), trajectory=trajectory).tolist()
+            == expected
+        )
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
 @pytest.mark.parametrize("scale", [0.01, 1.0, 100.0])
-def test_rounding_of_a_sum_is_no_spread(function: Callable[..., Float32], scale: float) -> None:
-    """10.1 + 20.2 in float32 is 30.3 but for its last digits."""
+def test_rounding_of_a_sum_is_no_spread(
+    function: Callable[..., Float32], scale: float
+) -> None:
+    """10.1 + 20.2 in float32 differs from 30.3 in the last digits."""
     rewards = f32(10.1, 20.2, 30.3, 30.3) * np.float32(scale)
     found = function(rewards, ids(0, 0, 0, 0), valid(4), trajectory=ids(0, 0, 1, 2))
     assert found.tolist() == [0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
-def test_a_trajectory_without_one_reward_is_no_member(function: Callable[..., Float32]) -> None:
+def test_a_trajectory_without_one_reward_is_no_member(
+    function: Callable[..., Float32],
+) -> None:
     trajectory = ids(8, 8, 3, 5)
-    found = function(f32(np.nan, 9, 1, 2), ids(0, 0, 0, 0), valid(4, 0), trajectory=trajectory)
+    found = function(
+        f32(np.nan, 9, 1, 2), ids(0, 0, 0, 0), valid(4, 0), trajectory=trajectory
+    )
     assert found.tolist() == [0, 0, *function(f32(1, 2), ids(0, 0), valid(2)).tolist()]
-    assert complete(valid(4, 0), trajectory).tolist() == [False, False, True, True]
+    assert complete_trajectories(valid(4, 0), trajectory).tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
-def test_one_trajectory_or_equal_ones_give_zero(function: Callable[..., Float32]) -> None:
-    assert not function(f32(0, 1, 5), ids(0, 0, 0), valid(3), trajectory=ids(4, 4, 4)).any()
-    assert not function(f32(0.25, 0.5, 0.75), ids(0, 0, 0), valid(3), trajectory=ids(1, 1, 2)).any()
+def test_one_trajectory_or_equal_ones_give_zero(
+    function: Callable[..., Float32],
+) -> None:
+    assert not function(
+        f32(0, 1, 5), ids(0, 0, 0), valid(3), trajectory=ids(4, 4, 4)
+    ).any()
+    assert not function(
+        f32(0.25, 0.5, 0.75), ids(0, 0, 0), valid(3), trajectory=ids(1, 1, 2)
+    ).any()
 
 
 @pytest.mark.parametrize("function", ROW_FUNCTIONS)
@@ -165,31 +226,50 @@ def test_a_valid_reward_of_nan_is_not_hidden(function: Callable[..., Float32]) -
 
 @given(
     rows=st.lists(
-        st.tuples(st.integers(-3, 3), st.integers(0, 12), st.integers(0, 9).map(bool)), min_size=1, max_size=40
+        st.tuples(st.integers(-3, 3), st.integers(0, 12), st.integers(0, 9).map(bool)),
+        min_size=1,
+        max_size=40,
     ),
     data=st.data(),
 )
-def test_trajectories_equal_naive_loops_in_any_order(rows: list[tuple[int, int, bool]], data: st.DataObject) -> None:
+def test_trajectories_equal_naive_loops_in_any_order(
+    rows: list[tuple[int, int, bool]], data: st.DataObject
+) -> None:
     rewards, trajectory = f32(*(r for r, _, _ in rows)), ids(*(t for _, t, _ in rows))
     ok, group = np.array([v for _, _, v in rows]), trajectory % 3
-    totals = {t: float(rewards[trajectory == t].sum()) for t in set(trajectory) if ok[trajectory == t].all()}
+    totals = {
+        t: float(rewards[trajectory == t].sum())
+        for t in set(trajectory)
+        if ok[trajectory == t].all()
+    }
     for function in ROW_FUNCTIONS:
         expected = np.zeros(len(rows))
         for i, t in enumerate(trajectory):
-            peers = np.array([total for other, total in totals.items() if other % 3 == t % 3])
+            peers = np.array(
+                [total for other, total in totals.items() if other % 3 == t % 3]
+            )
             if t in totals and len(peers) > 1:
                 deviation = totals[t] - peers.mean()
-                scale = {grpo: peers.std(ddof=1) + 1e-6, rloo: (len(peers) - 1) / len(peers)}.get(function, 1.0)
+                scale = {
+                    grpo: peers.std(ddof=1) + 1e-6,
+                    rloo: (len(peers) - 1) / len(peers),
+                }.get(function, 1.0)
                 expected[i] = deviation / scale
         found = function(rewards, group, ok, trajectory=trajectory)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         order = np.array(data.draw(st.permutations(range(len(rows)))))
-        again = function(rewards[order], group[order], ok[order], trajectory=trajectory[order])
+        again = function(
+            rewards[order], group[order], ok[order], trajectory=trajectory[order]
+        )
         np.testing.assert_allclose(again, found[order], atol=1e-6)
 
 
 @given(
-    rows=st.lists(st.tuples(st.integers(-3, 3), st.integers(0, 4), st.booleans()), min_size=1, max_size=40),
+    rows=st.lists(
+        st.tuples(st.integers(-3, 3), st.integers(0, 4), st.booleans()),
+        min_size=1,
+        max_size=40,
+    ),
     data=st.data(),
 )
 def test_row_functions_equal_naive_loops_in_any_row_order(
@@ -211,33 +291,50 @@ def test_row_functions_equal_naive_loops_in_any_row_order(
         found = function(rewards, group, ok)
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
         order = np.array(data.draw(st.permutations(range(len(rows)))))
-        np.testing.assert_allclose(function(rewards[order], group[order], ok[order]), found[order], atol=1e-6)
+        np.testing.assert_allclose(
+            function(rewards[order], group[order], ok[order]), found[order], atol=1e-6
+        )
 
 
-# ----------------------------------------------------------------------------------------------------- token level
+# -------------------------------------------------------------------------- token level
 
 
 def naive_gae(
-    rewards: Float32, values: Float32, offsets: Int64, bootstrap: Float32, gamma: float, lam: float
+    rewards: Float32,
+    values: Float32,
+    offsets: Int64,
+    bootstrap: Float32,
+    gamma: float,
+    lam: float,
 ) -> Float64:
     advantages = np.zeros(len(rewards))
     for row, (start, end) in enumerate(itertools.pairwise(offsets)):
         after, advantage = float(bootstrap[row]), 0.0
         for t in reversed(range(start, end)):
-            advantage = float(rewards[t]) + gamma * after - float(values[t]) + gamma * lam * advantage
+            advantage = (
+                float(rewards[t])
+                + gamma * after
+                - float(values[t])
+                + gamma * lam * advantage
+            )
             advantages[t], after = advantage, float(values[t])
     return advantages
 
 
 def test_gae_by_hand() -> None:
-    """Two rows; the first ended by itself, the second was cut where its value was 4."""
-    advantages, returns = gae(f32(0, 1, 0), f32(0.5, 0.5, 2), ids(0, 2, 3), f32(0, 4), 0.5, 0.5)
-    # t1: 1 + 0 - 0.5 = 0.5; t0: 0 + 0.25 - 0.5 + 0.25 * 0.5 = -0.125; second row: 0 + 0.5 * 4 - 2 = 0
+    """The first row ended by itself, the second was cut where its value was 4."""
+    advantages, returns = gae(
+        f32(0, 1, 0), f32(0.5, 0.5, 2), ids(0, 2, 3), f32(0, 4), 0.5, 0.5
+    )
+    # t1: 1 + 0 - 0.5 = 0.5; t0: 0 + 0.25 - 0.5 + 0.25 * 0.5 = -0.125; second row: 0 +
+    # 0.5 * 4 - 2 = 0
     assert advantages.tolist() == [-0.125, 0.5, 0] and advantages.dtype == np.float32
     assert returns.tolist() == [0.375, 1, 2] and returns.dtype == np.float32
 
 
-def test_a_cut_response_without_bootstrap_is_charged_for_what_it_did_not_reach() -> None:
+def test_a_cut_response_without_bootstrap_is_charged_for_what_it_did_not_reach() -> (
+    None
+):
     rewards, values, offsets = f32(0, 0), f32(1, 1), ids(0, 2)
     assert gae(rewards, values, offsets, f32(1), 1, 1)[0].tolist() == [0, 0]
     assert gae(rewards, values, offsets, f32(0), 1, 1)[0].tolist() == [-1, -1]
@@ -245,12 +342,16 @@ def test_a_cut_response_without_bootstrap_is_charged_for_what_it_did_not_reach()
 
 @settings(max_examples=150, deadline=None)
 @given(
-    lengths=st.lists(st.integers(0, 40) | st.integers(250, 600), min_size=0, max_size=12),
+    lengths=st.lists(
+        st.integers(0, 40) | st.integers(250, 600), min_size=0, max_size=12
+    ),
     gamma=st.sampled_from([0.0, 0.5, 0.99, 1.0]),
     lam=st.sampled_from([0.0, 0.5, 0.95, 1.0]),
     seed=st.integers(0, 1000),
 )
-def test_gae_equals_the_naive_loop(lengths: list[int], gamma: float, lam: float, seed: int) -> None:
+def test_gae_equals_the_naive_loop(
+    lengths: list[int], gamma: float, lam: float, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     offsets = offsets_of(lengths)
     rewards, values = rng.normal(size=(2, offsets[-1])).astype(np.float32)
@@ -261,30 +362,47 @@ def test_gae_equals_the_naive_loop(lengths: list[int], gamma: float, lam: float,
     np.testing.assert_allclose(returns, expected + values, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[32768], [1024] * 4, [16] * 10, [15, 16, 17, 0, 256, 257, 1]])
+@pytest.mark.parametrize(
+    "lengths", [[32768], [1024] * 4, [16] * 10, [15, 16, 17, 0, 256, 257, 1]]
+)
 def test_gae_over_block_boundaries(lengths: list[int]) -> None:
     rng = np.random.default_rng(0)
     offsets = offsets_of(lengths)
     rewards, values = rng.normal(size=(2, offsets[-1])).astype(np.float32)
     bootstrap = rng.normal(size=len(lengths)).astype(np.float32)
     expected = naive_gae(rewards, values, offsets, bootstrap, 1.0, 0.999)
-    np.testing.assert_allclose(gae(rewards, values, offsets, bootstrap, 1.0, 0.999)[0], expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        gae(rewards, values, offsets, bootstrap, 1.0, 0.999)[0],
+        expected,
+        rtol=1e-6,
+        atol=1e-6,
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
 def test_a_bad_row_stays_alone_in_gae(bad: float) -> None:
-    """Blocks of rows are one matrix product, in which zeros would not keep a NaN from its neighbours."""
+    """Blocks of rows are one matrix product.
+
+    Zeros in it would not keep a NaN from its neighbours.
+    """
     offsets = offsets_of([5, 33, 16, 3])
-    rewards, values = np.random.default_rng(0).normal(size=(2, offsets[-1])).astype(np.float32)
+    rewards, values = (
+        np.random.default_rng(0).normal(size=(2, offsets[-1])).astype(np.float32)
+    )
     bootstrap = f32(0, 1, 0, 1)
     expected = gae(rewards, values, offsets, bootstrap, 0.99, 0.95)
     rewards[offsets[1] : offsets[2]] = values[offsets[1]] = bootstrap[1] = bad
     others = np.r_[0 : offsets[1], offsets[2] : offsets[-1]]
     with np.errstate(invalid="ignore"):
-        for found, wanted in zip(gae(rewards, values, offsets, bootstrap, 0.99, 0.95), expected, strict=True):
+        for found, wanted in zip(
+            gae(rewards, values, offsets, bootstrap, 0.99, 0.95), expected, strict=True
+        ):
             assert np.array_equal(found[others], wanted[others])
         found = discounted_returns(rewards, offsets, 0.99)
-    assert np.isfinite(found[others]).all() and not np.isfinite(found[offsets[1] : offsets[2]]).any()
+    assert (
+        np.isfinite(found[others]).all()
+        and not np.isfinite(found[offsets[1] : offsets[2]]).any()
+    )
 
 
 def test_inputs_are_not_changed() -> None:
@@ -297,7 +415,12 @@ def test_inputs_are_not_changed() -> None:
 
 
 def test_returns_by_hand() -> None:
-    assert discounted_returns(f32(1, 2, 4, 8), ids(0, 3, 3, 4), 0.5).tolist() == [3, 4, 4, 8]
+    assert discounted_returns(f32(1, 2, 4, 8), ids(0, 3, 3, 4), 0.5).tolist() == [
+        3,
+        4,
+        4,
+        8,
+    ]
     assert discounted_returns(f32(1, 2, 4), ids(0, 3), 1.0).tolist() == [7, 6, 4]
     assert discounted_returns(f32(1, 2, 4), ids(0, 3), 0.0).tolist() == [1, 2, 4]
     assert discounted_returns(f32(5), ids(0, 1), 0.9).tolist() == [5]
@@ -309,14 +432,21 @@ def test_returns_are_gae_without_values(lengths: list[int], gamma: float) -> Non
     rewards = np.random.default_rng(0).normal(size=int(offsets[-1])).astype(np.float32)
     nothing = np.zeros_like(rewards), offsets, np.zeros(len(lengths), dtype=np.float32)
     expected, _ = gae(rewards, *nothing, gamma, 1.0)
-    np.testing.assert_allclose(discounted_returns(rewards, offsets, gamma), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(
+        discounted_returns(rewards, offsets, gamma), expected, rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize("shape", [(1024, 1024), (32, 32768)])
 def test_a_million_tokens_take_no_python_loop(shape: tuple[int, int]) -> None:
-    """Counted in lines of Python that run; a loop over tokens, rows or positions runs a thousand at least."""
+    """The lines of Python that run are counted.
+
+    A loop over tokens, rows or positions runs a thousand at least.
+    """
     offsets = offsets_of([shape[1]] * shape[0])
-    rewards, values = np.random.default_rng(0).normal(size=(2, offsets[-1])).astype(np.float32)
+    rewards, values = (
+        np.random.default_rng(0).normal(size=(2, offsets[-1])).astype(np.float32)
+    )
     bootstrap = np.zeros(shape[0], dtype=np.float32)
     lines = 0
 

@@ -1,4 +1,4 @@
-"""What is declared of algorithms: addresses that hold a function, settings that it takes, names that are refused."""
+"""Declarations of algorithms: addresses of functions, their settings, refused names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_ray.algorithms.catalogue import (
     KL_ESTIMATORS,
     LEVELS,
     POLICY_LOSSES,
-    settings,
+    declared_settings,
 )
 from verl_ray.algorithms.declaration import Declaration
 from verl_ray.config.tasks.rl import RLConfig
@@ -25,8 +25,12 @@ from verl_ray.config.tasks.rl import RLConfig
 OTHERS: tuple[Mapping[str, Declaration], ...] = (KL_ESTIMATORS, CORRECTIONS, LEVELS)
 
 
-@pytest.mark.parametrize("table", [POLICY_LOSSES, *OTHERS], ids=lambda table: next(iter(table)))
-def test_an_address_holds_a_documented_function(table: Mapping[str, Declaration]) -> None:
+@pytest.mark.parametrize(
+    "table", [POLICY_LOSSES, *OTHERS], ids=lambda table: next(iter(table))
+)
+def test_an_address_holds_a_documented_function(
+    table: Mapping[str, Declaration],
+) -> None:
     for declared in table.values():
         function = declared.function.target  # type: ignore[attr-defined]
         assert callable(function) and function.__doc__
@@ -34,7 +38,9 @@ def test_an_address_holds_a_documented_function(table: Mapping[str, Declaration]
 
 def test_functions_take_the_settings_that_are_declared() -> None:
     functions = {one.name: (one, one.function) for one in ADVANTAGES.values()}
-    functions |= {one.name: (one, one.function.target) for one in POLICY_LOSSES.values()}
+    functions |= {
+        one.name: (one, one.function.target) for one in POLICY_LOSSES.values()
+    }
     for declared, function in functions.values():
         taken = inspect.signature(function).parameters
         assert {setting.name for setting in declared.reads} <= taken.keys()
@@ -42,37 +48,57 @@ def test_functions_take_the_settings_that_are_declared() -> None:
 
 @pytest.mark.parametrize("name", groups()["algorithm"])
 def test_an_algorithm_has_the_settings_that_it_reads(name: str) -> None:
-    """Its file mentions them, and what it leaves out is null and can be set."""
+    """Its file sets them; a setting that it does not read is null and must stay so."""
     config = compose("quickstart", [f"algorithm={name}"])
     assert isinstance(config, RLConfig)
     algorithm = config.algorithm
-    read = {one for key, table in CHOICES.items() for one in table[getattr(algorithm, key)].reads}
-    for setting in settings():
+    read = {
+        one
+        for key, table in CHOICES.items()
+        for one in table[getattr(algorithm, key)].reads
+    }
+    for setting in declared_settings():
         if setting not in read:
             assert getattr(algorithm, setting.name) is None
             value = 3 if setting is DUAL_CLIP else 1
-            (problem,) = examine("quickstart", [f"algorithm={name}", f"algorithm.{setting.name}={value}"]).problems
-            assert (problem.key, problem.fix) == (f"algorithm.{setting.name}", "Set it to null.")
+            (problem,) = examine(
+                "quickstart", [f"algorithm={name}", f"algorithm.{setting.name}={value}"]
+            ).problems
+            assert (problem.key, problem.fix) == (
+                f"algorithm.{setting.name}",
+                "Set it to null.",
+            )
 
 
-@pytest.mark.parametrize("key", [*CHOICES, "kl.estimator", "correction.kind", "correction.level"])
+@pytest.mark.parametrize(
+    "key", [*CHOICES, "kl.estimator", "correction.kind", "correction.level"]
+)
 def test_a_name_that_is_not_declared_is_refused(key: str) -> None:
     problems = examine("quickstart", [f"algorithm.{key}=nonesuch"]).problems
     (problem,) = (one for one in problems if one.value == "nonesuch")
-    assert (problem.key, problem.rule) == (f"algorithm.{key}", "there is no such choice")
+    assert (problem.key, problem.rule) == (
+        f"algorithm.{key}",
+        "there is no such choice",
+    )
     for name in CHOICES.get(key, ()):
         assert name in problem.fix
 
 
 def test_a_name_that_is_nearly_declared_is_suggested() -> None:
-    (problem,) = examine("quickstart", ["algorithm=grpo", "algorithm.advantage=rlo"]).problems
+    (problem,) = examine(
+        "quickstart", ["algorithm=grpo", "algorithm.advantage=rlo"]
+    ).problems
     assert problem.fix.startswith("Did you mean rloo? Use gae, grpo,")
 
 
 def test_a_setting_has_its_declared_type() -> None:
-    problems = examine("quickstart", ["algorithm.gamma=2", "algorithm.clip_low=wide"]).problems
+    problems = examine(
+        "quickstart", ["algorithm.gamma=2", "algorithm.clip_low=wide"]
+    ).problems
     found = {problem.key: problem.fix for problem in problems}
     assert found["algorithm.gamma"] == "Use a number of at most 1.0."
     assert "a finite number" in found["algorithm.clip_low"]
     config = compose("quickstart", ["algorithm.gamma=0.5"])
-    assert isinstance(config, RLConfig) and ADVANTAGES["gae"].settings(config.algorithm) == {"gamma": 0.5, "lam": 1.0}
+    assert isinstance(config, RLConfig) and ADVANTAGES["gae"].settings(
+        config.algorithm
+    ) == {"gamma": 0.5, "lam": 1.0}

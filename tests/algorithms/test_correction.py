@@ -1,4 +1,4 @@
-"""Weights and masks by hand, and a corrected loss that does not depend on how its rows are cut."""
+"""Weights and masks by hand, and a corrected loss that does not depend on the cut."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.corrections import NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
 from verl_ray.algorithms.catalogue import CORRECTIONS, LEVELS
-from verl_ray.algorithms.correction import correct, correction_metrics
+from verl_ray.algorithms.correction import correction_metrics, correction_weights
 from verl_ray.algorithms.objectives import LossInputs, PolicyObjective
 from verl_ray.config.algorithm import (
     AlgorithmConfig,
@@ -23,16 +23,22 @@ from verl_ray.config.algorithm import (
 )
 from verl_ray.ops.outputs import TokenOutputs
 
-RATIO = torch.tensor([4.0, 0.5, 0.125, 1.0])  # of three tokens of one response, and of another's only one
+RATIO = torch.tensor(
+    [4.0, 0.5, 0.125, 1.0]
+)  # of three tokens of one response, and of another's only one
 ROW = torch.tensor([0, 0, 0, 1])
 
 
-def config(kind: str, level: str, lower: float | None, upper: float) -> CorrectionConfig:
-    return CorrectionConfig(form="three_policy", kind=kind, level=level, lower=lower, upper=upper)
+def config(
+    kind: str, level: str, lower: float | None, upper: float
+) -> CorrectionConfig:
+    return CorrectionConfig(
+        form="three_policy", kind=kind, level=level, lower=lower, upper=upper
+    )
 
 
 @pytest.mark.parametrize(
-    ("kind", "level", "lower", "upper", "weight", "kept"),
+    ("kind", "level", "lower", "upper", "weight", "mask"),
     [
         ("tis", "token", None, 2.0, [2, 0.5, 0.125, 1], [1, 1, 1, 1]),
         ("mis", "token", None, 2.0, [0, 0.5, 0.125, 1], [0, 1, 1, 1]),
@@ -53,20 +59,27 @@ def test_by_hand(
     lower: float | None,
     upper: float,
     weight: list[float],
-    kept: list[int],
+    mask: list[int],
 ) -> None:
-    found = correct(config(kind, level, lower, upper), RATIO.log(), ROW)
-    assert found.weight.tolist() == pytest.approx(weight) and found.weight.dtype == torch.float32
-    assert found.kept.tolist() == [bool(one) for one in kept]
+    found = correction_weights(config(kind, level, lower, upper), RATIO.log(), ROW)
+    assert (
+        found.weight.tolist() == pytest.approx(weight)
+        and found.weight.dtype == torch.float32
+    )
+    assert found.mask.tolist() == [bool(one) for one in mask]
 
 
 def metrics(found: Any) -> dict[str, float]:
     means = {name: float(values.mean()) for name, values in found.means.items()}
-    return correction_metrics(means, {name: float(values.max()) for name, values in found.maxima.items()})
+    return correction_metrics(
+        means, {name: float(values.max()) for name, values in found.maxima.items()}
+    )
 
 
 def test_metrics_by_hand() -> None:
-    found = metrics(correct(config("icepop", "token", 0.25, 2.0), RATIO.log(), ROW))  # weights 0, 0.5, 0, 1
+    found = metrics(
+        correction_weights(config("icepop", "token", 0.25, 2.0), RATIO.log(), ROW)
+    )  # weights 0, 0.5, 0, 1
     assert found == pytest.approx({
         "rollout_corr/rollout_is_mean": 1.5 / 4,
         "rollout_corr/rollout_is_std": math.sqrt(1.25 / 4 - 0.375**2),
@@ -80,19 +93,32 @@ def test_metrics_by_hand() -> None:
         "rollout_corr/ratio_max": 4.0,
         "rollout_corr/ratio_min": 0.125,
     })  # fmt: skip
-    low = metrics(correct(config("tis", "token", None, 2.0), RATIO.log(), ROW))
+    low = metrics(
+        correction_weights(config("tis", "token", None, 2.0), RATIO.log(), ROW)
+    )
     assert low["rollout_corr/rollout_is_ratio_fraction_low"] == 0.25  # below 1 / upper
-    truncated = [low[f"rollout_corr/rollout_is_{name}"] for name in ("mean", "max", "min")]
+    truncated = [
+        low[f"rollout_corr/rollout_is_{name}"] for name in ("mean", "max", "min")
+    ]
     assert truncated == [3.625 / 4, 2.0, 0.125]  # of 4, 0.5, 0.125 and 1, at most 2
-    nothing = metrics(correct(config("reject", "token", 0.9, 1.0), torch.full((4,), 3.0), ROW))
+    nothing = metrics(
+        correction_weights(
+            config("reject", "token", 0.9, 1.0), torch.full((4,), 3.0), ROW
+        )
+    )
     assert nothing["rollout_corr/rollout_rs_masked_fraction"] == 1
     assert nothing["rollout_corr/rollout_is_eff_sample_size"] == 0
     assert correction_metrics({"actor/entropy": 1.0}, {}) == {}
 
 
 def test_fractions_of_whole_responses_count_responses() -> None:
-    """Products of 0.25 over three tokens and 1 over one: of two responses one is low, of four tokens three."""
-    found = metrics(correct(config("tis", "sequence", None, 2.0), RATIO.log(), ROW))
+    """The products are 0.25 over three tokens and 1 over one.
+
+    Of two responses one is low, but of four tokens three are.
+    """
+    found = metrics(
+        correction_weights(config("tis", "sequence", None, 2.0), RATIO.log(), ROW)
+    )
     assert found["rollout_corr/rollout_is_ratio_fraction_low"] == pytest.approx(0.5)
     assert found["rollout_corr/rollout_is_mean"] == pytest.approx((3 * 0.25 + 1) / 4)
 
@@ -100,30 +126,51 @@ def test_fractions_of_whole_responses_count_responses() -> None:
 @pytest.mark.parametrize("level", tuple(LEVELS))
 @pytest.mark.parametrize("kind", tuple(CORRECTIONS))
 def test_a_ratio_of_nan_is_kept_and_seen(kind: str, level: str) -> None:
-    """Left out, a row that has no numbers would be dropped without a word."""
-    wanted = config(kind, level, 0.5 if CORRECTIONS[kind].two_sided else None, 2.0)
-    found = correct(wanted, torch.tensor([0.0, math.nan, 0.0]), torch.tensor([0, 1, 2]))
-    assert found.kept.all() and found.weight.isnan().tolist() == [False, True, False]
+    """If it were left out, a row without numbers would be dropped silently."""
+    correction = config(kind, level, 0.5 if CORRECTIONS[kind].two_sided else None, 2.0)
+    found = correction_weights(
+        correction, torch.tensor([0.0, math.nan, 0.0]), torch.tensor([0, 1, 2])
+    )
+    assert found.mask.all() and found.weight.isnan().tolist() == [False, True, False]
 
 
 def test_the_spread_of_weights_near_one_is_no_rounding() -> None:
     near = torch.full((1000,), 1e-6) * torch.tensor([1.0, -1.0]).repeat(500)
-    found = metrics(correct(config("tis", "token", None, 2.0), near, torch.arange(1000)))
-    assert found["rollout_corr/rollout_is_std"] == pytest.approx(1e-6, rel=0.1)  # 1 + 1e-6 has 8 steps of float32
+    found = metrics(
+        correction_weights(config("tis", "token", None, 2.0), near, torch.arange(1000))
+    )
+    assert found["rollout_corr/rollout_is_std"] == pytest.approx(
+        1e-6, rel=0.1
+    )  # 1 + 1e-6 has 8 steps of float32
 
 
 @pytest.mark.parametrize("level", tuple(LEVELS))
 @pytest.mark.parametrize("kind", tuple(CORRECTIONS))
-def test_far_policies_give_finite_weights_without_gradients_and_without_waiting(kind: str, level: str) -> None:
+def test_far_policies_give_finite_weights_without_gradients_and_without_waiting(
+    kind: str, level: str
+) -> None:
     settings_of = config(kind, level, 0.5 if CORRECTIONS[kind].two_sided else None, 2.0)
-    found = correct(settings_of, torch.tensor([500.0, 500.0, -500.0], requires_grad=True), torch.tensor([0, 0, 1]))
+    found = correction_weights(
+        settings_of,
+        torch.tensor([500.0, 500.0, -500.0], requires_grad=True),
+        torch.tensor([0, 0, 1]),
+    )
     everything = (found.weight, *found.means.values(), *found.maxima.values())
-    assert not any(values.requires_grad or bool(values.isnan().any()) for values in everything)
-    assert all(bool(values.isfinite().all()) for values in (found.weight, *found.means.values()))
-    correct(settings_of, torch.zeros(3, device="meta"), torch.zeros(3, dtype=torch.int64, device="meta"))
+    assert not any(
+        values.requires_grad or bool(values.isnan().any()) for values in everything
+    )
+    assert all(
+        bool(values.isfinite().all())
+        for values in (found.weight, *found.means.values())
+    )
+    correction_weights(
+        settings_of,
+        torch.zeros(3, device="meta"),
+        torch.zeros(3, dtype=torch.int64, device="meta"),
+    )
 
 
-# ----------------------------------------------------------------------------------------- in the loss of a mini-batch
+# ---------------------------------------------------------- in the loss of a mini-batch
 
 
 class _Rows:
@@ -133,22 +180,40 @@ class _Rows:
         generator = torch.Generator().manual_seed(seed)
         self.tokens = torch.arange(sum(lengths)).split(lengths)
         columns = torch.randn(5, sum(lengths), generator=generator) * 0.5 - 2
-        self.log_probs, self.old, self.sampler, self.reference, self.advantages = columns
+        self.log_probs, self.old, self.sampler, self.reference, self.advantages = (
+            columns
+        )
         self.log_probs.requires_grad_()
         self.weight = torch.rand(len(lengths), generator=generator)
 
-    def share(self, rows: list[int], objective: PolicyObjective) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """(loss, gradient, sums of the metrics) that a micro-batch of these rows contributes."""
+    def share(
+        self, rows: list[int], objective: PolicyObjective
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Return what a micro-batch of these rows contributes.
+
+        This is the loss, the gradient, and the sums of the metrics.
+        """
         token = torch.cat([self.tokens[row] for row in rows])
-        row = torch.cat([torch.full_like(self.tokens[one], place) for place, one in enumerate(rows)])
+        row = torch.cat(
+            [torch.full_like(self.tokens[one], place) for place, one in enumerate(rows)]
+        )
         given = LossInputs(
             row, rollout_log_probs=self.sampler[token], old_log_probs=self.old[token],
             ref_log_probs=self.reference[token], advantages=self.advantages[token],
         )  # fmt: skip
-        found = objective(TokenOutputs(log_probs=self.log_probs[token], entropy=-self.log_probs[token]), given)
+        found = objective(
+            TokenOutputs(
+                log_probs=self.log_probs[token], entropy=-self.log_probs[token]
+            ),
+            given,
+        )
         loss = aggregate(found.loss, row, self.weight[rows])
         (grad,) = torch.autograd.grad(loss, self.log_probs)
-        return loss.detach(), grad, {name: values.sum() for name, values in found.metrics.items()}
+        return (
+            loss.detach(),
+            grad,
+            {name: values.sum() for name, values in found.metrics.items()},
+        )
 
 
 def objective_of(form: str, kind: str, level: str, policy_loss: str) -> PolicyObjective:
@@ -188,13 +253,23 @@ def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches_ranks_or_order
     everything = list(range(len(lengths)))
     order = data.draw(st.permutations(everything))
     cuts = sorted(data.draw(st.sets(st.integers(1, len(lengths)), max_size=4)))
-    parts = [order[a:b] for a, b in zip([0, *cuts], [*cuts, len(lengths)], strict=True) if b > a]
+    parts = [
+        order[a:b]
+        for a, b in zip([0, *cuts], [*cuts, len(lengths)], strict=True)
+        if b > a
+    ]
     loss, grad, sums = rows.share(everything, objective)
     shares = [rows.share(part, objective) for part in parts]
-    torch.testing.assert_close(sum(share[0] for share in shares), loss, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(sum(share[1] for share in shares), grad, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        sum(share[0] for share in shares), loss, rtol=1e-4, atol=1e-5
+    )
+    torch.testing.assert_close(
+        sum(share[1] for share in shares), grad, rtol=1e-4, atol=1e-5
+    )
     for name, expected in sums.items():
-        torch.testing.assert_close(sum(share[2][name] for share in shares), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            sum(share[2][name] for share in shares), expected, rtol=1e-4, atol=1e-4
+        )
 
 
 def test_the_denominators_count_what_is_left_out() -> None:
@@ -205,7 +280,9 @@ def test_the_denominators_count_what_is_left_out() -> None:
     algorithm = objective_of("three_policy", "mis", "token", "ppo_clip").algorithm
     grads = []
     for upper in (3.0, 2.0):
-        changed = algorithm.model_copy(update={"correction": config("mis", "token", None, upper)})
+        changed = algorithm.model_copy(
+            update={"correction": config("mis", "token", None, upper)}
+        )
         grads.append(rows.share([0, 1], PolicyObjective(changed, 1.0, 0.1))[1])
     assert grads[0][1] != 0 and grads[1][1] == 0
     assert torch.equal(*(grad[[0, 2, 3, 4]] for grad in grads))

@@ -1,4 +1,4 @@
-"""From scores to advantages, with numbers small enough to do by hand."""
+"""Scores become advantages, with numbers small enough to compute by hand."""
 
 from __future__ import annotations
 
@@ -7,17 +7,31 @@ import pytest
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import log_probs_of, rewards_of, rollouts_of, values_of
-from verl_ray.algorithms.credit import assign, diverge, judge, statistics
+from verl_ray.algorithms.credit import (
+    assign_credit,
+    response_divergences,
+    response_rewards,
+    row_statistics,
+)
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.stages import Finish, Rollouts, RowRewards
 from verl_ray.errors import DataError
 
-KL = {"place": "none", "estimator": None, "coefficient": None, "controller": None, "target": None, "horizon": None}
+KL = {
+    "place": "none",
+    "estimator": None,
+    "coefficient": None,
+    "controller": None,
+    "target": None,
+    "horizon": None,
+}
 IN_REWARD = {"place": "reward", "estimator": "k1", "coefficient": 0.5, "controller": "fixed", "target": None,
              "horizon": None}  # fmt: skip
 
 
-def algorithm(advantage: str, kl: dict[str, object] = KL, **changes: object) -> AlgorithmConfig:
+def algorithm(
+    advantage: str, kl: dict[str, object] = KL, **changes: object
+) -> AlgorithmConfig:
     values: dict[str, object] = {
         "name": "test", "advantage": advantage, "gamma": None, "lam": None, "whiten_advantages": False,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
@@ -31,92 +45,177 @@ GAE = algorithm("gae", gamma=1.0, lam=0.5)
 GAE_KL = algorithm("gae", IN_REWARD, gamma=1.0, lam=0.5)
 
 
-def judged(
-    config: AlgorithmConfig, rows: Rollouts, score: list[float], charge: list[float] | None = None
+def rewarded(
+    config: AlgorithmConfig,
+    rows: Rollouts,
+    score: list[float],
+    charge: list[float] | None = None,
 ) -> RowRewards:
     scores = np.array(score, np.float32)
     charged = None if charge is None else np.array(charge, np.float32)
-    return judge(config, scores, ~np.isnan(scores), rows.finish, rows.group_id, rows.trajectory_id, charged)
+    return response_rewards(
+        config,
+        scores,
+        ~np.isnan(scores),
+        rows.finish,
+        rows.group_id,
+        rows.trajectory_id,
+        charged,
+    )
 
 
-# ------------------------------------------------------------------------------------------------------- per response
+# ------------------------------------------------------------------------- per response
 
 
 def test_a_failed_score_is_no_member_of_its_group() -> None:
     rows = rollouts_of([1, 1, 1, 1], groups=[7, 7, 7, 8])
-    found = judged(algorithm("dr_grpo"), rows, [1.0, 0.0, float("nan"), 5.0])
+    found = rewarded(algorithm("dr_grpo"), rows, [1.0, 0.0, float("nan"), 5.0])
     assert found.reward.tolist() == [1.0, 0.0, 0.0, 5.0]
-    assert found.advantage.tolist() == [0.5, -0.5, 0.0, 0.0]  # the mean of the group is over two
+    assert found.advantage.tolist() == [
+        0.5,
+        -0.5,
+        0.0,
+        0.0,
+    ]  # the mean of the group is over two
     assert found.in_loss.tolist() == [True, True, False, True]
 
 
 def test_what_the_divergence_costs_is_taken_off_before_the_group_is_compared() -> None:
     rows = rollouts_of([1, 1], groups=[0, 0])
-    found = judged(algorithm("rloo", IN_REWARD), rows, [1.0, 1.0], charge=[0.0, 0.5])
+    found = rewarded(algorithm("rloo", IN_REWARD), rows, [1.0, 1.0], charge=[0.0, 0.5])
     assert found.reward.tolist() == [1.0, 0.5]
     assert found.advantage.tolist() == [0.5, -0.5]
 
 
-@pytest.mark.parametrize(("truncated", "learned"), [("score", [True, True, False]), ("mask", [True, False, False])])
+@pytest.mark.parametrize(
+    ("truncated", "learned"),
+    [("score", [True, True, False]), ("mask", [True, False, False])],
+)
 def test_cut_responses_are_learned_from_as_configured_and_aborted_ones_never(
     truncated: str, learned: list[bool]
 ) -> None:
-    rows = rollouts_of([1, 1, 1], groups=[0, 0, 0], finish=[Finish.STOP, Finish.LENGTH, Finish.ABORTED])
-    found = judged(algorithm("dr_grpo", truncated=truncated), rows, [3.0, 0.0, 9.0])
+    rows = rollouts_of(
+        [1, 1, 1], groups=[0, 0, 0], finish=[Finish.STOP, Finish.LENGTH, Finish.ABORTED]
+    )
+    found = rewarded(algorithm("dr_grpo", truncated=truncated), rows, [3.0, 0.0, 9.0])
     assert found.in_loss.tolist() == learned
-    assert found.advantage.tolist() == [1.5, -1.5, 0.0]  # the mean is over two: what was aborted is no member
+    assert found.advantage.tolist() == [
+        1.5,
+        -1.5,
+        0.0,
+    ]  # the mean is over two: what was aborted is no member
     assert found.reward.tolist() == [3.0, 0.0, 0.0]
 
 
 def test_an_aborted_row_takes_its_trajectory_with_it() -> None:
     finish = [Finish.STOP, Finish.ABORTED, Finish.STOP, Finish.STOP]
-    rows = rollouts_of([1] * 4, groups=[0] * 4, finish=finish).replace(trajectory_id=np.array([5, 5, 6, 7]))
-    found = judged(algorithm("dr_grpo"), rows, [8.0, 8.0, 1.0, 0.0])
+    rows = rollouts_of([1] * 4, groups=[0] * 4, finish=finish).replace(
+        trajectory_id=np.array([5, 5, 6, 7])
+    )
+    found = rewarded(algorithm("dr_grpo"), rows, [8.0, 8.0, 1.0, 0.0])
     assert found.advantage.tolist() == [0.0, 0.0, 0.5, -0.5]
     assert found.in_loss.tolist() == [False, False, True, True]
-    # A baseline per token has no members: there only the aborted row itself is left out.
-    assert judged(GAE, rows, [8.0, 8.0, 1.0, 0.0]).in_loss.tolist() == [True, False, True, True]
+    # A baseline per token has no members: there only the aborted row itself is left
+    # out.
+    assert rewarded(GAE, rows, [8.0, 8.0, 1.0, 0.0]).in_loss.tolist() == [
+        True,
+        False,
+        True,
+        True,
+    ]
 
 
 def test_what_an_aborted_row_cost_reaches_nobody() -> None:
-    rows = rollouts_of([1] * 3, groups=[0] * 3, finish=[Finish.STOP, Finish.STOP, Finish.ABORTED])
-    found = judged(algorithm("rloo", IN_REWARD), rows, [1.0, 0.0, 1.0], charge=[0.0, 0.0, float("nan")])
-    assert (found.reward.tolist(), found.advantage.tolist()) == ([1.0, 0.0, 0.0], [1.0, -1.0, 0.0])
-    counted = judged(algorithm("rloo", IN_REWARD), rows, [1.0, 0.0, 1.0], charge=[0.0, float("nan"), 0.0])
-    assert np.isnan(counted.advantage[:2]).all()  # a NaN that is learned from is not hidden
+    rows = rollouts_of(
+        [1] * 3, groups=[0] * 3, finish=[Finish.STOP, Finish.STOP, Finish.ABORTED]
+    )
+    found = rewarded(
+        algorithm("rloo", IN_REWARD),
+        rows,
+        [1.0, 0.0, 1.0],
+        charge=[0.0, 0.0, float("nan")],
+    )
+    assert (found.reward.tolist(), found.advantage.tolist()) == (
+        [1.0, 0.0, 0.0],
+        [1.0, -1.0, 0.0],
+    )
+    counted = rewarded(
+        algorithm("rloo", IN_REWARD),
+        rows,
+        [1.0, 0.0, 1.0],
+        charge=[0.0, float("nan"), 0.0],
+    )
+    assert np.isnan(
+        counted.advantage[:2]
+    ).all()  # a NaN that is learned from is not hidden
 
 
 def test_without_a_group_baseline_there_is_no_advantage_per_response() -> None:
-    found = judged(GAE, rollouts_of([1, 1], groups=[0, 0]), [1.0, 0.0])
+    found = rewarded(GAE, rollouts_of([1, 1], groups=[0, 0]), [1.0, 0.0])
     assert found.advantage.tolist() == [0.0, 0.0]
 
 
 def test_divergence_is_summed_over_the_response() -> None:
     rows = rollouts_of([2, 0, 1])
-    policy, reference = log_probs_of(rows, [-1.0, -2.0, -3.0]), log_probs_of(rows, [-1.5, -1.0, -5.0])
-    assert diverge(GAE_KL, rows, policy, reference).kl.tolist() == [-0.5, 0.0, 2.0]
+    policy, reference = (
+        log_probs_of(rows, [-1.0, -2.0, -3.0]),
+        log_probs_of(rows, [-1.5, -1.0, -5.0]),
+    )
+    assert response_divergences(GAE_KL, rows, policy, reference).kl.tolist() == [
+        -0.5,
+        0.0,
+        2.0,
+    ]
 
 
-# ---------------------------------------------------------------------------------------------------------- per token
+# ---------------------------------------------------------------------------- per token
 
 
 def test_gae_by_hand() -> None:
     rows = rollouts_of([2, 1])
-    found = assign(GAE, 0.0, rows, rewards_of([1.0, 2.0]), None, None, values_of(rows, [0.5, 0.25, 1.5], [9.0, 9.0]))
-    # row 0: delta = (0 + 0.25 - 0.5, 1 - 0.25) = (-0.25, 0.75), A = (-0.25 + 0.5 * 0.75, 0.75); row 1: A = 2 - 1.5
+    found = assign_credit(
+        GAE,
+        0.0,
+        rows,
+        rewards_of([1.0, 2.0]),
+        None,
+        None,
+        values_of(rows, [0.5, 0.25, 1.5], [9.0, 9.0]),
+    )
+    # row 0: delta = (0 + 0.25 - 0.5, 1 - 0.25) = (-0.25, 0.75), A = (-0.25 + 0.5 *
+    # 0.75, 0.75); row 1: A = 2 - 1.5
     assert found.advantages.tolist() == [0, 0, 0.125, 0.75, 0, 0, 0.5]
-    assert found.returns is not None and found.returns.tolist() == [0, 0, 0.625, 1.0, 0, 0, 2.0]
+    assert found.returns is not None and found.returns.tolist() == [
+        0,
+        0,
+        0.625,
+        1.0,
+        0,
+        0,
+        2.0,
+    ]
     assert found.reward.tolist() == [1.0, 2.0]
-    assert found.advantage_statistics.tolist() == [[0.875, 0.578125, 0.75, 0.125], [0.5, 0.25, 0.5, 0.5]]
+    assert found.advantage_statistics.tolist() == [
+        [0.875, 0.578125, 0.75, 0.125],
+        [0.5, 0.25, 0.5, 0.5],
+    ]
     assert found.residual_statistics is not None
-    assert found.residual_statistics[:, 0].tolist() == [0.875, 0.5]  # returns - values = advantages
+    assert found.residual_statistics[:, 0].tolist() == [
+        0.875,
+        0.5,
+    ]  # returns - values = advantages
 
 
-def test_every_token_pays_for_its_divergence_and_the_last_one_earns_the_reward() -> None:
+def test_every_token_pays_for_its_divergence_and_the_last_one_earns_the_reward() -> (
+    None
+):
     rows = rollouts_of([2])
-    policy, reference = log_probs_of(rows, [-1.0, -2.0]), log_probs_of(rows, [-1.5, -1.0])
+    policy, reference = (
+        log_probs_of(rows, [-1.0, -2.0]),
+        log_probs_of(rows, [-1.5, -1.0]),
+    )
     config = algorithm("reinforce_plus_plus", IN_REWARD, gamma=1.0)
-    found = assign(config, 0.5, rows, rewards_of([1.0]), policy, reference, None)
+    found = assign_credit(config, 0.5, rows, rewards_of([1.0]), policy, reference, None)
     # kl = (0.5, -1); token rewards = (-0.25, 0.5 + 1); returns from each token on
     assert found.advantages.tolist() == [0, 0, 1.25, 1.5]
     assert (found.reward.tolist(), found.kl.tolist()) == ([1.25], [-0.5])
@@ -128,44 +227,85 @@ def test_a_response_that_was_cut_is_worth_what_the_critic_expects_of_its_rest() 
     values = values_of(rows, [0.0, 0.0], [4.0, 4.0])
     for truncated, expected in (("bootstrap", [5.0, 1.0]), ("score", [1.0, 1.0])):
         config = algorithm("gae", gamma=1.0, lam=0.5, truncated=truncated)
-        found = assign(config, 0.0, rows, rewards_of([1.0, 1.0]), None, None, values)
+        found = assign_credit(
+            config, 0.0, rows, rewards_of([1.0, 1.0]), None, None, values
+        )
         assert found.advantages[rows.response_mask].tolist() == expected
 
 
 def test_a_group_advantage_goes_to_every_token_of_its_response() -> None:
     rows = rollouts_of([2, 1])
-    found = assign(algorithm("grpo"), 0.0, rows, rewards_of([1.0, 0.0], [0.5, -0.5]), None, None, None)
+    found = assign_credit(
+        algorithm("grpo"),
+        0.0,
+        rows,
+        rewards_of([1.0, 0.0], [0.5, -0.5]),
+        None,
+        None,
+        None,
+    )
     assert found.advantages.tolist() == [0, 0, 0.5, 0.5, 0, 0, -0.5]
     assert found.return_statistics is None and found.value_statistics is None
 
 
 def test_a_group_baseline_does_not_pay_for_the_divergence_twice() -> None:
     rows = rollouts_of([2])
-    policy, reference = log_probs_of(rows, [-1.0, -2.0]), log_probs_of(rows, [-2.0, -4.0])
-    found = assign(algorithm("rloo", IN_REWARD), 0.5, rows, rewards_of([1.0], [0.25]), policy, reference, None)
+    policy, reference = (
+        log_probs_of(rows, [-1.0, -2.0]),
+        log_probs_of(rows, [-2.0, -4.0]),
+    )
+    found = assign_credit(
+        algorithm("rloo", IN_REWARD),
+        0.5,
+        rows,
+        rewards_of([1.0], [0.25]),
+        policy,
+        reference,
+        None,
+    )
     assert (found.reward.tolist(), found.kl.tolist()) == ([1.0], [3.0])
 
 
 def test_empty_responses_and_no_rows() -> None:
     rows = rollouts_of([0, 1])
-    found = assign(GAE, 0.0, rows, rewards_of([3.0, 1.0]), None, None, values_of(rows, [0.5], [0.0, 0.0]))
+    found = assign_credit(
+        GAE,
+        0.0,
+        rows,
+        rewards_of([3.0, 1.0]),
+        None,
+        None,
+        values_of(rows, [0.5], [0.0, 0.0]),
+    )
     assert found.advantages.tolist() == [0, 0, 0, 0, 0.5]
-    assert found.advantage_statistics.tolist() == [[0.0, 0.0, -np.inf, np.inf], [0.5, 0.25, 0.5, 0.5]]
+    assert found.advantage_statistics.tolist() == [
+        [0.0, 0.0, -np.inf, np.inf],
+        [0.5, 0.25, 0.5, 0.5],
+    ]
     nothing = rollouts_of([])
-    assert assign(GAE, 0.0, nothing, rewards_of([]), None, None, values_of(nothing, [], [])).num_rows == 0
+    assert (
+        assign_credit(
+            GAE, 0.0, nothing, rewards_of([]), None, None, values_of(nothing, [], [])
+        ).num_rows
+        == 0
+    )
 
 
 def test_a_row_needs_no_other_row() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 9, 20).tolist()
     rows, total = rollouts_of(lengths), sum(lengths)
-    policy, reference = (log_probs_of(rows, rng.normal(size=total).tolist()) for _ in range(2))
-    values = values_of(rows, rng.normal(size=total).tolist(), rng.normal(size=20).tolist())
+    policy, reference = (
+        log_probs_of(rows, rng.normal(size=total).tolist()) for _ in range(2)
+    )
+    values = values_of(
+        rows, rng.normal(size=total).tolist(), rng.normal(size=20).tolist()
+    )
     rewards = rewards_of(rng.normal(size=20).tolist())
-    whole = assign(GAE_KL, 0.1, rows, rewards, policy, reference, values)
+    whole = assign_credit(GAE_KL, 0.1, rows, rewards, policy, reference, values)
     order = rng.permutation(20)
     for part in (order[:7], order[7:]):
-        found = assign(
+        found = assign_credit(
             GAE_KL, 0.1, rows.select(part), rewards.select(part), policy.select(part), reference.select(part),
             values.select(part),
         )  # fmt: skip
@@ -174,16 +314,24 @@ def test_a_row_needs_no_other_row() -> None:
 
 
 def test_statistics_by_hand() -> None:
-    table = statistics(np.array([1, -3, 2], np.float32), np.array([0, 2, 2, 3]))
+    table = row_statistics(np.array([1, -3, 2], np.float32), np.array([0, 2, 2, 3]))
     assert table.tolist() == [[-2, 10, 1, -3], [0, 0, -np.inf, np.inf], [2, 4, 2, 2]]
 
 
 def test_what_is_missing_is_named() -> None:
     rows = rollouts_of([1])
     with pytest.raises(DataError, match="gae needs the critic's values"):
-        assign(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
+        assign_credit(GAE, 0.0, rows, rewards_of([1.0]), None, None, None)
     with pytest.raises(DataError, match=r"reinforce_plus_plus needs algorithm\.gamma"):
-        assign(algorithm("reinforce_plus_plus"), 0.0, rows, rewards_of([1.0]), None, None, None)
+        assign_credit(
+            algorithm("reinforce_plus_plus"),
+            0.0,
+            rows,
+            rewards_of([1.0]),
+            None,
+            None,
+            None,
+        )
     log_probs = log_probs_of(rows, [-1.0])
     with pytest.raises(DataError, match=r"algorithm.kl.estimator is null"):
-        diverge(algorithm("grpo"), rows, log_probs, log_probs)
+        response_divergences(algorithm("grpo"), rows, log_probs, log_probs)

@@ -1,4 +1,4 @@
-"""Controllers of the divergence: by hand, within bounds, and through a checkpoint."""
+"""Controllers of the divergence by hand, at their bounds, and through a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from verl_ray.algorithms.kl_control import AdaptiveKL, FixedKL, make
+from verl_ray.algorithms.kl_control import AdaptiveKL, FixedKL, make_kl_controller
 from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
 
@@ -45,7 +45,9 @@ def test_adaptive_steers_to_its_target() -> None:
 def test_a_divergence_that_is_not_finite_is_refused_and_changes_nothing() -> None:
     controller = AdaptiveKL(0.1, target=6.0, horizon=1000)
     for bad in (math.nan, math.inf, -math.inf):
-        with pytest.raises(NonFiniteError, match=r"over 8 rollouts is .*algorithm\.kl\.estimator"):
+        with pytest.raises(
+            NonFiniteError, match=r"over 8 rollouts is .*algorithm\.kl\.estimator"
+        ):
             controller.update(bad, 8)
     assert controller.coefficient == 0.1
 
@@ -65,7 +67,10 @@ def test_state_continues_to_the_same_bits() -> None:
 def test_a_state_of_the_other_kind_is_refused() -> None:
     fixed, adaptive = FixedKL(0.1), AdaptiveKL(0.1, 6.0, 1000)
     fixed.load_state(fixed.state())
-    with pytest.raises(CheckpointError, match=r"holds \['coefficient'\], but a fixed one holds \[\].*kl\.controller"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"holds \['coefficient'\], but a fixed one holds \[\].*kl\.controller",
+    ):
         fixed.load_state(adaptive.state())
     with pytest.raises(CheckpointError, match="adaptive"):
         adaptive.load_state(fixed.state())
@@ -77,10 +82,22 @@ def config(**fields: object) -> KLConfig:
 
 
 def test_make() -> None:
-    assert make(config()).coefficient == 0
-    assert make(config(place="loss", estimator="k3", coefficient=0.01, controller="fixed")).coefficient == 0.01
-    adaptive = make(
-        config(place="reward", estimator="k1", coefficient=0.2, controller="adaptive", target=6.0, horizon=100)
+    assert make_kl_controller(config()).coefficient == 0
+    assert (
+        make_kl_controller(
+            config(place="loss", estimator="k3", coefficient=0.01, controller="fixed")
+        ).coefficient
+        == 0.01
+    )
+    adaptive = make_kl_controller(
+        config(
+            place="reward",
+            estimator="k1",
+            coefficient=0.2,
+            controller="adaptive",
+            target=6.0,
+            horizon=100,
+        )
     )
     adaptive.update(60.0, 100)
     assert adaptive.coefficient == pytest.approx(0.24)

@@ -1,4 +1,4 @@
-"""What is told of sampler and trainer, by hand."""
+"""Metrics of the mismatch of sampler and trainer by hand."""
 
 from __future__ import annotations
 
@@ -9,74 +9,119 @@ import pytest
 import torch
 from torch import Tensor
 
-from verl_ray.algorithms.mismatch import compare, mismatch_metrics
+from verl_ray.algorithms.mismatch import compare_log_probs, mismatch_metrics
 
 TRAINER = np.array([0.5, 0.25, 0.8, 0.1])  # two responses, of two tokens each
 SAMPLER = np.array([0.25, 0.5, 0.8, 0.2])
 ROW = torch.tensor([0, 0, 1, 1])
 
 
-def told(trainer: np.ndarray, sampler: np.ndarray, parts: list[list[int]]) -> dict[str, float]:
-    """The metrics, from sums over parts (micro-batches, ranks)."""
+def metrics_of(
+    trainer: np.ndarray, sampler: np.ndarray, parts: list[list[int]]
+) -> dict[str, float]:
+    """Return the metrics from sums over parts (micro-batches, ranks)."""
     sums: dict[str, float] = {}
     peaks: dict[str, float] = {}
     for part in parts:
-        log_p, log_q = (torch.tensor(np.log(p[part]), dtype=torch.float32) for p in (trainer, sampler))
-        means, maxima = compare(log_p, log_q, ROW[part])
+        log_p, log_q = (
+            torch.tensor(np.log(p[part]), dtype=torch.float32)
+            for p in (trainer, sampler)
+        )
+        means, maxima = compare_log_probs(log_p, log_q, ROW[part])
         for name, values in means.items():
             assert values.shape == (len(part),) and values.dtype == torch.float32
             sums[name] = sums.get(name, 0.0) + float(values.sum())
         for name, values in maxima.items():
             peaks[name] = max(peaks.get(name, 0.0), float(values.max()))
-    return mismatch_metrics({name: total / len(trainer) for name, total in sums.items()}, peaks)
+    return mismatch_metrics(
+        {name: total / len(trainer) for name, total in sums.items()}, peaks
+    )
 
 
-@pytest.mark.parametrize("parts", [[[0, 1, 2, 3]], [[2, 3], [0, 1]]], ids=["at once", "row by row"])
+@pytest.mark.parametrize(
+    "parts", [[[0, 1, 2, 3]], [[2, 3], [0, 1]]], ids=["at once", "row by row"]
+)
 def test_by_hand(parts: list[list[int]]) -> None:
-    found = told(TRAINER, SAMPLER, parts)
+    found = metrics_of(TRAINER, SAMPLER, parts)
     difference = np.array([0.25, 0.25, 0, 0.1])
     assert found["training/rollout_probs_diff_mean"] == pytest.approx(0.15)
     assert found["training/rollout_probs_diff_max"] == pytest.approx(0.25)
     assert found["training/rollout_probs_diff_std"] == pytest.approx(difference.std())
     correlation = np.corrcoef(TRAINER, SAMPLER)[0, 1]
-    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(correlation, rel=1e-5)
+    assert found["training/rollout_actor_probs_pearson_corr"] == pytest.approx(
+        correlation, rel=1e-5
+    )
     # trainer / sampler = 2, 1/2, 1, 1/2
     ln2 = math.log(2)
     assert found["rollout_corr/kl"] == pytest.approx(ln2 / 4)
-    assert found["rollout_corr/k3_kl"] == pytest.approx((2 + 0.5 + 1 + 0.5 - 4 + ln2) / 4)
-    assert found["rollout_corr/chi2_token"] == pytest.approx((4 + 0.25 + 1 + 0.25) / 4 - 1)
-    assert found["rollout_corr/chi2_seq"] == pytest.approx((1 + 0.25) / 2 - 1)  # products 1 and 1/2
-    assert found["rollout_corr/training_ppl"] == pytest.approx((1 / math.sqrt(0.125) + 1 / math.sqrt(0.08)) / 2)
-    assert found["rollout_corr/rollout_ppl"] == pytest.approx((1 / math.sqrt(0.125) + 1 / math.sqrt(0.16)) / 2)
+    assert found["rollout_corr/k3_kl"] == pytest.approx(
+        (2 + 0.5 + 1 + 0.5 - 4 + ln2) / 4
+    )
+    assert found["rollout_corr/chi2_token"] == pytest.approx(
+        (4 + 0.25 + 1 + 0.25) / 4 - 1
+    )
+    assert found["rollout_corr/chi2_seq"] == pytest.approx(
+        (1 + 0.25) / 2 - 1
+    )  # products 1 and 1/2
+    assert found["rollout_corr/training_ppl"] == pytest.approx(
+        (1 / math.sqrt(0.125) + 1 / math.sqrt(0.08)) / 2
+    )
+    assert found["rollout_corr/rollout_ppl"] == pytest.approx(
+        (1 / math.sqrt(0.125) + 1 / math.sqrt(0.16)) / 2
+    )
     assert found["rollout_corr/log_ppl_diff"] == pytest.approx((0 + ln2 / 2) / 2)
     assert found["rollout_corr/ppl_ratio"] == pytest.approx((1 + math.sqrt(2)) / 2)
 
 
 def test_one_policy_is_at_distance_zero() -> None:
-    found = told(TRAINER, TRAINER, [[0, 1, 2, 3]])
-    differences = ("rollout_corr/k", "rollout_corr/chi2", "rollout_corr/log_ppl_diff", "training/rollout_probs_diff")
-    apart = {name: value for name, value in found.items() if name.startswith(differences)}
+    found = metrics_of(TRAINER, TRAINER, [[0, 1, 2, 3]])
+    differences = (
+        "rollout_corr/k",
+        "rollout_corr/chi2",
+        "rollout_corr/log_ppl_diff",
+        "training/rollout_probs_diff",
+    )
+    apart = {
+        name: value for name, value in found.items() if name.startswith(differences)
+    }
     assert set(apart.values()) == {0.0} and len(apart) == 8
     assert (
-        found["rollout_corr/ppl_ratio"] == 1 and found["rollout_corr/training_ppl"] == found["rollout_corr/rollout_ppl"]
+        found["rollout_corr/ppl_ratio"] == 1
+        and found["rollout_corr/training_ppl"] == found["rollout_corr/rollout_ppl"]
     )
 
 
 def test_near_zero_digits_are_kept_and_far_apart_nothing_overflows() -> None:
     near = torch.tensor([-1.0, -2.0]), torch.tensor([-1.0 + 1e-6, -2.0])
-    means, _ = compare(*near, torch.tensor([0, 0]))
+    means, _ = compare_log_probs(*near, torch.tensor([0, 0]))
     assert float(means["mismatch/token/chi2"][0]) == pytest.approx(-2e-6, rel=0.1)
-    means, maxima = compare(torch.tensor([-0.1, -90.0]), torch.tensor([-90.0, -0.1]), torch.tensor([0, 1]))
-    assert all(bool(values.isfinite().all()) for values in (*means.values(), *maxima.values()))
+    means, maxima = compare_log_probs(
+        torch.tensor([-0.1, -90.0]), torch.tensor([-90.0, -0.1]), torch.tensor([0, 1])
+    )
+    assert all(
+        bool(values.isfinite().all()) for values in (*means.values(), *maxima.values())
+    )
 
 
-def test_policies_that_do_not_vary_have_no_correlation_and_nothing_compared_tells_nothing() -> None:
+def test_policies_that_do_not_vary_have_no_correlation_and_nothing_compared_tells_nothing() -> (
+    None
+):
     constant = np.full(4, 0.5)
-    assert math.isnan(told(constant, constant, [[0, 1, 2, 3]])["training/rollout_actor_probs_pearson_corr"])
+    assert math.isnan(
+        metrics_of(constant, constant, [[0, 1, 2, 3]])[
+            "training/rollout_actor_probs_pearson_corr"
+        ]
+    )
     assert mismatch_metrics({"actor/entropy": 1.0}, {}) == {}
 
 
 def test_no_gradient_and_no_wait_for_the_device() -> None:
     log_probs: Tensor = torch.zeros(4, device="meta", requires_grad=True)
-    means, maxima = compare(log_probs, torch.zeros(4, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta"))
-    assert not any(values.requires_grad for values in (*means.values(), *maxima.values()))
+    means, maxima = compare_log_probs(
+        log_probs,
+        torch.zeros(4, device="meta"),
+        torch.zeros(4, dtype=torch.int64, device="meta"),
+    )
+    assert not any(
+        values.requires_grad for values in (*means.values(), *maxima.values())
+    )

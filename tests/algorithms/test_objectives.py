@@ -1,4 +1,4 @@
-"""Objectives by hand: which terms a token's loss has, what the model is asked for, what is reported."""
+"""Objectives by hand: the terms of a token's loss, requested outputs, and reports."""
 
 from __future__ import annotations
 
@@ -10,17 +10,29 @@ import torch
 from torch import Tensor
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
-from verl_ray.algorithms.mismatch import COMPARED
-from verl_ray.algorithms.objectives import LossInputs, PolicyObjective, SupervisedObjective, ValueObjective
-from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
+from verl_ray.algorithms.objectives import (
+    LossInputs,
+    PolicyObjective,
+    SupervisedObjective,
+    ValueObjective,
+)
+from verl_ray.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    ValueLossConfig,
+)
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
 ROW = torch.tensor([0, 0])
 LOG_PROBS = torch.log(torch.tensor([0.5, 0.2]))
 ENTROPY = torch.tensor([0.7, 0.3])
 
 
-def algorithm(place: str = "none", estimator: str | None = None, **settings: Any) -> AlgorithmConfig:
+def algorithm(
+    place: str = "none", estimator: str | None = None, **settings: Any
+) -> AlgorithmConfig:
     values: dict[str, Any] = {
         "name": "test",
         "advantage": "grpo",
@@ -40,19 +52,31 @@ def algorithm(place: str = "none", estimator: str | None = None, **settings: Any
         "mismatch": NO_LIMIT,
         "truncated": "score",
     }
-    kl = KLConfig(place=place, estimator=estimator, coefficient=None, controller=None, target=None, horizon=None)
+    kl = KLConfig(
+        place=place,
+        estimator=estimator,
+        coefficient=None,
+        controller=None,
+        target=None,
+        horizon=None,
+    )
     return AlgorithmConfig(**values | settings, kl=kl)
 
 
 def outputs() -> tuple[Tensor, Tensor, TokenOutputs]:
-    log_probs, entropy = LOG_PROBS.clone().requires_grad_(), ENTROPY.clone().requires_grad_()
+    log_probs, entropy = (
+        LOG_PROBS.clone().requires_grad_(),
+        ENTROPY.clone().requires_grad_(),
+    )
     return log_probs, entropy, TokenOutputs(log_probs=log_probs, entropy=entropy)
 
 
 def test_on_policy_the_ratio_is_one_and_only_its_gradient_matters() -> None:
     log_probs, _, out = outputs()
     objective = PolicyObjective(algorithm(), 0.5, 0.0)
-    assert objective.outputs == Outputs(log_probs=True, entropy=True, temperature=0.5)
+    assert objective.outputs == RequestedOutputs(
+        log_probs=True, entropy=True, temperature=0.5
+    )
     found = objective(out, LossInputs(ROW, advantages=torch.tensor([2.0, -3.0])))
     assert found.loss.tolist() == [-2, 3]
     (grad,) = torch.autograd.grad(found.loss.sum(), log_probs)
@@ -65,7 +89,9 @@ def test_on_policy_the_ratio_is_one_and_only_its_gradient_matters() -> None:
 def test_given_old_log_probs_make_the_ratio() -> None:
     _, _, out = outputs()
     old = torch.log(torch.tensor([0.4, 0.8]))  # ratios 1.25 and 0.25
-    found = PolicyObjective(algorithm(), 1.0, 0.0)(out, LossInputs(ROW, old_log_probs=old, advantages=torch.ones(2)))
+    found = PolicyObjective(algorithm(), 1.0, 0.0)(
+        out, LossInputs(ROW, old_log_probs=old, advantages=torch.ones(2))
+    )
     assert found.loss.tolist() == pytest.approx([-1.2, -0.25])  # the first is clipped
 
 
@@ -75,7 +101,9 @@ def test_entropy_is_subtracted_and_has_its_gradient() -> None:
         out, LossInputs(ROW, advantages=torch.ones(2))
     )
     assert found.loss.tolist() == pytest.approx([-1.07, -1.03])
-    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([-0.1, -0.1])
+    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx(
+        [-0.1, -0.1]
+    )
     assert found.terms["actor/pg_loss"].tolist() == pytest.approx([-1, -1])
 
 
@@ -90,9 +118,13 @@ def test_divergence_from_the_reference(estimator: str, expected: list[float]) ->
     _, _, out = outputs()
     ref = torch.log(torch.tensor([0.25, 0.2]))
     objective = PolicyObjective(algorithm("loss", estimator), 1.0, 0.5)
-    found = objective(out, LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=ref))
+    found = objective(
+        out, LossInputs(ROW, advantages=torch.zeros(2), ref_log_probs=ref)
+    )
     assert found.terms["actor/kl_loss"].tolist() == pytest.approx(expected, abs=1e-7)
-    assert found.loss.tolist() == pytest.approx([0.5 * value for value in expected], abs=1e-7)
+    assert found.loss.tolist() == pytest.approx(
+        [0.5 * value for value in expected], abs=1e-7
+    )
 
 
 def test_divergence_charged_in_the_reward_is_not_in_the_loss() -> None:
@@ -104,40 +136,65 @@ def test_divergence_charged_in_the_reward_is_not_in_the_loss() -> None:
 
 def test_how_far_the_sampler_was_is_reported_and_has_no_gradient() -> None:
     _, _, out = outputs()
-    given = LossInputs(ROW, advantages=torch.zeros(2), rollout_log_probs=torch.log(torch.tensor([0.4, 0.2])))
+    given = LossInputs(
+        ROW,
+        advantages=torch.zeros(2),
+        rollout_log_probs=torch.log(torch.tensor([0.4, 0.2])),
+    )
     found = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
-    assert found.metrics[f"{COMPARED}token/difference"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
-    assert found.maxima[f"{COMPARED}difference"].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
-    assert found.metrics[f"{COMPARED}token/kl"].tolist() == pytest.approx([math.log(0.8), 0.0], abs=1e-7)
+    assert found.metrics[
+        f"{MISMATCH_PREFIX}token/difference"
+    ].tolist() == pytest.approx([0.1, 0.0], abs=1e-7)
+    assert found.maxima[f"{MISMATCH_PREFIX}difference"].tolist() == pytest.approx(
+        [0.1, 0.0], abs=1e-7
+    )
+    assert found.metrics[f"{MISMATCH_PREFIX}token/kl"].tolist() == pytest.approx(
+        [math.log(0.8), 0.0], abs=1e-7
+    )
     assert not any(metric.requires_grad for metric in found.metrics.values())
 
 
-# ---------------------------------------------------------------------------------------- with a correction
+# -------------------------------------------------------------------- with a correction
 
-# Tokens of one response: probabilities 0.5 and 0.2 now, 0.4 and 0.2 before these updates, 0.2 and 0.4 of the sampler.
+# Tokens of one response: probabilities 0.5 and 0.2 now, 0.4 and 0.2 before these
+# updates, 0.2 and 0.4 of the sampler.
 OLD = torch.log(torch.tensor([0.4, 0.2]))
 SAMPLER = torch.log(torch.tensor([0.2, 0.4]))
 ADVANTAGES = torch.tensor([1.0, -2.0])
 
 
 def corrected(
-    form: str, kind: str | None, level: str | None, lower: float | None, upper: float | None, **settings: Any
+    form: str,
+    kind: str | None,
+    level: str | None,
+    lower: float | None,
+    upper: float | None,
+    **settings: Any,
 ) -> tuple[list[float], list[float]]:
-    """The losses under PPO with clips of 0.2, and their gradients in the log-probs."""
+    """Return the losses under PPO with clips of 0.2, and the log-probs' gradients."""
     log_probs, _, out = outputs()
-    correction = CorrectionConfig(form=form, kind=kind, level=level, lower=lower, upper=upper)
+    correction = CorrectionConfig(
+        form=form, kind=kind, level=level, lower=lower, upper=upper
+    )
     objective = PolicyObjective(algorithm(correction=correction, **settings), 1.0, 0.0)
-    given = LossInputs(ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER)
+    given = LossInputs(
+        ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER
+    )
     found = objective(out, given)
     assert not any(metric.requires_grad for metric in found.metrics.values())
     assert found.terms["actor/pg_loss"].tolist() == pytest.approx(found.loss.tolist())
-    return found.loss.tolist(), torch.autograd.grad(found.loss.sum(), log_probs)[0].tolist()
+    return found.loss.tolist(), torch.autograd.grad(found.loss.sum(), log_probs)[
+        0
+    ].tolist()
 
 
 def test_three_policies_weigh_the_clipped_loss_by_old_over_sampler() -> None:
-    # pi / old = 1.25 (clipped to 1.2) and 1: losses -1.2 and 2; old / sampler = 2 and 0.5
+    # pi / old = 1.25 (clipped to 1.2) and 1: losses -1.2 and 2; old / sampler = 2 and
+    # 0.5
     loss, grad = corrected("three_policy", "tis", "token", None, 1.5)
-    assert loss == pytest.approx([-1.2 * 1.5, 2 * 0.5]) and grad == pytest.approx([0, 2 * 0.5])
+    assert loss == pytest.approx([-1.2 * 1.5, 2 * 0.5]) and grad == pytest.approx(
+        [0, 2 * 0.5]
+    )
     loss, grad = corrected("three_policy", "mis", "token", None, 1.5)
     assert loss == pytest.approx([0, 2 * 0.5]) and grad == pytest.approx([0, 2 * 0.5])
     loss, _ = corrected("three_policy", "icepop", "token", 0.6, 3.0)
@@ -152,59 +209,90 @@ def test_two_policies_clip_the_ratio_to_the_sampler_and_only_leave_out() -> None
     assert loss == pytest.approx([-1.2, 1.6]) and grad == [0, 0]
     loss, _ = corrected("two_policy", "mis", "token", None, 2.0)
     assert loss == pytest.approx([0, 1.6])
-    loss, _ = corrected("two_policy", "reject", "geometric", 0.5, 1.1)  # sqrt(2.5 * 0.5) = 1.118
+    loss, _ = corrected(
+        "two_policy", "reject", "geometric", 0.5, 1.1
+    )  # sqrt(2.5 * 0.5) = 1.118
     assert loss == [0, 0]
     loss, _ = corrected("two_policy", "reject", "geometric", 0.5, 1.2)
     assert loss == pytest.approx([-1.2, 1.6])
 
 
-def test_two_policies_weigh_reinforce_by_the_policy_that_learns_and_the_weight_is_a_constant() -> None:
+def test_two_policies_weigh_reinforce_by_the_policy_that_learns_and_the_weight_is_a_constant() -> (
+    None
+):
     plain = {"policy_loss": "reinforce", "clip_low": None, "clip_high": None}
     loss, grad = corrected("two_policy", "tis", "token", None, 2.0, **plain)
     assert loss == pytest.approx([-2.0 * math.log(0.5), 0.5 * 2 * math.log(0.2)])
-    assert grad == pytest.approx([-2.0, 0.5 * 2])  # had it a gradient, d(w log pi) = w (log pi + 1)
+    assert grad == pytest.approx(
+        [-2.0, 0.5 * 2]
+    )  # had it a gradient, d(w log pi) = w (log pi + 1)
     loss, grad = corrected("two_policy", "icepop", "token", 0.6, 3.0, **plain)
     assert grad == pytest.approx([-2.5, 0])
 
 
 def test_what_is_left_out_bears_neither_entropy_nor_divergence() -> None:
     _, entropy, out = outputs()
-    correction = CorrectionConfig(form="three_policy", kind="mis", level="token", lower=None, upper=1.5)
+    correction = CorrectionConfig(
+        form="three_policy", kind="mis", level="token", lower=None, upper=1.5
+    )
     objective = PolicyObjective(
         algorithm("loss", "k3", correction=correction, entropy_coefficient=0.1), 1.0, 0.5
     )  # fmt: skip
     given = LossInputs(
-        ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER, ref_log_probs=torch.zeros(2)
+        ROW,
+        advantages=ADVANTAGES,
+        old_log_probs=OLD,
+        rollout_log_probs=SAMPLER,
+        ref_log_probs=torch.zeros(2),
     )
     found = objective(out, given)
     k3 = 1 / 0.2 - 1 - math.log(5)
     assert found.terms["actor/pg_loss"].tolist() == pytest.approx([0, 1.0])
     assert found.terms["actor/kl_loss"].tolist() == pytest.approx([0, k3])
     assert found.loss.tolist() == pytest.approx([0, 1.0 - 0.1 * 0.3 + 0.5 * k3])
-    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx([0, -0.1])
+    assert torch.autograd.grad(found.loss.sum(), entropy)[0].tolist() == pytest.approx(
+        [0, -0.1]
+    )
 
 
-def test_a_correction_that_waits_changes_nothing_and_one_without_a_sampler_is_an_error() -> None:
+def test_a_correction_that_waits_changes_nothing_and_one_without_a_sampler_is_an_error() -> (
+    None
+):
     _, _, out = outputs()
-    correction = CorrectionConfig(form="two_policy", kind="mis", level="token", lower=None, upper=1.5)
-    given = LossInputs(ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER)
-    waiting = PolicyObjective(algorithm(correction=correction), 1.0, 0.0, corrects=False)(out, given)
+    correction = CorrectionConfig(
+        form="two_policy", kind="mis", level="token", lower=None, upper=1.5
+    )
+    given = LossInputs(
+        ROW, advantages=ADVANTAGES, old_log_probs=OLD, rollout_log_probs=SAMPLER
+    )
+    waiting = PolicyObjective(
+        algorithm(correction=correction), 1.0, 0.0, corrects=False
+    )(out, given)
     plain = PolicyObjective(algorithm(), 1.0, 0.0)(out, given)
-    assert torch.equal(waiting.loss, plain.loss) and waiting.metrics.keys() == plain.metrics.keys()
+    assert (
+        torch.equal(waiting.loss, plain.loss)
+        and waiting.metrics.keys() == plain.metrics.keys()
+    )
     with pytest.raises(ValueError, match="rollout_log_probs"):
-        PolicyObjective(algorithm(correction=correction), 1.0, 0.0)(out, LossInputs(ROW, advantages=ADVANTAGES))
+        PolicyObjective(algorithm(correction=correction), 1.0, 0.0)(
+            out, LossInputs(ROW, advantages=ADVANTAGES)
+        )
 
 
-# ------------------------------------------------------------------------------------------------ other objectives
+# --------------------------------------------------------------------- other objectives
 
 
 def test_the_critic_by_hand() -> None:
     values = torch.tensor([1.0, 0.0], requires_grad=True)
-    given = LossInputs(ROW, old_values=torch.tensor([0.0, 0.0]), returns=torch.tensor([1.0, 2.0]))
+    given = LossInputs(
+        ROW, old_values=torch.tensor([0.0, 0.0]), returns=torch.tensor([1.0, 2.0])
+    )
     objective = ValueObjective(ValueLossConfig(clip=0.2, aggregation="token_mean"))
-    assert objective.outputs == Outputs(values=True)
+    assert objective.outputs == RequestedOutputs(values=True)
     found = objective(TokenOutputs(values=values), given)
-    assert found.loss.tolist() == pytest.approx([0.32, 2.0])  # held at 0.2: (0.2 - 1)^2 / 2; 2^2 / 2
+    assert found.loss.tolist() == pytest.approx(
+        [0.32, 2.0]
+    )  # held at 0.2: (0.2 - 1)^2 / 2; 2^2 / 2
     assert found.terms["critic/vf_loss"].tolist() == pytest.approx([0.32, 2.0])
     assert found.metrics["critic/vf_clipfrac"].tolist() == [1, 0]
 
@@ -212,8 +300,11 @@ def test_the_critic_by_hand() -> None:
 def test_supervised_is_the_negative_log_likelihood() -> None:
     log_probs = LOG_PROBS.clone().requires_grad_()
     objective = SupervisedObjective()
-    assert objective.outputs == Outputs(log_probs=True, greedy=True)
-    found = objective(TokenOutputs(log_probs=log_probs, greedy=torch.tensor([True, False])), LossInputs(ROW))
+    assert objective.outputs == RequestedOutputs(log_probs=True, greedy=True)
+    found = objective(
+        TokenOutputs(log_probs=log_probs, greedy=torch.tensor([True, False])),
+        LossInputs(ROW),
+    )
     assert found.loss.tolist() == pytest.approx([math.log(2), math.log(5)])
     assert found.metrics["train/token_accuracy"].tolist() == [1, 0]
     assert not found.metrics["train/loss"].requires_grad
@@ -224,7 +315,9 @@ def test_a_missing_column_is_named() -> None:
     with pytest.raises(ValueError, match="advantages"):
         PolicyObjective(algorithm(), 1.0, 0.0)(out, LossInputs(ROW))
     with pytest.raises(ValueError, match="ref_log_probs"):
-        PolicyObjective(algorithm("loss", "k3"), 1.0, 0.5)(out, LossInputs(ROW, advantages=torch.zeros(2)))
+        PolicyObjective(algorithm("loss", "k3"), 1.0, 0.5)(
+            out, LossInputs(ROW, advantages=torch.zeros(2))
+        )
 
 
 def test_columns_are_those_of_a_training_batch() -> None:

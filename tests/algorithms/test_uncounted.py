@@ -1,4 +1,4 @@
-"""Rows that are not learned from may hold anything: neither a loss nor a gradient nor a metric sees it."""
+"""Rows that are not learned from affect neither a loss nor a gradient nor a metric."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ from hypothesis import strategies as st
 
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from verl_ray.algorithms.aggregation import aggregate
-from verl_ray.algorithms.catalogue import CORRECTIONS, KL_ESTIMATORS, LEVELS, POLICY_LOSSES
-from verl_ray.algorithms.catalogue import settings as declared_settings
+from verl_ray.algorithms.catalogue import (
+    CORRECTIONS,
+    KL_ESTIMATORS,
+    LEVELS,
+    POLICY_LOSSES,
+    declared_settings,
+)
 from verl_ray.algorithms.losses import TokenLoss
 from verl_ray.algorithms.objectives import (
     LossInputs,
@@ -21,7 +26,7 @@ from verl_ray.algorithms.objectives import (
     PreferenceObjective,
     SupervisedObjective,
     ValueObjective,
-    of_counted,
+    without_uncounted,
 )
 from verl_ray.algorithms.row_weights import AGGREGATIONS, row_weights
 from verl_ray.config.algorithm import (
@@ -31,17 +36,37 @@ from verl_ray.config.algorithm import (
     ValueLossConfig,
 )
 from verl_ray.engine.base import LossReport
-from verl_ray.engine.tally import Tally
+from verl_ray.engine.loss_accumulator import LossAccumulator
 from verl_ray.ops.outputs import TokenOutputs
 
 BAD = (math.nan, math.inf, -math.inf)
 OUTPUTS = ("log_probs", "entropy", "values", "scores")
-INPUTS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "old_values", "returns", "margin")
+INPUTS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "old_values",
+    "returns",
+    "margin",
+)
 
 
-def policy_objective(policy_loss: str, estimator: str, correction: CorrectionConfig) -> PolicyObjective:
-    read = {one.name: 3.0 if usual is None else usual for one, usual in POLICY_LOSSES[policy_loss].reads.items()}
-    kl = KLConfig(place="loss", estimator=estimator, coefficient=0.1, controller="fixed", target=None, horizon=None)
+def policy_objective(
+    policy_loss: str, estimator: str, correction: CorrectionConfig
+) -> PolicyObjective:
+    read = {
+        one.name: 3.0 if usual is None else usual
+        for one, usual in POLICY_LOSSES[policy_loss].reads.items()
+    }
+    kl = KLConfig(
+        place="loss",
+        estimator=estimator,
+        coefficient=0.1,
+        controller="fixed",
+        target=None,
+        horizon=None,
+    )
     return PolicyObjective(AlgorithmConfig.model_validate({
         **{setting.name: read.get(setting.name) for setting in declared_settings()},
         "name": "test", "advantage": "grpo", "whiten_advantages": False, "policy_loss": policy_loss,
@@ -52,7 +77,13 @@ def policy_objective(policy_loss: str, estimator: str, correction: CorrectionCon
 
 
 CORRECTIONS_OF_ALL_KINDS = [NO_CORRECTION] + [
-    CorrectionConfig(form=form, kind=kind, level=level, lower=0.6 if CORRECTIONS[kind].two_sided else None, upper=1.5)
+    CorrectionConfig(
+        form=form,
+        kind=kind,
+        level=level,
+        lower=0.6 if CORRECTIONS[kind].two_sided else None,
+        upper=1.5,
+    )
     for form in ("two_policy", "three_policy")
     for kind in CORRECTIONS
     for level in LEVELS
@@ -71,11 +102,18 @@ OBJECTIVES: list[Objective] = [
 ]
 
 
-def passed(
-    objective: Objective, lengths: list[int], counted_rows: list[bool], mode: str, bad: float | None
+def one_micro_batch(
+    objective: Objective,
+    lengths: list[int],
+    counted_rows: list[bool],
+    mode: str,
+    bad: float | None,
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor], LossReport]:
-    """(loss, gradients of what the model said, report) of one micro-batch as an engine makes it. `bad`: what rows that
-    do not count hold, None = numbers as the others."""
+    """Return the loss, the outputs' gradients and the report of a micro-batch.
+
+    They are computed as an engine does it. Rows that do not count hold `bad`; None:
+    numbers like the others.
+    """
     per_row = isinstance(objective, PreferenceObjective)
     lengths = [1] * len(lengths) if per_row else lengths
     row = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -84,29 +122,38 @@ def passed(
         mode, filled.numpy(), total_tokens=int(filled.sum()), total_rows=int((filled > 0).sum()), horizon=7
     ))  # fmt: skip
     generator = torch.Generator().manual_seed(1)
-    columns = {name: torch.randn(len(row), generator=generator) * 0.5 - 1 for name in (*OUTPUTS, *INPUTS)}
+    columns = {
+        name: torch.randn(len(row), generator=generator) * 0.5 - 1
+        for name in (*OUTPUTS, *INPUTS)
+    }
     counted = (weights != 0).index_select(0, row)
     if bad is not None:
         columns = {name: values.where(counted, bad) for name, values in columns.items()}
 
-    said = {name: columns[name].requires_grad_() for name in OUTPUTS}
-    outputs = TokenOutputs(**said, greedy=columns["returns"] > 0)
+    model_outputs = {name: columns[name].requires_grad_() for name in OUTPUTS}
+    outputs = TokenOutputs(**model_outputs, greedy=columns["returns"] > 0)
     inputs = LossInputs(row, **{name: columns[name] for name in INPUTS})
-    found = objective(*of_counted(outputs, inputs, counted))
+    found = objective(*without_uncounted(outputs, inputs, counted))
     loss = aggregate(found.loss, row, weights)
-    gradients = torch.autograd.grad(loss, list(said.values()), allow_unused=True)
+    gradients = torch.autograd.grad(
+        loss, list(model_outputs.values()), allow_unused=True
+    )
 
-    tally = Tally()
-    tally.add(loss, found, weights.index_select(0, row), None)
-    known = {name: one for name, one in zip(said, gradients, strict=True) if one is not None}
-    return loss.detach(), known, tally.report()
+    accumulator = LossAccumulator()
+    accumulator.add(loss, found, weights.index_select(0, row), None)
+    known_gradients = {
+        name: one
+        for name, one in zip(model_outputs, gradients, strict=True)
+        if one is not None
+    }
+    return loss.detach(), known_gradients, accumulator.report()
 
 
 @settings(max_examples=150, deadline=None)
 @given(
-    rows=st.lists(st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=5).filter(
-        lambda rows: any(counted for _, counted in rows)
-    ),
+    rows=st.lists(
+        st.tuples(st.integers(1, 5), st.booleans()), min_size=1, max_size=5
+    ).filter(lambda rows: any(counted for _, counted in rows)),
     objective=st.sampled_from(OBJECTIVES),
     mode=st.sampled_from(tuple(AGGREGATIONS)),
     bad=st.sampled_from(BAD),
@@ -116,41 +163,66 @@ def test_rows_that_weigh_nothing_may_hold_anything(
 ) -> None:
     pairs = [row for row in rows for _ in range(objective.rows_per_unit)]
     lengths, counted = [length for length, _ in pairs], [one for _, one in pairs]
-    loss, gradients, report = passed(objective, lengths, counted, mode, None)
-    bad_loss, bad_gradients, bad_report = passed(objective, lengths, counted, mode, bad)
+    loss, gradients, report = one_micro_batch(objective, lengths, counted, mode, None)
+    bad_loss, bad_gradients, bad_report = one_micro_batch(
+        objective, lengths, counted, mode, bad
+    )
 
     assert bad_loss.isfinite() and torch.equal(bad_loss, loss)
     for name, gradient in gradients.items():
         assert torch.equal(bad_gradients[name], gradient), name
     assert bad_report == report
-    assert not any(math.isnan(value) for value in (*report.sums.values(), *report.terms.values()))
+    assert not any(
+        math.isnan(value) for value in (*report.sums.values(), *report.terms.values())
+    )
 
 
-@pytest.mark.parametrize("objective", [OBJECTIVES[0], *OBJECTIVES[1:25], *OBJECTIVES[-4:]])
+@pytest.mark.parametrize(
+    "objective", [OBJECTIVES[0], *OBJECTIVES[1:25], *OBJECTIVES[-4:]]
+)
 def test_a_nan_that_counts_is_seen(objective: Objective) -> None:
-    """Whatever the model says of a row that is learned from, or the sampler did: it is not dropped."""
+    """A NaN of the model or the sampler in a row that is learned from is not dropped."""
     row = torch.tensor([0, 1])
-    for name in ("log_probs", "values", "scores", "rollout_log_probs", "advantages", "returns"):
+    for name in (
+        "log_probs",
+        "values",
+        "scores",
+        "rollout_log_probs",
+        "advantages",
+        "returns",
+    ):
         columns = {one: torch.full((2,), -0.5) for one in (*OUTPUTS, *INPUTS)}
         columns[name][0] = math.nan
-        outputs = TokenOutputs(**{one: columns[one] for one in OUTPUTS}, greedy=torch.tensor([True, True]))
+        outputs = TokenOutputs(
+            **{one: columns[one] for one in OUTPUTS}, greedy=torch.tensor([True, True])
+        )
         inputs = LossInputs(row, **{one: columns[one] for one in INPUTS})
-        found = objective(*of_counted(outputs, inputs, torch.tensor([True, True])))
+        found = objective(
+            *without_uncounted(outputs, inputs, torch.tensor([True, True]))
+        )
         read = {
             PolicyObjective: {"log_probs", "advantages"},
             ValueObjective: {"values", "returns"},
             SupervisedObjective: {"log_probs"},
             PreferenceObjective: {"scores"},
         }[type(objective)]
-        if isinstance(objective, PolicyObjective) and objective.algorithm.correction.form != "none":
+        if (
+            isinstance(objective, PolicyObjective)
+            and objective.algorithm.correction.form != "none"
+        ):
             read = read | {"rollout_log_probs"}
         if name in read:
             assert not aggregate(found.loss, row, torch.ones(2)).isfinite(), name
 
 
 def test_what_a_correction_leaves_out_has_no_gradient() -> None:
-    """A token that the policy excludes (log-prob -inf) is left out; k2 alone would make of it 0 times infinity."""
-    correction = CorrectionConfig(form="three_policy", kind="icepop", level="token", lower=0.5, upper=2.0)
+    """A token that the policy excludes (log-prob -inf) is left out.
+
+    The gradient of k2 alone would be 0 times infinity.
+    """
+    correction = CorrectionConfig(
+        form="three_policy", kind="icepop", level="token", lower=0.5, upper=2.0
+    )
     log_probs = torch.tensor([-1.0, -math.inf], requires_grad=True)
     outputs = TokenOutputs(log_probs=log_probs, entropy=torch.tensor([0.5, 0.5]))
     old, sampler = torch.tensor([-1.0, -9.0]), torch.tensor([-1.0, -1.0])
@@ -166,29 +238,55 @@ def test_what_a_correction_leaves_out_has_no_gradient() -> None:
 
 def test_no_report_sees_what_weighs_nothing() -> None:
     values = torch.tensor([2.0, math.nan, 4.0])
-    tally = Tally()
+    accumulator = LossAccumulator()
     weights = torch.tensor([0.5, 0.0, 0.25])
-    tally.add(torch.zeros(()), TokenLoss(values, {"m": values}, {"p": values}, {"t": values}), weights, None)
-    assert tally.report() == LossReport(2, 0.0, {"m": 6.0}, {"p": 4.0}, None, {"t": 2.0})
+    accumulator.add(
+        torch.zeros(()),
+        TokenLoss(values, {"m": values}, {"p": values}, {"t": values}),
+        weights,
+        None,
+    )
+    assert accumulator.report() == LossReport(
+        2, 0.0, {"m": 6.0}, {"p": 4.0}, None, {"t": 2.0}
+    )
 
 
 def test_terms_are_aggregated_as_the_loss_is() -> None:
-    """Three tokens and one, a sum per row: terms and metrics by hand, in one micro-batch and in two."""
+    """Terms and metrics by hand, in one micro-batch and in two.
+
+    The rows have three tokens and one, and the aggregation is a sum per row.
+    """
     objective = policy_objective("reinforce", "k1", NO_CORRECTION)
-    log_probs, reference = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([-1.5, -2.0, -4.0, -2.0])
-    entropy, advantages = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([2.0, 2.0, 2.0, -1.0])
+    log_probs, reference = (
+        torch.tensor([-1.0, -2.0, -3.0, -4.0]),
+        torch.tensor([-1.5, -2.0, -4.0, -2.0]),
+    )
+    entropy, advantages = (
+        torch.tensor([1.0, 2.0, 3.0, 4.0]),
+        torch.tensor([2.0, 2.0, 2.0, -1.0]),
+    )
     weights = torch.tensor([0.5, 0.5])  # seq_mean_token_sum over two rows
     row = torch.tensor([0, 0, 0, 1])
     reports = []
     for parts in ([slice(0, 4)], [slice(0, 3), slice(3, 4)]):
-        tally = Tally()
+        accumulator = LossAccumulator()
         for part in parts:
             inputs = LossInputs(
-                row[part], old_log_probs=log_probs[part], ref_log_probs=reference[part], advantages=advantages[part]
+                row[part],
+                old_log_probs=log_probs[part],
+                ref_log_probs=reference[part],
+                advantages=advantages[part],
             )
-            found = objective(TokenOutputs(log_probs=log_probs[part], entropy=entropy[part]), inputs)
-            tally.add(aggregate(found.loss, row[part], weights), found, weights[row[part]], None)
-        reports.append(tally.report())
+            found = objective(
+                TokenOutputs(log_probs=log_probs[part], entropy=entropy[part]), inputs
+            )
+            accumulator.add(
+                aggregate(found.loss, row[part], weights),
+                found,
+                weights[row[part]],
+                None,
+            )
+        reports.append(accumulator.report())
     for report in reports:
         assert report.terms == pytest.approx({
             "actor/pg_loss": (2 + 4 + 6 - 4) / 2, "actor/entropy": (1 + 2 + 3 + 4) / 2,
@@ -199,6 +297,11 @@ def test_terms_are_aggregated_as_the_loss_is() -> None:
 
 
 def test_the_largest_of_reports_is_nan_if_one_is() -> None:
-    sane, sick = LossReport(1, maxima={"peak": 2.0}), LossReport(1, maxima={"peak": math.nan})
-    assert math.isnan((sane + sick).maxima["peak"]) and math.isnan((sick + sane).maxima["peak"])
+    sane, sick = (
+        LossReport(1, maxima={"peak": 2.0}),
+        LossReport(1, maxima={"peak": math.nan}),
+    )
+    assert math.isnan((sane + sick).maxima["peak"]) and math.isnan(
+        (sick + sane).maxima["peak"]
+    )
     assert (sane + LossReport()).maxima == {"peak": 2.0}

@@ -53,7 +53,9 @@ def test_nothing_changed() -> None:
 )
 def test_allowed(key: str, value: object) -> None:
     allowed, refused = changed_keys(SAVED, with_value(key, value))
-    assert not refused and [change.key for change in allowed] == [f"{key}.kind" if key == "actor.backend" else key]
+    assert not refused and [change.key for change in allowed] == [
+        f"{key}.kind" if key == "actor.backend" else key
+    ]
 
 
 @pytest.mark.parametrize(
@@ -72,12 +74,18 @@ def test_allowed(key: str, value: object) -> None:
 )
 def test_refused(key: str, value: object) -> None:
     allowed, refused = changed_keys(SAVED, with_value(key, value))
-    assert not allowed and [change.key for change in refused] == [key] and refused[0].refused
+    assert (
+        not allowed
+        and [change.key for change in refused] == [key]
+        and refused[0].refused
+    )
     assert str(refused[0]).startswith(f"{key}: ") and repr(value) in str(refused[0])
 
 
 def test_the_folder_of_a_run_can_be_moved() -> None:
     moved = with_value("run.dir", "/elsewhere/a")
-    moved["model"]["path"] = moved["actor"]["model"]["path"] = "/elsewhere/a/inputs/model"
+    moved["model"]["path"] = moved["actor"]["model"]["path"] = (
+        "/elsewhere/a/inputs/model"
+    )
     allowed, refused = changed_keys(SAVED, moved)
     assert not refused and [change.key for change in allowed] == ["run.dir"]

@@ -1,4 +1,6 @@
-"""Sharded states of one process; those of engines on several ranks are part of the engines' contract test."""
+"""Sharded states of one process; those of engines on several ranks are part of the
+engines' contract test.
+"""
 
 import subprocess
 import sys
@@ -15,7 +17,10 @@ from verl_ray.profiling.progress import begin, progress
 
 
 def state(value: float, **more: Any) -> dict[str, Any]:
-    return {"steps": int(value), "rng_0_cpu": torch.full((4,), int(value), dtype=torch.uint8)} | {
+    return {
+        "steps": int(value),
+        "rng_0_cpu": torch.full((4,), int(value), dtype=torch.uint8),
+    } | {
         "model": {"weight": torch.full((3, 2), float(value))},
         **more,
     }
@@ -30,12 +35,16 @@ def test_a_state_is_filled_in_place_and_bit_for_bit(tmp_path: Path) -> None:
     target = held["model"]["weight"]
     begin()
     sharded.load(held, str(tmp_path / "actor"))
-    assert str(progress()) == f"{4 + weight.nbytes} bytes"  # the random stream, and the weight
+    assert (
+        str(progress()) == f"{4 + weight.nbytes} bytes"
+    )  # the random stream, and the weight
     assert held["steps"] == 7 and held["rng_0_cpu"].tolist() == [7] * 4
     assert torch.equal(target, weight)
 
 
-def test_a_rank_that_the_checkpoint_does_not_know_keeps_its_random_stream(tmp_path: Path) -> None:
+def test_a_rank_that_the_checkpoint_does_not_know_keeps_its_random_stream(
+    tmp_path: Path,
+) -> None:
     sharded.save(state(7), str(tmp_path))
     held = state(0, rng_1_cpu=torch.tensor([5], dtype=torch.uint8))
     sharded.load(held, str(tmp_path))
@@ -43,22 +52,42 @@ def test_a_rank_that_the_checkpoint_does_not_know_keeps_its_random_stream(tmp_pa
 
 
 def test_a_stream_of_another_device_is_not_taken(tmp_path: Path) -> None:
-    """A generator of CUDA has 16 bytes of state, and one of a CPU 5056: torch refuses to fill one from the other."""
-    of_a_gpu = {"steps": 7, "rng_0_cuda": torch.arange(16, dtype=torch.uint8), "rng_0_cuda_experts": torch.zeros(16)}
+    """A generator of CUDA has 16 bytes of state, and one of a CPU 5056: torch refuses
+    to fill one from the other.
+    """
+    of_a_gpu = {
+        "steps": 7,
+        "rng_0_cuda": torch.arange(16, dtype=torch.uint8),
+        "rng_0_cuda_experts": torch.zeros(16),
+    }
     sharded.save(of_a_gpu, str(tmp_path))
     cpu = torch.get_rng_state()
-    held: dict[str, Any] = {"steps": 0, "rng_0_cpu": cpu, "rng_0_cpu_dense": cpu, "rng_1_cpu": cpu}
+    held: dict[str, Any] = {
+        "steps": 0,
+        "rng_0_cpu": cpu,
+        "rng_0_cpu_dense": cpu,
+        "rng_1_cpu": cpu,
+    }
     (note,) = sharded.load(held, str(tmp_path))
-    assert "has the random stream rng_0_cuda, and this rank's is rng_0_cpu: it is seeded anew" in note
+    assert (
+        "has the random stream rng_0_cuda, and this rank's is rng_0_cpu: it is seeded anew"
+        in note
+    )
     assert held["steps"] == 7 and held["rng_0_cpu"] is None
-    assert held["rng_0_cpu_dense"] is cpu and held["rng_1_cpu"] is cpu  # nobody wrote these: they go on
+    assert (
+        held["rng_0_cpu_dense"] is cpu and held["rng_1_cpu"] is cpu
+    )  # nobody wrote these: they go on
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
     sharded.save(state(7), str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"cannot be read; rank 0: .*model\.other"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read; rank 0: .*model\.other"
+    ):
         sharded.load(state(0, model={"other": torch.zeros(1)}), str(tmp_path))
-    with pytest.raises(CheckpointError, match=r"cannot be read; rank 0: .*model\.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be read; rank 0: .*model\.weight"
+    ):
         sharded.load(state(0, model={"weight": torch.zeros(4, 2)}), str(tmp_path))
 
 
@@ -85,6 +114,8 @@ def test_a_full_disk_is_a_clear_error(tmp_path: Path) -> None:
         except CheckpointError as error:
             print(error)
     """)
-    done = subprocess.run([sys.executable, "-c", child], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", child], capture_output=True, text=True, timeout=120
+    )
     assert "actor cannot be written (" in done.stdout, done.stderr
     assert " GiB are free there); rank 0: " in done.stdout

@@ -21,14 +21,19 @@ def crew(cluster: Session, tmp_path: Path) -> Iterator[Callable[..., WorkerGroup
     started: list[Groups] = []
 
     def start(
-        factory: type[Any], ranks: int, *args: object, process_group: bool = False, stall_s: float = 20.0
+        factory: type[Any],
+        ranks: int,
+        *args: object,
+        process_group: bool = False,
+        stall_s: float = 20.0,
     ) -> WorkerGroup[Any]:
         role = Role(factory.__name__.lower(), "trainer", factory, args)
         plan = [processes("trainer", ranks, process_group)]
         groups = start_groups(plan, [role], stall_s=60, log_dir=tmp_path / "logs")
         started.append(groups)
         group = groups[role]
-        group._processes.stall_s = stall_s  # of the calls: a start shows no progress for longer than tests wait
+        # Of the calls: a start shows no progress for longer than tests wait
+        group._processes.stall_s = stall_s
         return group
 
     yield start

@@ -1,4 +1,6 @@
-"""Small workers for the tests of the cluster layer; a module of its own so that worker processes can import it."""
+"""Small workers for the tests of the cluster layer; a module of its own so that worker
+processes can import it.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from verl_ray.cluster.concurrency_groups import concurrent, steering, when_abandoned
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.lanes import concurrent, steering, when_nobody_listens
 from verl_ray.cluster.placement import ProcessSet
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import LogProbs, Rows
@@ -25,18 +27,26 @@ from verl_ray.profiling.progress import reach
 def rows_of(lengths: list[int]) -> Rows:
     """Rows of the given lengths; token t of row r is 1000 r + t."""
     offsets = offsets_of(lengths)
-    tokens = np.concatenate([1000 * r + np.arange(n) for r, n in enumerate(lengths)] or [np.empty(0)]).astype(np.int32)
-    return Rows(offsets=offsets, tokens=tokens, response_mask=np.ones(len(tokens), np.bool_))
+    tokens = np.concatenate(
+        [1000 * r + np.arange(n) for r, n in enumerate(lengths)] or [np.empty(0)]
+    ).astype(np.int32)
+    return Rows(
+        offsets=offsets, tokens=tokens, response_mask=np.ones(len(tokens), np.bool_)
+    )
 
 
 def processes(
-    name: str, ranks: int, process_group: bool = False, bundle_group: str = "", cpus: float = 0.5
+    name: str,
+    ranks: int,
+    process_group: bool = False,
+    bundle_group: str = "",
+    cpus: float = 0.5,
 ) -> ProcessSet:
     return ProcessSet(name, ranks, cpus, 0, bundle_group or name, 1, process_group)
 
 
 class Echo:
-    """Answers with what it was given."""
+    """Returns what it was given."""
 
     def __init__(self, context: WorkerContext, *args: object) -> None:
         self.context, self.args = context, args
@@ -49,11 +59,16 @@ class Echo:
         return self.context
 
     def halve(self, rows: Rows) -> LogProbs:
-        return LogProbs(offsets=rows.offsets, log_probs=rows.tokens.astype(np.float32) / 2)
+        return LogProbs(
+            offsets=rows.offsets, log_probs=rows.tokens.astype(np.float32) / 2
+        )
 
     def sum_with(self, rows: Rows, other: LogProbs, factor: int) -> LogProbs:
         assert np.array_equal(rows.offsets, other.offsets)
-        return LogProbs(offsets=rows.offsets, log_probs=rows.tokens.astype(np.float32) + factor * other.log_probs)
+        return LogProbs(
+            offsets=rows.offsets,
+            log_probs=rows.tokens.astype(np.float32) + factor * other.log_probs,
+        )
 
     def make_long(self, rows: Rows) -> Rows:
         return rows_of([1_000_000] * rows.num_rows)
@@ -91,7 +106,7 @@ class Echo:
 
     @concurrent
     def number_at_the_gate(self, rows: Rows) -> Iterator[LogProbs]:
-        when_nobody_listens(self.gate.set)
+        when_abandoned(self.gate.set)
         yield self.halve(rows)
         self.gate.wait(20)
         yield self.halve(rows)
@@ -164,7 +179,10 @@ class Echo:
 
     def close(self) -> None:
         if self.args:
-            (Path(str(self.args[0])) / f"closed-{self.context.role}-{self.context.rank}").touch()
+            (
+                Path(str(self.args[0]))
+                / f"closed-{self.context.role}-{self.context.rank}"
+            ).touch()
 
 
 class Reducer:
@@ -175,12 +193,19 @@ class Reducer:
         from torch.distributed.device_mesh import init_device_mesh
 
         self.context = context
-        self.groups = [dist.group.WORLD, dist.new_group(), init_device_mesh("cpu", (2, 1)).get_group(0)]
+        self.groups = [
+            dist.group.WORLD,
+            dist.new_group(),
+            init_device_mesh("cpu", (2, 1)).get_group(0),
+        ]
 
     def timeouts_s(self) -> list[float]:
         import torch
 
-        return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in self.groups]
+        return [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in self.groups
+        ]
 
     def total(self, number: float) -> float:
         import torch
@@ -206,11 +231,13 @@ class Reducer:
 
 
 class Paired(Echo):
-    """Ranks 2k and 2k+1 are peers with the same rows; the odd one answers."""
+    """Ranks 2k and 2k+1 are peers with the same rows; the odd one returns results."""
 
     def __init__(self, context: WorkerContext) -> None:
         super().__init__(context)
-        self.topology = Topology(context.rank // 2, context.num_ranks // 2, context.rank % 2 == 1)
+        self.topology = Topology(
+            context.rank // 2, context.num_ranks // 2, context.rank % 2 == 1
+        )
 
 
 class Unbuildable:
@@ -222,7 +249,7 @@ class Unbuildable:
 
 
 class Builds:
-    """Says when it is built: the slow one first, or this is none of its time."""
+    """Records the build of the slow worker, which must precede that of the others."""
 
     def __init__(self, context: WorkerContext, folder: Path, *, slow: bool) -> None:
         if slow:
@@ -249,7 +276,7 @@ class HangsAgain(Echo):
 
 
 class SlowWriter(Echo):
-    """Writes its part of a checkpoint behind what it does, once a file says that it may."""
+    """Writes its part of a checkpoint in the background, once a file exists."""
 
     def begin_save(self, path: str) -> None:
         step = Path(path).parent.name.removesuffix(".partial")

@@ -19,12 +19,12 @@ import pytest
 from controllers import command_line
 from tests.cluster.crew import Echo, Reducer, processes, rows_of
 from verl_ray import errors
-from verl_ray.cluster.calls import look_after, wait_all
-from verl_ray.cluster.failures import end
+from verl_ray.cluster.calls import check_progress, wait_all
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.messages import Facts
-from verl_ray.cluster.processes import COLLECTIVES_LAST, Role
+from verl_ray.cluster.messages import ProcessInfo
+from verl_ray.cluster.process_control import terminate
+from verl_ray.cluster.processes import COLLECTIVE_TIMEOUT_FACTOR, Role
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put, read
 from verl_ray.data.sharded import Receipt, Sharded
@@ -46,19 +46,23 @@ Crew = Callable[..., WorkerGroup[Any]]
 pytestmark = pytest.mark.cluster
 
 
-def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(crew: Crew) -> None:
+def test_an_exception_names_rank_and_node_and_carries_traceback_and_output(
+    crew: Crew,
+) -> None:
     group = crew(Echo, 2)
     with pytest.raises(WorkerError) as caught:
         group.broadcast(Echo.fail, 1).result()
     error = caught.value
     assert (error.role, error.rank) == ("echo", 1)
-    assert error.what == "fail raised ValueError: the reason"
+    assert error.message == "fail raised ValueError: the reason"
     assert 'raise ValueError("the reason")' in error.detail
     assert "about to fail, says rank 1" in error.output
     assert os.uname().nodename in error.node
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     # A failed group refuses further calls with the first reason.
-    with pytest.raises(WorkerError, match=r"the group failed earlier.*ValueError: the reason"):
+    with pytest.raises(
+        WorkerError, match=r"the group failed earlier.*ValueError: the reason"
+    ):
         group.broadcast(Echo.pid)
 
 
@@ -69,8 +73,12 @@ REFUSALS = [
 ]
 
 
-@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__)
-def test_what_is_raised_on_purpose_comes_as_it_is(crew: Crew, refusal: VerlRayError) -> None:
+@pytest.mark.parametrize(
+    "refusal", REFUSALS, ids=lambda refusal: type(refusal).__name__
+)
+def test_what_is_raised_on_purpose_comes_as_it_is(
+    crew: Crew, refusal: VerlRayError
+) -> None:
     group = crew(Echo, 2)
     with pytest.raises(type(refusal)) as caught:
         group.broadcast(Echo.refuse, 1, refusal).result()
@@ -86,21 +94,30 @@ def test_what_is_raised_on_purpose_comes_as_it_is(crew: Crew, refusal: VerlRayEr
 
 
 def check_origin(error: VerlRayError, refusal: VerlRayError, frame: str) -> None:
-    """It says itself what is wrong; who raised it is beside it, and the stack is in that process's log."""
+    """Check that the error arrived unchanged, with its origin and a stack in a log."""
     assert str(error) == str(refusal)
     assert vars(pickle.loads(pickle.dumps(error))).keys() == vars(error).keys()
     origin = error.origin
     assert origin is not None and origin.role == "echo" and origin.output == ""
-    told = re.fullmatch(r"its stack is in (\S+)", origin.detail)
-    assert told is not None and frame in Path(told[1]).read_text()
+    match = re.fullmatch(r"its stack is in (\S+)", origin.detail)
+    assert match is not None and frame in Path(match[1]).read_text()
 
 
 def on_purpose() -> list[VerlRayError]:
     """One error of each class that a worker may raise."""
-    told = {ConfigError: [Problem("a.key", 1, "a rule", "a fix")]}
-    classes = [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, VerlRayError)]
-    raised = [one for one in classes if not issubclass(one, WorkerError | Interrupted)]
-    return [one(told.get(one, f"what a {one.__name__} says")) for one in raised]
+    arguments = {ConfigError: [Problem("a.key", 1, "a rule", "a fix")]}
+    classes = [
+        value
+        for value in vars(errors).values()
+        if isinstance(value, type) and issubclass(value, VerlRayError)
+    ]
+    raised = [
+        kind for kind in classes if not issubclass(kind, WorkerError | Interrupted)
+    ]
+    return [
+        kind(arguments.get(kind, f"the message of a {kind.__name__}"))
+        for kind in raised
+    ]
 
 
 def test_each_error_is_told_in_a_few_lines(
@@ -108,24 +125,41 @@ def test_each_error_is_told_in_a_few_lines(
 ) -> None:
     group = crew(Echo, 2)
     refusals = on_purpose()
-    calls = [(refusal, group.broadcast(Echo.refuse, 1, refusal)) for refusal in refusals]
+    calls = [
+        (refusal, group.broadcast(Echo.refuse, 1, refusal)) for refusal in refusals
+    ]
     failed = group.broadcast(Echo.fail, 1)
 
-    log = group.members()[1].facts.log_path
+    log = group.members()[1].process_info.log_path
     for refusal, call in calls:
         monkeypatch.setattr(command_line, "check", lambda *_, call=call: call.result())
         assert command_line.main(["check"]) == type(refusal).exit_code
-        *said, origin = capsys.readouterr().err.splitlines()
-        assert len(said) < 8
-        assert ("a fix" if isinstance(refusal, ConfigError) else f"{type(refusal).__name__}: {refusal}") in said[-1]
-        assert re.fullmatch(rf"raised by echo rank 1 on .*{os.uname().nodename}.*; its stack is in {log}", origin)
-        assert re.search(rf"in refuse\n.*\n.*{type(refusal).__name__}: ", Path(log).read_text())
+        *message, origin = capsys.readouterr().err.splitlines()
+        assert len(message) < 8
+        assert (
+            "a fix"
+            if isinstance(refusal, ConfigError)
+            else f"{type(refusal).__name__}: {refusal}"
+        ) in message[-1]
+        assert re.fullmatch(
+            rf"raised by echo rank 1 on .*{os.uname().nodename}.*; its stack is in {log}",
+            origin,
+        )
+        assert re.search(
+            rf"in refuse\n.*\n.*{type(refusal).__name__}: ", Path(log).read_text()
+        )
 
     monkeypatch.setattr(command_line, "check", lambda *_: failed.result())
     assert command_line.main(["check"]) == 1
-    said = capsys.readouterr().err
-    assert "fail raised ValueError: the reason" in said and 'raise ValueError("the reason")' in said
-    assert "last output of echo rank 1:" in said and "about to fail, says rank 1" in said
+    message = capsys.readouterr().err
+    assert (
+        "fail raised ValueError: the reason" in message
+        and 'raise ValueError("the reason")' in message
+    )
+    assert (
+        "last output of echo rank 1:" in message
+        and "about to fail, says rank 1" in message
+    )
 
 
 def test_an_answer_that_cannot_be_sent_is_the_workers_error(crew: Crew) -> None:
@@ -144,7 +178,9 @@ def test_a_killed_process_is_reported_with_its_last_words(crew: Crew) -> None:
     assert str(pids[1]) in caught.value.detail
 
 
-def test_an_idle_process_that_was_killed_is_noticed_by_the_next_call(crew: Crew) -> None:
+def test_an_idle_process_that_was_killed_is_noticed_by_the_next_call(
+    crew: Crew,
+) -> None:
     group = crew(Echo, 1)
     os.kill(group.rank_zero(Echo.pid).result(), signal.SIGKILL)
     with pytest.raises(WorkerDied) as caught:
@@ -152,11 +188,16 @@ def test_an_idle_process_that_was_killed_is_noticed_by_the_next_call(crew: Crew)
     assert "echo 0 is here" in caught.value.output
 
 
-def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(crew: Crew) -> None:
+def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(
+    crew: Crew,
+) -> None:
     group = crew(Reducer, 2, process_group=True)
     assert group.broadcast(Reducer.total, 2.0).result() == [6.0, 6.0]
     assert group.broadcast(Reducer.interface).result() == ["lo", "lo"]
-    assert group.broadcast(Reducer.timeouts_s).result() == [[COLLECTIVES_LAST * 60.0] * 3] * 2  # whoever made them
+    assert (
+        group.broadcast(Reducer.timeouts_s).result()
+        == [[COLLECTIVE_TIMEOUT_FACTOR * 60.0] * 3] * 2
+    )  # whoever made them
     with pytest.raises(WorkerDied) as caught:
         group.broadcast(Reducer.total_but_one_dies).result()
     assert caught.value.rank == 1
@@ -173,7 +214,9 @@ def test_one_that_stands_still_is_named_and_shown(crew: Crew) -> None:
 
 def test_what_makes_progress_is_not_late(crew: Crew) -> None:
     group = crew(Echo, 1, stall_s=4)
-    queued = [group.rank_zero(Echo.plod, 20) for _ in range(3)]  # 2 s each, so the last one is done after 6 s
+    queued = [
+        group.rank_zero(Echo.plod, 20) for _ in range(3)
+    ]  # 2 s each, so the last one is done after 6 s
     assert wait_all(queued) == [20, 20, 20]
     pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 12)), 0.4)
     assert len(list(pieces)) == 12  # 4.8 s
@@ -182,13 +225,18 @@ def test_what_makes_progress_is_not_late(crew: Crew) -> None:
 def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
     group = crew(Echo, 1, stall_s=1.0)
     done = [group.rank_zero(Echo.plod, 1) for _ in range(16)]
-    queued = [group.rank_zero(Echo.stick, 3), *(group.rank_zero(Echo.pid) for _ in range(16))]
-    said = r"pid makes no progress: stick of echo comes first, and the process did 3 of 16 micro-batches, then nothing"
-    with pytest.raises(DeadlineExceeded, match=said) as caught:
+    queued = [
+        group.rank_zero(Echo.stick, 3),
+        *(group.rank_zero(Echo.pid) for _ in range(16)),
+    ]
+    message = r"pid makes no progress: stick of echo comes first, and the process did 3 of 16 micro-batches, then nothing"
+    with pytest.raises(DeadlineExceeded, match=message) as caught:
         while True:
-            look_after(queued[1:])  # as while something else is waited for
+            check_progress(queued[1:])  # as while something else is waited for
             time.sleep(0.1)
-    assert "run.stall_s = 1)" in caught.value.what and "in stick" in caught.value.detail
+    assert (
+        "run.stall_s = 1)" in caught.value.message and "in stick" in caught.value.detail
+    )
     with pytest.raises(DeadlineExceeded, match="the group failed earlier"):
         group.rank_zero(Echo.pid)
     assert wait_all(done) == [1] * 16
@@ -198,56 +246,76 @@ def test_calls_beside_a_wait_may_not_stand_still(crew: Crew) -> None:
     """A trainer waits for the critic, which gets on, while the actor is stuck."""
     critic, actor = crew(Echo, 1), crew(Echo, 1, stall_s=1.0)
     stuck = actor.rank_zero(Echo.sleep_for_long, 0)
-    with pytest.raises(DeadlineExceeded, match="sleep_for_long makes no progress") as caught:
-        wait_all([critic.rank_zero(Echo.plod, 300)], partial(look_after, [stuck]))
+    with pytest.raises(
+        DeadlineExceeded, match="sleep_for_long makes no progress"
+    ) as caught:
+        wait_all([critic.rank_zero(Echo.plod, 300)], partial(check_progress, [stuck]))
     assert actor.owns(caught.value)
 
 
-def test_of_roles_that_share_a_process_the_first_is_named(cluster: Session, tmp_path: Path) -> None:
+def test_of_roles_that_share_a_process_the_first_is_named(
+    cluster: Session, tmp_path: Path
+) -> None:
     roles = [Role(name, "trainer", Echo) for name in ("actor", "critic")]
-    with start_groups([processes("trainer", 1)], roles, stall_s=60, log_dir=tmp_path) as groups:
+    with start_groups(
+        [processes("trainer", 1)], roles, stall_s=60, log_dir=tmp_path
+    ) as groups:
         actor, critic = (groups[role] for role in roles)
         actor._processes.stall_s = 1.0  # theirs together
         calls = [actor.rank_zero(Echo.sleep_for_long, 0), critic.rank_zero(Echo.nap)]
-        with pytest.raises(DeadlineExceeded, match=r"actor rank 0 .*sleep_for_long makes no progress"):
+        with pytest.raises(
+            DeadlineExceeded, match=r"actor rank 0 .*sleep_for_long makes no progress"
+        ):
             wait_all(calls)
 
 
 def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:
     call = crew(Echo, 1).rank_zero(Echo.nap)
-    coming = Sharded.stored(call._flights[0].payload, Receipt.of(rows_of([1])))
-    said = r"1 rows of Rows lie in 1 stored objects, of which 0 have arrived and none in the last 0.2 s \(run.stall_s\)"
-    with pytest.raises(ClusterError, match=said):
+    coming = Sharded.stored(call._rank_calls[0].payload, Receipt.of(rows_of([1])))
+    message = r"1 rows of Rows lie in 1 stored objects, of which 0 have arrived and none in the last 0.2 s \(run.stall_s\)"
+    with pytest.raises(ClusterError, match=message):
         read(coming, 0.2)
 
 
 def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
     group = crew(Reducer, 2, process_group=True, stall_s=2.0)
     group.broadcast(Reducer.total, 1.0).result()
-    with pytest.raises(DeadlineExceeded, match="total_but_one_is_stuck makes no progress") as caught:
+    with pytest.raises(
+        DeadlineExceeded, match="total_but_one_is_stuck makes no progress"
+    ) as caught:
         group.broadcast(Reducer.total_but_one_is_stuck).result()
-    assert caught.value.rank == 1 and "nor do ranks" not in caught.value.what
+    assert caught.value.rank == 1 and "nor do ranks" not in caught.value.message
     shown = caught.value.detail
-    assert shown.index("reducer rank 1") < shown.index("time.sleep(60)") < shown.index("reducer rank 0")
+    assert (
+        shown.index("reducer rank 1")
+        < shown.index("time.sleep(60)")
+        < shown.index("reducer rank 0")
+    )
     assert "all_reduce" in shown[shown.index("reducer rank 0") :]
 
 
 @pytest.mark.parametrize(
     ("method", "shown"),
-    [(Echo.hold_the_lock, "in hold_the_lock"), (Echo.stop_itself, "the process is stopped (SIGSTOP)")],
+    [
+        (Echo.hold_the_lock, "in hold_the_lock"),
+        (Echo.stop_itself, "the process is stopped (SIGSTOP)"),
+    ],
 )
-def test_a_process_whose_control_lane_is_stuck_too_says_so(
+def test_a_process_whose_control_group_is_stuck_too_is_reported(
     crew: Crew, method: Callable[[Echo], None], shown: str
 ) -> None:
     group = crew(Echo, 1, stall_s=1.0)
     group.rank_zero(Echo.plod, 5).result()
-    with pytest.raises(DeadlineExceeded, match=r"the process has not answered for .* s \(run.stall_s = 1\)") as caught:
+    with pytest.raises(
+        DeadlineExceeded,
+        match=r"the process has not replied for .* s \(run.stall_s = 1\)",
+    ) as caught:
         group.rank_zero(method).result()
-    assert "the control lane does not answer either" in caught.value.detail
+    assert "the control group does not reply either" in caught.value.detail
     assert shown in caught.value.detail
 
 
-def test_control_lane_answers_while_a_call_runs(crew: Crew) -> None:
+def test_the_control_group_replies_while_a_call_runs(crew: Crew) -> None:
     group = crew(Echo, 1)
     group.rank_zero(Echo.nap)
     time.sleep(0.3)
@@ -256,7 +324,9 @@ def test_control_lane_answers_while_a_call_runs(crew: Crew) -> None:
     assert running[:2] == ("echo", "nap")
     assert 0.1 < running[2] < 10
     stacks = group.stacks()[0]
-    assert "time.sleep(2)" in stacks[: stacks.index("thread", 10)]  # the busy thread comes first
+    assert (
+        "time.sleep(2)" in stacks[: stacks.index("thread", 10)]
+    )  # the busy thread comes first
 
 
 def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:
@@ -283,21 +353,27 @@ child.wait()
 
 
 def test_a_process_ends_with_what_it_has_started_though_that_is_stopped() -> None:
-    with subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None
         child = psutil.Process(int(parent.stdout.readline()))
         child.send_signal(signal.SIGSTOP)
         here = psutil.Process(parent.pid)
-        facts = Facts(parent.pid, here.create_time() + 10, "node", "127.0.0.1", "host", "log")
-        end(facts)  # of another process, which had this number before
+        process_info = ProcessInfo(
+            parent.pid, here.create_time() + 10, "node", "127.0.0.1", "host", "log"
+        )
+        terminate(process_info)  # of another process, which had this number before
         assert here.is_running() and child.is_running()
-        end(replace(facts, started=here.create_time()))
+        terminate(replace(process_info, started=here.create_time()))
         assert parent.wait(100) == -signal.SIGKILL
         gone, alive = psutil.wait_procs([child], timeout=100)
         assert gone == [child] and alive == []
 
 
-def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew) -> None:
+def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(
+    crew: Crew,
+) -> None:
     group = crew(Echo, 2)
     rows = put(rows_of([1, 2, 3]))
     before = group.scatter(Echo.halve, rows)
@@ -305,7 +381,11 @@ def test_a_restarted_group_works_and_refuses_what_belongs_to_its_past(crew: Crew
         group.broadcast(Echo.die, 0).result()
     group.restart().wait()
     assert group.incarnation == 2
-    with pytest.raises(StaleIncarnation, match="answer of incarnation 1 was asked for, the group is at 2"):
+    with pytest.raises(
+        StaleIncarnation,
+        match="the result of a call on incarnation 1 was requested, but the group is at"
+        " incarnation 2",
+    ):
         before.result()
     assert read(group.scatter(Echo.halve, rows).result(), 5).num_tokens == 6
     assert group.rank_zero(Echo.context_of).result().incarnation == 2

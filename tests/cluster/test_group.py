@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.cluster.crew import Echo, Paired, rows_of
 from verl_ray.cluster.calls import wait_all
+from verl_ray.cluster.concurrency_groups import CONCURRENCY_GROUPS, SERVING
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.lanes import LANES, SERVING
 from verl_ray.cluster.store import put, read
 from verl_ray.data.packing import balance
 from verl_ray.errors import DataError
@@ -23,7 +23,9 @@ LENGTHS = [3, 5, 2, 4, 1]
 
 
 @given(st.lists(st.integers(0, 100), max_size=40), st.integers(1, 7))
-def test_balanced_parts_hold_every_row_once_in_ascending_order(lengths: list[int], parts: int) -> None:
+def test_balanced_parts_hold_every_row_once_in_ascending_order(
+    lengths: list[int], parts: int
+) -> None:
     chosen = balance(np.array(lengths, dtype=np.int64), parts)
     assert len(chosen) == parts
     assert sorted(np.concatenate(chosen).tolist()) == list(range(len(lengths)))
@@ -33,54 +35,72 @@ def test_balanced_parts_hold_every_row_once_in_ascending_order(lengths: list[int
 
 
 def test_balanced_parts_have_nearly_equal_tokens() -> None:
-    # From long to short 8 7 6 5 4 3 2 1, dealt 0 1 1 0 0 1 1 0: 8 + 5 + 4 + 1 and 7 + 6 + 3 + 2.
+    # From long to short 8 7 6 5 4 3 2 1, dealt 0 1 1 0 0 1 1 0: 8 + 5 + 4 + 1 and 7 + 6
+    # + 3 + 2.
     lengths = np.array([1, 2, 3, 4, 5, 6, 7, 8])
     assert [int(lengths[index].sum()) for index in balance(lengths, 2)] == [18, 18]
 
 
 @pytest.mark.cluster
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_scatter_returns_rows_in_the_order_they_went_out(crew: Crew, ranks: int) -> None:
+def test_scatter_returns_rows_in_the_order_they_went_out(
+    crew: Crew, ranks: int
+) -> None:
     group = crew(Echo, ranks)
     batch = rows_of(LENGTHS)
     rows = put(batch).select([4, 0, 3, 1, 2])
-    wanted = batch.select([4, 0, 3, 1, 2])
+    expected = batch.select([4, 0, 3, 1, 2])
 
     halves = group.scatter(Echo.halve, rows).result()
     assert halves.lengths.tolist() == [1, 3, 4, 5, 2]
     answer = read(halves, 5)
-    assert np.array_equal(answer.log_probs, wanted.tokens / 2)
-    assert np.array_equal(answer.offsets, wanted.offsets)
+    assert np.array_equal(answer.log_probs, expected.tokens / 2)
+    assert np.array_equal(answer.offsets, expected.offsets)
 
     sums = group.scatter(Echo.sum_with, rows, halves, 4).result()
-    assert np.array_equal(read(sums, 5).log_probs, wanted.tokens * 3)
+    assert np.array_equal(read(sums, 5).log_probs, expected.tokens * 3)
 
-    assert sorted(itertools.chain(*group.scatter(Echo.first_tokens, rows).result())) == [0, 1000, 2000, 3000, 4000]
+    assert sorted(
+        itertools.chain(*group.scatter(Echo.first_tokens, rows).result())
+    ) == [0, 1000, 2000, 3000, 4000]
 
 
 @pytest.mark.cluster
 def test_scatter_follows_topology_and_assignment(crew: Crew) -> None:
     group = crew(Paired, 4)
     rows = put(rows_of(LENGTHS))
-    assert group.row_count == 2
-    first = group.scatter(Echo.first_tokens, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]).result()
+    assert group.dp_size == 2
+    first = group.scatter(
+        Echo.first_tokens, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]
+    ).result()
     assert first == [[4000, 1000], [0, 2000, 3000]]
-    answer = group.scatter(Echo.halve, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]).result()
+    answer = group.scatter(
+        Echo.halve, rows, assignment=[np.array([4, 1]), np.array([0, 2, 3])]
+    ).result()
     assert np.array_equal(read(answer, 5).log_probs, rows_of(LENGTHS).tokens / 2)
-    assert len(set(group.broadcast(Echo.pid).result())) == 4  # not about rows: each rank speaks for itself
-    with pytest.raises(DataError, match="assignment of 4 rows to 2 coordinates was given for 5 rows"):
+    assert (
+        len(set(group.broadcast(Echo.pid).result())) == 4
+    )  # not about rows: each rank speaks for itself
+    with pytest.raises(
+        DataError,
+        match="the assignment holds 4 rows for 2 data-parallel ranks, expected 5 rows",
+    ):
         group.scatter(Echo.halve, rows, assignment=[np.array([0, 1]), np.array([2, 3])])
-    with pytest.raises(DataError, match="3 rows of Rows were given beside 5 rows of Rows"):
+    with pytest.raises(
+        DataError, match="one argument holds 5 rows of Rows and another 3 rows of Rows"
+    ):
         group.scatter(Echo.sum_with, rows, rows.select([0, 1, 2]), 1)
 
 
 @pytest.mark.cluster
 def test_one_group_through_every_other_verb(crew: Crew) -> None:
     group = crew(Echo, 2)
-    one, rows = put(rows_of([3])), put(rows_of(LENGTHS))
+    single, rows = put(rows_of([3])), put(rows_of(LENGTHS))
     # A rank without rows is called all the same.
-    assert group.scatter(Echo.count, one).result() == [3, 0]
-    assert np.array_equal(read(group.scatter(Echo.halve, one).result(), 5).log_probs, [0, 0.5, 1])
+    assert group.scatter(Echo.count, single).result() == [3, 0]
+    assert np.array_equal(
+        read(group.scatter(Echo.halve, single).result(), 5).log_probs, [0, 0.5, 1]
+    )
 
     pids = group.broadcast(Echo.pid).result()
     assert len(set(pids)) == 2
@@ -93,7 +113,13 @@ def test_one_group_through_every_other_verb(crew: Crew) -> None:
     wait_all(calls)
 
     # A replica of choice, or the one with the fewest open calls.
-    assert group.route(Echo.first_tokens, rows, replica=1).result() == [0, 1000, 2000, 3000, 4000]
+    assert group.route(Echo.first_tokens, rows, replica=1).result() == [
+        0,
+        1000,
+        2000,
+        3000,
+        4000,
+    ]
     routed = [group.route(Echo.halve, rows) for _ in range(4)]
     assert [int(read(answer, 5).num_rows) for answer in wait_all(routed)] == [5] * 4
 
@@ -105,23 +131,33 @@ def test_stream_yields_pieces_as_they_finish_anywhere(crew: Crew) -> None:
     halves = [np.array([0, 1, 2]), np.array([3, 4, 5])]
     pieces = group.stream(Echo.one_by_one, rows, 0.3, assignment=halves)
     arrived = [read(piece, 5).log_probs[0] * 2 // 1000 for piece in pieces]
-    # Rank 0 pauses 0.3 s before each piece and rank 1 0.6 s: so no rank waits for the other one to be done.
+    # Rank 0 pauses 0.3 s before each piece and rank 1 0.6 s: so no rank waits for the
+    # other one to be done.
     assert sorted(arrived) == [0, 1, 2, 3, 4, 5]
     assert arrived.index(0) < arrived.index(5) and arrived.index(3) < 5
-    # A replica without rows is not called, and a listener who leaves stops the replicas.
+    # A replica without rows is not called, and a listener who leaves stops the
+    # replicas.
     pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 3000)), 0.2)
     next(pieces)
     pieces.close()
-    assert group.broadcast(Echo.was_aborted).result() == [True, True]  # all 3000 pieces would take 10 minutes
+    assert group.broadcast(Echo.was_aborted).result() == [
+        True,
+        True,
+    ]  # all 3000 pieces would take 10 minutes
     assert len(list(group.stream(Echo.one_by_one, put(rows_of([1])), 0.0))) == 1
 
 
 @pytest.mark.cluster
 def test_what_steers_calls_that_are_served_waits_for_none_of_them(crew: Crew) -> None:
     group = crew(Echo, 1)
-    waiting = [group.broadcast(Echo.wait_at_the_gate) for _ in range(LANES[SERVING] + 3)]
+    waiting = [
+        group.broadcast(Echo.wait_at_the_gate)
+        for _ in range(CONCURRENCY_GROUPS[SERVING] + 3)
+    ]
     group.broadcast(Echo.open_the_gate).result()
-    assert all(call.result() == [True] for call in waiting)  # False from one that waited in vain
+    assert all(
+        call.result() == [True] for call in waiting
+    )  # False from one that waited in vain
 
 
 @pytest.mark.cluster
@@ -135,13 +171,17 @@ def test_a_stream_that_is_served_ends_alone(crew: Crew) -> None:
 
 
 @pytest.mark.cluster
-def test_arguments_are_read_in_place_and_the_driver_never_holds_tokens(crew: Crew) -> None:
+def test_arguments_are_read_in_place_and_the_driver_never_holds_tokens(
+    crew: Crew,
+) -> None:
     group = crew(Echo, 2)
     seeds = put(rows_of([1] * 40))
     group.scatter(Echo.count, seeds).result()
     driver = psutil.Process()
     before = driver.memory_info().rss
-    rows = group.scatter(Echo.make_long, seeds).result()  # 40 rows of a million tokens, 5 bytes each
+    rows = group.scatter(
+        Echo.make_long, seeds
+    ).result()  # 40 rows of a million tokens, 5 bytes each
     assert rows.num_tokens == 40_000_000
     assert sum(group.scatter(Echo.count, rows).result()) == 40_000_000
     group.scatter(Echo.halve, rows).result()

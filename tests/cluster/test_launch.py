@@ -24,12 +24,12 @@ def free_cpus(cluster: Session) -> float:
 
 def hosts() -> list[psutil.Process]:
     """Worker processes of this test's own cluster."""
-    found = []
+    running = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name().startswith("ray::WorkerHost"):
-                found.append(process)
-    return found
+                running.append(process)
+    return running
 
 
 def wait_until_released(cluster: Session) -> None:
@@ -40,46 +40,89 @@ def wait_until_released(cluster: Session) -> None:
     assert hosts() == []
 
 
-def test_topologies_must_cover_every_coordinate_once() -> None:
-    check_topologies("actor", [Topology(0, 2, False), Topology(0, 2, True), Topology(1, 2, True)])
-    with pytest.raises(ClusterError, match=r"coordinates 0\.\.1 needs exactly one rank that answers"):
-        check_topologies("actor", [Topology(0, 2, True), Topology(0, 2, True), Topology(1, 2, True)])
+def test_topologies_must_cover_every_data_parallel_rank_once() -> None:
+    check_topologies(
+        "actor", [Topology(0, 2, False), Topology(0, 2, True), Topology(1, 2, True)]
+    )
+    with pytest.raises(
+        ClusterError,
+        match=r"data-parallel ranks 0\.\.1 needs exactly one rank that returns",
+    ):
+        check_topologies(
+            "actor", [Topology(0, 2, True), Topology(0, 2, True), Topology(1, 2, True)]
+        )
 
 
 @pytest.mark.cluster
-def test_colocated_roles_share_a_process_and_close_gracefully(cluster: Session, tmp_path: Path) -> None:
+def test_colocated_roles_share_a_process_and_close_gracefully(
+    cluster: Session, tmp_path: Path
+) -> None:
     actor = Role("actor", "trainer", Echo, (tmp_path,))
     critic = Role("critic", "trainer", Echo, (tmp_path,))
     rollout = Role("rollout", "rollout", Echo, (tmp_path,))
-    plan = [processes("trainer", 2, bundle_group="main"), processes("rollout", 1, bundle_group="main")]
-    started = start_groups(plan, [actor, critic, rollout], stall_s=60, log_dir=tmp_path / "logs")
+    plan = [
+        processes("trainer", 2, bundle_group="main"),
+        processes("rollout", 1, bundle_group="main"),
+    ]
+    started = start_groups(
+        plan, [actor, critic, rollout], stall_s=60, log_dir=tmp_path / "logs"
+    )
     with started as groups:
-        pids = [groups[role].broadcast(Echo.pid).result() for role in (actor, critic, rollout)]
+        pids = [
+            groups[role].broadcast(Echo.pid).result()
+            for role in (actor, critic, rollout)
+        ]
         assert pids[0] == pids[1]
         assert len({*pids[0], *pids[2]}) == 3
         context = groups[critic].broadcast(Echo.context_of).result()[1]
-        assert (context.role, context.rank, context.num_ranks, context.device) == ("critic", 1, 2, "cpu")
+        assert (context.role, context.rank, context.num_ranks, context.device) == (
+            "critic",
+            1,
+            2,
+            "cpu",
+        )
         assert context.log_path == tmp_path / "logs" / "trainer-1.log"
         assert "echo 1 is here" in context.log_path.read_text()
         groups[actor].broadcast(Echo.import_torch).result()
         assert groups[actor].broadcast(Echo.threads).result() == [(1, "1"), (1, "1")]
         assert groups[rollout].scatter(Echo.count, put(rows_of([3]))).result() == [3]
-        told = groups.ask_memory()()  # of each process, whatever its roles
+        peaks = groups.request_memory()()  # of each process, whatever its roles
         called = [("actor", "import_torch"), ("actor", "pid"), ("actor", "threads"), ("critic", "context_of"),
                   ("critic", "pid")]  # fmt: skip
-        assert [sorted(one.by_call) for one in told] == [called, called, [("rollout", "count"), ("rollout", "pid")]]
-        for one in told[:2]:
-            assert one.by_call["actor", "import_torch"] - one.by_call["actor", "pid"] > 30 << 20
-        assert [one.by_call for one in groups.ask_memory()()] == [{}, {}, {}]
+        assert [sorted(process.by_call) for process in peaks] == [
+            called,
+            called,
+            [("rollout", "count"), ("rollout", "pid")],
+        ]
+        for process in peaks[:2]:
+            assert (
+                process.by_call["actor", "import_torch"]
+                - process.by_call["actor", "pid"]
+                > 30 << 20
+            )
+        assert [process.by_call for process in groups.request_memory()()] == [
+            {},
+            {},
+            {},
+        ]
     closed = sorted(path.name for path in tmp_path.glob("closed-*"))
-    assert closed == ["closed-actor-0", "closed-actor-1", "closed-critic-0", "closed-critic-1", "closed-rollout-0"]
+    assert closed == [
+        "closed-actor-0",
+        "closed-actor-1",
+        "closed-critic-0",
+        "closed-critic-1",
+        "closed-rollout-0",
+    ]
     wait_until_released(cluster)
 
 
 @pytest.mark.cluster
-def test_what_needs_the_room_of_others_is_built_first(cluster: Session, tmp_path: Path) -> None:
+def test_what_needs_the_room_of_others_is_built_first(
+    cluster: Session, tmp_path: Path
+) -> None:
     roles = [
-        Role(name, name, partial(Builds, folder=tmp_path, slow=name == "rollout")) for name in ("actor", "rollout")
+        Role(name, name, partial(Builds, folder=tmp_path, slow=name == "rollout"))
+        for name in ("actor", "rollout")
     ]
     plan = [processes("actor", 1), replace(processes("rollout", 1), built_first=True)]
     with start_groups(plan, roles, stall_s=60, log_dir=tmp_path):
@@ -88,10 +131,17 @@ def test_what_needs_the_room_of_others_is_built_first(cluster: Session, tmp_path
 
 
 @pytest.mark.cluster
-def test_a_failed_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
-    good, bad = Role("actor", "trainer", Echo), Role("critic", "other", Unbuildable, (RuntimeError("no model here"),))
+def test_a_failed_start_names_the_part_and_leaves_nothing(
+    cluster: Session, tmp_path: Path
+) -> None:
+    good, bad = (
+        Role("actor", "trainer", Echo),
+        Role("critic", "other", Unbuildable, (RuntimeError("no model here"),)),
+    )
     plan = [processes("trainer", 1), processes("other", 2)]
-    with pytest.raises(WorkerError, match=r"critic rank 1 on .*no model here") as caught:
+    with pytest.raises(
+        WorkerError, match=r"critic rank 1 on .*no model here"
+    ) as caught:
         start_groups(plan, [good, bad], stall_s=60, log_dir=tmp_path)
     assert "raise error" in caught.value.detail
     wait_until_released(cluster)
@@ -104,13 +154,18 @@ def test_what_a_start_refuses_comes_as_it_is(cluster: Session, tmp_path: Path) -
         start_groups([processes("other", 2)], [bad], stall_s=60, log_dir=tmp_path)
     origin = caught.value.origin
     assert origin is not None and (origin.role, origin.rank) == ("critic", 1)
-    assert origin.detail == f"its stack is in {tmp_path / 'other-1.log'}" and origin.output == ""
+    assert (
+        origin.detail == f"its stack is in {tmp_path / 'other-1.log'}"
+        and origin.output == ""
+    )
     assert "raise error" in (tmp_path / "other-1.log").read_text()
     wait_until_released(cluster)
 
 
 @pytest.mark.cluster
-def test_a_late_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_path: Path) -> None:
+def test_a_late_start_names_the_part_and_leaves_nothing(
+    cluster: Session, tmp_path: Path
+) -> None:
     role = Role("reward", "reward", NeverReady)
     named = r"reward rank 0 .*start \(build\) makes no progress: .* done nothing for .*\(run.stall_s = 20\)"
     with pytest.raises(DeadlineExceeded, match=named) as caught:
@@ -120,9 +175,13 @@ def test_a_late_start_names_the_part_and_leaves_nothing(cluster: Session, tmp_pa
 
 
 @pytest.mark.cluster
-def test_what_the_cluster_does_not_have_is_refused_at_once(cluster: Session, tmp_path: Path) -> None:
+def test_what_the_cluster_does_not_have_is_refused_at_once(
+    cluster: Session, tmp_path: Path
+) -> None:
     with pytest.raises(ClusterError) as caught:
-        start_groups([processes("trainer", 3, cpus=2.0)], [], stall_s=60, log_dir=tmp_path)
-    assert "the run asks for 6 CPU in 3 bundles" in str(caught.value)
+        start_groups(
+            [processes("trainer", 3, cpus=2.0)], [], stall_s=60, log_dir=tmp_path
+        )
+    assert "the run requests 6 CPU in 3 bundles" in str(caught.value)
     assert "has 4 CPU" in str(caught.value)
     wait_until_released(cluster)

@@ -10,35 +10,54 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.cluster.placement import Bundles, ProcessSet, fits, number_ranks, plan_bundles, share_cpus
+from verl_ray.cluster.packing import Bundles, fits, number_ranks
+from verl_ray.cluster.placement import ProcessSet, plan_bundles, share_cpus
 from verl_ray.errors import ClusterError
 
 ROOT = Path(__file__).parents[2]
 
 
-def one(name: str, ranks: int, cpus: float, gpus: int, group: str) -> ProcessSet:
+def process_set(
+    name: str, ranks: int, cpus: float, gpus: int, group: str
+) -> ProcessSet:
     return ProcessSet(name, ranks, cpus, gpus, group, 1, True)
 
 
 def test_colocated_sets_share_bundles_rank_by_rank() -> None:
-    (bundles,) = plan_bundles([one("trainer", 2, 0.5, 0, "main"), one("rollout", 1, 0.25, 0, "main")])
+    (bundles,) = plan_bundles(
+        [
+            process_set("trainer", 2, 0.5, 0, "main"),
+            process_set("rollout", 1, 0.25, 0, "main"),
+        ]
+    )
     assert bundles.bundles == ({"CPU": 0.75}, {"CPU": 0.5})
     assert bundles.shares == {"trainer": {"CPU": 0.5}, "rollout": {"CPU": 0.25}}
 
 
 def test_colocated_sets_share_whole_gpus() -> None:
     plans = plan_bundles(
-        [one("trainer", 2, 1, 1, "main"), one("rollout", 2, 1, 1, "main"), one("reward", 1, 1, 0, "r")]
+        [
+            process_set("trainer", 2, 1, 1, "main"),
+            process_set("rollout", 2, 1, 1, "main"),
+            process_set("reward", 1, 1, 0, "r"),
+        ]
     )
     assert plans[0].bundles == ({"CPU": 2.0, "GPU": 1.0},) * 2
     assert plans[0].shares["trainer"] == {"CPU": 1.0, "GPU": 0.5}
     assert plans[1].bundles == ({"CPU": 1.0},)
     with pytest.raises(ClusterError, match="share exactly one GPU"):
-        plan_bundles([one("trainer", 2, 1, 1, "main"), one("rollout", 1, 1, 2, "main")])
+        plan_bundles(
+            [
+                process_set("trainer", 2, 1, 1, "main"),
+                process_set("rollout", 1, 1, 2, "main"),
+            ]
+        )
 
 
 def test_three_shares_of_a_gpu_fit_it() -> None:
-    (bundles,) = plan_bundles([one(name, 1, 1, 1, "main") for name in ("a", "b", "c")])
+    (bundles,) = plan_bundles(
+        [process_set(name, 1, 1, 1, "main") for name in ("a", "b", "c")]
+    )
     assert 3 * bundles.shares["a"]["GPU"] <= bundles.bundles[0]["GPU"]
 
 
@@ -50,38 +69,57 @@ def test_bundles_fit_only_when_each_has_a_node() -> None:
     assert not fits([{"CPU": 1.0, "GPU": 1.0}] * 2, nodes)
 
 
-def shares(sets: list[ProcessSet], nodes: list[float]) -> tuple[list[float], str | None]:
+def shares(
+    sets: list[ProcessSet], nodes: list[float]
+) -> tuple[list[float], str | None]:
     shared, warning = share_cpus(sets, [{"CPU": cores} for cores in nodes])
     return [each.cpus_per_rank for each in shared], warning
 
 
 def test_cpu_shares_fit_the_cores_and_say_when_they_must() -> None:
-    three = [one("trainer", 2, 9, 0, "main"), one("rollout", 1, 9, 0, "main")]
+    three = [
+        process_set("trainer", 2, 9, 0, "main"),
+        process_set("rollout", 1, 9, 0, "main"),
+    ]
     assert shares(three, [3]) == ([1, 1], None)
-    found, warning = shares(three, [2])
-    assert found == [0.66, 0.66]
+    results, warning = shares(three, [2])
+    assert results == [0.66, 0.66]
     assert warning is not None
     assert "3 worker processes share 2 CPU cores" in warning
 
 
 def test_cpu_shares_fit_node_by_node() -> None:
-    apart = [one(name, 1, 9, 0, name) for name in "abcde"]
-    assert shares(apart, [2, 2])[0] == [0.66] * 5  # a fair share of all four cores, 0.8, fits twice on each node
+    apart = [process_set(name, 1, 9, 0, name) for name in "abcde"]
+    assert (
+        shares(apart, [2, 2])[0] == [0.66] * 5
+    )  # a fair share of all four cores, 0.8, fits twice on each node
     assert shares(apart, [1, 4])[0] == [1] * 5
-    together = [one("trainer", 1, 9, 0, "main"), one("rollout", 1, 9, 0, "main")]
+    together = [
+        process_set("trainer", 1, 9, 0, "main"),
+        process_set("rollout", 1, 9, 0, "main"),
+    ]
     assert shares(together, [1, 1])[0] == [0.5, 0.5]  # colocated ranks are on one node
 
 
 def test_cpu_shares_fit_where_the_gpus_are() -> None:
-    colocated = [one("trainer", 16, 9, 1, "main"), one("rollout", 16, 9, 1, "main")]
+    colocated = [
+        process_set("trainer", 16, 9, 1, "main"),
+        process_set("rollout", 16, 9, 1, "main"),
+    ]
     head, worker = {"CPU": 64.0, "GPU": 0.0}, {"CPU": 8.0, "GPU": 8.0}
-    found, _ = share_cpus(colocated, [head, worker, worker])
-    assert [each.cpus_per_rank for each in found] == [0.5, 0.5]  # 16 processes on 8 cores; the head's are no use
-    found, warning = share_cpus(colocated, [head, worker])
-    assert [each.cpus_per_rank for each in found] == [1, 1] and warning is None  # there are too few GPUs at any share
+    results, _ = share_cpus(colocated, [head, worker, worker])
+    assert [each.cpus_per_rank for each in results] == [
+        0.5,
+        0.5,
+    ]  # 16 processes on 8 cores; the head's are no use
+    results, warning = share_cpus(colocated, [head, worker])
+    assert [each.cpus_per_rank for each in results] == [
+        1,
+        1,
+    ] and warning is None  # there are too few GPUs at any share
 
 
-# ------------------------------------------------------------------------------------- Ray's order, and the ranks'
+# ---------------------------------------------------------- Ray's order, and the ranks'
 
 
 def nodes_of(table: str) -> list[tuple[str, str]]:
@@ -92,42 +130,68 @@ def nodes_of(table: str) -> list[tuple[str, str]]:
 def by_rank(plans: list[Bundles], table: str) -> dict[str, str]:
     """The node of each rank, a digit each, by bundle group."""
     numbered = number_ranks(plans, nodes_of(table))
-    assert sorted(index for bundles in numbered.values() for index in bundles) == list(range(len(table)))
-    return {name: "".join(table[index] for index in bundles) for name, bundles in numbered.items()}
+    assert sorted(index for bundles in numbered.values() for index in bundles) == list(
+        range(len(table))
+    )
+    return {
+        name: "".join(table[index] for index in bundles)
+        for name, bundles in numbered.items()
+    }
 
 
 @pytest.mark.parametrize(
-    ("reserved", "wanted"),
-    [  # std::sort of so many equal bundles, as shared/facts/probes/ray_bundle_order.cc has it
+    ("reserved", "expected"),
+    # Std::sort of so many equal bundles, as shared/facts/probes/ray_bundle_order.cc has
+    # it
+    [
         ("122222222111011110000000", "0" * 8 + "1" * 8 + "2" * 8),
         ("23333333322222220111111110000000", "0" * 8 + "1" * 8 + "2" * 8 + "3" * 8),
     ],
 )
-def test_neighbouring_ranks_are_on_one_node(reserved: str, wanted: str) -> None:
-    plans = plan_bundles([one(name, len(reserved), 1, 1, "main") for name in ("trainer", "rollout")])
-    assert by_rank(plans, reserved) == {"main": wanted}
+def test_neighbouring_ranks_are_on_one_node(reserved: str, expected: str) -> None:
+    plans = plan_bundles(
+        [
+            process_set(name, len(reserved), 1, 1, "main")
+            for name in ("trainer", "rollout")
+        ]
+    )
+    assert by_rank(plans, reserved) == {"main": expected}
 
 
 @given(st.permutations("0" * 8 + "1" * 8 + "2" * 4))
 def test_ranks_meet_the_smaller_nodes_last(reserved: list[str]) -> None:
-    plans = plan_bundles([one("trainer", 20, 1, 1, "main")])
+    plans = plan_bundles([process_set("trainer", 20, 1, 1, "main")])
     assert by_rank(plans, "".join(reserved)) == {"main": "0" * 8 + "1" * 8 + "2" * 4}
     renamed = "".join(reserved).translate(str.maketrans("012", "201"))
     assert by_rank(plans, renamed) == {"main": "0" * 8 + "2" * 8 + "1" * 4}
 
 
 @given(st.permutations("1" * 8 + "2" * 4), st.permutations("2" * 4 + "0" * 8))
-def test_ranks_with_an_engine_beside_come_first(with_engine: list[str], without: list[str]) -> None:
-    # 12 of 24 trainers share their bundle: those bundles are larger, and one node has both kinds.
-    plans = plan_bundles([one("trainer", 24, 1, 1, "main"), one("rollout", 12, 1, 1, "main")])
-    assert by_rank(plans, "".join(with_engine + without)) == {"main": "1" * 8 + "2" * 8 + "0" * 8}
+def test_ranks_with_an_engine_beside_come_first(
+    with_engine: list[str], without: list[str]
+) -> None:
+    # 12 of 24 trainers share their bundle: those bundles are larger, and one node has
+    # both kinds.
+    plans = plan_bundles(
+        [
+            process_set("trainer", 24, 1, 1, "main"),
+            process_set("rollout", 12, 1, 1, "main"),
+        ]
+    )
+    assert by_rank(plans, "".join(with_engine + without)) == {
+        "main": "1" * 8 + "2" * 8 + "0" * 8
+    }
 
 
 @given(st.permutations("0" * 8 + "1" * 8))
 def test_sets_apart_take_whole_nodes_too(reserved: list[str]) -> None:
-    sets = [one("reference", 4, 1, 1, "reference"), one("actor", 8, 1, 1, "actor"), one("critic", 4, 1, 1, "critic")]
-    found = by_rank(plan_bundles(sets), "".join(reserved))
-    assert found == {"actor": "0" * 8, "reference": "1" * 4, "critic": "1" * 4}
+    sets = [
+        process_set("reference", 4, 1, 1, "reference"),
+        process_set("actor", 8, 1, 1, "actor"),
+        process_set("critic", 4, 1, 1, "critic"),
+    ]
+    results = by_rank(plan_bundles(sets), "".join(reserved))
+    assert results == {"actor": "0" * 8, "reference": "1" * 4, "critic": "1" * 4}
 
 
 def test_what_fits_is_what_ray_packs() -> None:
@@ -136,8 +200,11 @@ def test_what_fits_is_what_ray_packs() -> None:
     rank: dict[str, float] = {"CPU": 1.0, "GPU": 1.0}
     assert fits([rank] * 8 + [engine], [eight, eight])
     assert not fits([rank] * 9 + [engine], [eight, eight])
-    # The 2 goes to the node of 3, which it leaves emptier. Then there is only the node of 2 for the two of 1.5.
-    assert not fits([{"CPU": 2.0}, {"CPU": 1.5}, {"CPU": 1.5}], [{"CPU": 2.0}, {"CPU": 3.0}])
+    # The 2 goes to the node of 3, which it leaves emptier. Then there is only the node
+    # of 2 for the two of 1.5.
+    assert not fits(
+        [{"CPU": 2.0}, {"CPU": 1.5}, {"CPU": 1.5}], [{"CPU": 2.0}, {"CPU": 3.0}]
+    )
 
 
 NODES = """
@@ -145,8 +212,9 @@ import json, os, time
 import ray
 from ray.cluster_utils import Cluster
 from ray.util import placement_group, placement_group_table, remove_placement_group
-from tests.cluster.test_placement import one
-from verl_ray.cluster.placement import fits, place, release
+from tests.cluster.test_placement import process_set
+from verl_ray.cluster.packing import fits
+from verl_ray.cluster.placement import place, release
 from verl_ray.cluster.session import Session, node_resources
 
 # Nodes need not have the GPUs that they offer. Nothing runs on them, so no worker is started ahead.
@@ -162,13 +230,13 @@ def homes(places):
 
 with Session.open(cluster.address):
     found = {}
-    places = place([one("trainer", 24, 0.25, 1, "main"), one("rollout", 24, 0.25, 1, "main")], 60)
+    places = place([process_set("trainer", 24, 0.25, 1, "main"), process_set("rollout", 24, 0.25, 1, "main")], 60)
     found["colocated"] = homes(places)
     release([places["trainer"].group])
     other = placement_group([{"GPU": 8}])
     ray.get(other.ready(), timeout=60)
-    trainers = [one(name, 4, 0.25, 1, name) for name in ("actor", "reference")]
-    places = place([*trainers, one("engine", 1, 0.25, 8, "engine")], 60)
+    trainers = [process_set(name, 4, 0.25, 1, name) for name in ("actor", "reference")]
+    places = place([*trainers, process_set("engine", 1, 0.25, 8, "engine")], 60)
     found["apart"] = homes(places)
     release([places["actor"].group])
     uneven = [{"CPU": 10.0}, {"CPU": 7.5}, {"CPU": 7.5}]
@@ -188,23 +256,25 @@ cluster.shutdown()
 def test_ranks_of_three_nodes_are_in_their_order(tmp_path: Path) -> None:
     program = tmp_path / "nodes.py"
     program.write_text(NODES)
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited = {
+        name: value for name, value in os.environ.items() if not name.startswith("RAY_")
+    }
     ended = subprocess.run(
         [sys.executable, str(program)], cwd=ROOT, capture_output=True, text=True, timeout=300,
         env={**inherited, "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads(ended.stdout.splitlines()[-1])
+    results = json.loads(ended.stdout.splitlines()[-1])
 
-    colocated = found["colocated"]["trainer"]
-    assert found["colocated"]["rollout"] == colocated
+    colocated = results["colocated"]["trainer"]
+    assert results["colocated"]["rollout"] == colocated
     assert [len(set(colocated[start : start + 8])) for start in (0, 8, 16)] == [1, 1, 1]
     assert len(set(colocated)) == 3
 
     # Two nodes of 8 GPUs are left: 4 + 4 + 8 are placed there.
-    apart = found["apart"]
+    apart = results["apart"]
     trainers = {*apart["actor"], *apart["reference"]}
     assert (len(apart["actor"]), len(apart["reference"]), len(trainers)) == (4, 4, 1)
     assert trainers.isdisjoint(apart["engine"])
 
-    assert (found["fits"], found["placed"]) == (False, False)
+    assert (results["fits"], results["placed"]) == (False, False)

@@ -1,4 +1,4 @@
-"""Which network interface the ranks use."""
+"""Choice of the network interface that the ranks use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ import pytest
 
 from verl_ray.cluster.rendezvous import choose_interfaces
 
-LOOPBACK, ELSEWHERE = "127.0.0.1", "192.0.2.1"  # the latter is of no machine: it is kept for documentation
+LOOPBACK, ELSEWHERE = (
+    "127.0.0.1",
+    "192.0.2.1",
+)  # the latter is of no machine: it is kept for documentation
 
 
 @pytest.mark.parametrize(
@@ -21,12 +24,20 @@ LOOPBACK, ELSEWHERE = "127.0.0.1", "192.0.2.1"  # the latter is of no machine: i
     ],
 )
 def test_an_interface_that_the_user_named_stays(
-    monkeypatch: pytest.MonkeyPatch, named: dict[str, str], address: str, used: dict[str, str | None]
+    monkeypatch: pytest.MonkeyPatch,
+    named: dict[str, str],
+    address: str,
+    used: dict[str, str | None],
 ) -> None:
     for library in ("GLOO", "NCCL"):
-        monkeypatch.setenv(f"{library}_SOCKET_IFNAME", "")  # so that what the test sets is undone
+        monkeypatch.setenv(
+            f"{library}_SOCKET_IFNAME", ""
+        )  # so that what the test sets is undone
         monkeypatch.delenv(f"{library}_SOCKET_IFNAME")
     for library, interface in named.items():
         monkeypatch.setenv(f"{library}_SOCKET_IFNAME", interface)
     choose_interfaces(address)
-    assert {library: os.environ.get(f"{library}_SOCKET_IFNAME") for library in ("GLOO", "NCCL")} == used
+    assert {
+        library: os.environ.get(f"{library}_SOCKET_IFNAME")
+        for library in ("GLOO", "NCCL")
+    } == used

@@ -1,4 +1,4 @@
-"""What a process does with signals: answers, obeys where nothing is lost by it, and ends at a second one."""
+"""Signals: announced, obeyed where nothing is lost, and fatal at the second one."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ ROOT = Path(__file__).parents[2]
 BEGIN = """
 import os, signal, sys, time
 from verl_ray.cluster.signals import (
-    Outlook, all_or_nothing, finishing, heed_signals, no_way_back, noting, raising, stop_on_signals, telling,
+    Outlook, all_or_nothing, announcing, deferring_signals, finishing, heed_signals,
+    pass_point_of_no_return, raising_signals, stop_on_signals,
 )
 from verl_ray.errors import Interrupted
 stop_on_signals()
@@ -28,25 +29,26 @@ def wait():
         heed_signals()
         time.sleep(0.01)
 
-def until(asked):
-    while not asked():
+def until(condition):
+    while not condition():
         time.sleep(0.01)
 """
 
 
 def run(code: str, *sent: signal.Signals) -> subprocess.CompletedProcess[str]:
-    """A process that is sent signals, each once it has said one more line."""
+    """Run a process and send it signals, each after one more line of its output."""
     with subprocess.Popen(
         [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests themselves may run under nohup
+        # The tests themselves may run under nohup
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        said = ""
+        lines = ""
         for number in sent:
-            said += process.stdout.readline()
+            lines += process.stdout.readline()
             process.send_signal(number)
         out, err = process.communicate(timeout=100)
-    return subprocess.CompletedProcess(code, process.returncode, said + out, err)
+    return subprocess.CompletedProcess(code, process.returncode, lines + out, err)
 
 
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -73,7 +75,7 @@ def waits_and_wraps():
         raise RuntimeError("the server did not answer") from error
 
 try:
-    with noting(), raising():
+    with deferring_signals(), raising_signals():
         print("up", flush=True)
         {library}
 except Interrupted as stop:
@@ -84,12 +86,17 @@ except Interrupted as stop:
 
 
 def test_it_is_answered_while_compiled_code_runs() -> None:
-    """The main thread is in a call that does not come back, as in a long fsync: Python's handlers wait for it."""
+    """The main thread is in a call that does not come back, as in a long fsync:
+    Python's handlers wait for it.
+    """
     code = (
         "import hashlib\nprint('up', flush=True)\n"
-        "hashlib.pbkdf2_hmac('sha256', b'a', b'b', (1 << 31) - 1)\n"  # minutes, without the interpreter lock
+        # Minutes, without the interpreter lock
+        "hashlib.pbkdf2_hmac('sha256', b'a', b'b', (1 << 31) - 1)\n"
     )
-    with subprocess.Popen([sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=-1, stderr=-1, text=True) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=-1, stderr=-1, text=True
+    ) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline() == "up\n"
         process.send_signal(signal.SIGINT)
@@ -100,23 +107,23 @@ def test_it_is_answered_while_compiled_code_runs() -> None:
 
 def test_waits_are_given_up_until_there_is_no_way_back() -> None:
     code = """
-with telling(lambda: Outlook("step 1 is given up", "")), noting():
+with announcing(lambda: Outlook("step 1 is given up", "")), deferring_signals():
     try:
         with all_or_nothing() as work:
             print("up", flush=True)
             wait()
     except Interrupted:
-        print("given up", work.since, flush=True)
+        print("given up", work.committed_at, flush=True)
 """
     assert run(code, signal.SIGINT).stdout == "up\ngiven up None\n"
     code = """
 from verl_ray.cluster.signals import _state
 left = iter(range(100))
-with telling(lambda: Outlook("step 1 is finished first", "step 1")), noting():
+with announcing(lambda: Outlook("step 1 is finished first", "step 1")), deferring_signals():
     try:
         with all_or_nothing():
-            no_way_back()
-            no_way_back()
+            pass_point_of_no_return()
+            pass_point_of_no_return()
             print("up", flush=True)
             until(lambda: _state.received)
             heed_signals()
@@ -133,17 +140,20 @@ with telling(lambda: Outlook("step 1 is finished first", "step 1")), noting():
 """
     ended = run(code, signal.SIGTERM)
     assert ended.stdout == "up\nfinished\nnot saved\nsaved\n"
-    assert ended.stderr == "SIGTERM: step 1 is finished first. Another one ends it at once and loses step 1\n"
+    assert (
+        ended.stderr
+        == "SIGTERM: step 1 is finished first. Another one ends it at once and loses step 1\n"
+    )
 
 
 def test_a_signal_that_came_before_gives_the_work_up() -> None:
     code = """
-with noting(), all_or_nothing() as work:
+with deferring_signals(), all_or_nothing() as work:
     os.kill(os.getpid(), signal.SIGINT)
     try:
-        no_way_back()
+        pass_point_of_no_return()
     except Interrupted:
-        print(work.since)
+        print(work.committed_at)
 """
     assert run(code).stdout == "None\n"
 
@@ -151,9 +161,9 @@ with noting(), all_or_nothing() as work:
 def test_a_second_signal_ends_and_says_what_is_lost() -> None:
     code = """
 from verl_ray.cluster.signals import _state
-with telling(lambda: Outlook("steps are finished", "steps 4 to 6")), noting(), finishing():
+with announcing(lambda: Outlook("steps are finished", "steps 4 to 6")), deferring_signals(), finishing():
     print("up", flush=True)
-    until(lambda: _state.answered_at)
+    until(lambda: _state.announced_at)
     os.kill(os.getpid(), signal.SIGINT)  # `timeout` sends the one signal twice
     time.sleep(1.2)
     print("again", flush=True)
@@ -171,9 +181,9 @@ with telling(lambda: Outlook("steps are finished", "steps 4 to 6")), noting(), f
 def test_a_closed_terminal_lets_a_step_finish() -> None:
     code = """
 from verl_ray.cluster.signals import _state
-with noting(), finishing():
+with deferring_signals(), finishing():
     print("up", flush=True)
-    until(lambda: _state.answered_at)
+    until(lambda: _state.announced_at)
     print("to nobody", flush=True)  # an error, were it the terminal still
     os.write(int(sys.argv[1]), b"finished")
 """
@@ -186,15 +196,19 @@ with noting(), finishing():
     os.close(writing)
     assert os.read(terminal, 100).startswith(b"up")
     os.close(terminal)
-    with os.fdopen(reading, "rb") as said:
-        assert said.read() == b"finished"
+    with os.fdopen(reading, "rb") as message:
+        assert message.read() == b"finished"
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_run_under_nohup_outlives_its_terminal() -> None:
     code = "print('up', flush=True)\nos.kill(os.getpid(), signal.SIGHUP)\nheed_signals()\nprint('goes on')"
     ended = subprocess.run(
-        ["nohup", sys.executable, "-c", BEGIN + code], cwd=ROOT, capture_output=True, text=True, timeout=100
+        ["nohup", sys.executable, "-c", BEGIN + code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
     )
     assert ended.stdout == "up\ngoes on\n"
 

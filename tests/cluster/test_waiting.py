@@ -1,4 +1,4 @@
-"""What the driver does while it waits for something else, and questions that wait for nothing."""
+"""Work of the driver during a wait, and requests that do not wait."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Crew = Callable[..., WorkerGroup[Any]]
 pytestmark = pytest.mark.cluster
 
 
-class Pieces:
-    """The pieces of a stream, taken in the background, and when each was."""
+class StreamTaker:
+    """Takes the batches of a stream in the background, and records the times."""
 
     def __init__(self, stream: Stream[LogProbs]) -> None:
         self._stream: Stream[LogProbs] | None = stream
         self.taken_s: list[float] = []
 
     def references(self) -> list[Any]:
-        return [] if self._stream is None else [self._stream.flight.payload]
+        return [] if self._stream is None else [self._stream.rank_call.payload]
 
     def advance(self) -> None:
         while self._stream is not None and next_stream([self._stream], 0.0) is not None:
@@ -40,16 +40,21 @@ class Pieces:
 
 def test_pieces_are_taken_while_a_call_is_waited_for(crew: Crew) -> None:
     draws, learns = crew(Echo, 1), crew(Echo, 1)
-    pieces = Pieces(draws.open_stream(Echo.one_by_one, put(rows_of([1] * 6)), 0.1))
+    pieces = StreamTaker(draws.open_stream(Echo.one_by_one, put(rows_of([1] * 6)), 0.1))
     assert wait_all([learns.rank_zero(Echo.plod, 20)], background=pieces) == [20]  # 2 s
     assert len(pieces.taken_s) == 6
-    apart = [later - sooner for sooner, later in zip(pieces.taken_s, pieces.taken_s[1:], strict=False)]
-    assert min(apart) > 0.02  # each as it came, and not all of them at a tick or at the end
+    apart = [
+        later - sooner
+        for sooner, later in zip(pieces.taken_s, pieces.taken_s[1:], strict=False)
+    ]
+    assert (
+        min(apart) > 0.02
+    )  # each as it came, and not all of them at a tick or at the end
 
 
 def test_what_fails_in_the_background_ends_the_wait(crew: Crew) -> None:
     draws, learns = crew(Echo, 1), crew(Echo, 1)
-    pieces = Pieces(draws.open_stream(Echo.one_then_fail, put(rows_of([1] * 6))))
+    pieces = StreamTaker(draws.open_stream(Echo.one_then_fail, put(rows_of([1] * 6))))
     with pytest.raises(WorkerError, match="one_then_fail"):
         wait_all([learns.rank_zero(Echo.plod, 20)], background=pieces)
     assert len(pieces.taken_s) == 1

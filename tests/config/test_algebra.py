@@ -26,7 +26,11 @@ def test_ppo() -> None:
     )
     assert (sizes.rows, sizes.max_row_tokens) == (12 * 4, 512 + 1024)
     actor, critic, reference = sizes.roles
-    assert (actor.rows_per_rank, actor.mini_batch_size, actor.mini_batch_size_per_rank) == (10, 16, 4)
+    assert (
+        actor.rows_per_rank,
+        actor.mini_batch_size,
+        actor.mini_batch_size_per_rank,
+    ) == (10, 16, 4)
     assert actor.updates_per_step == 2 * 3
     assert (critic.ranks, critic.mini_batch_size, critic.updates_per_step) == (5, 48, 1)
     assert (reference.mini_batch_size, reference.updates_per_step) == (None, 0)
@@ -40,16 +44,27 @@ def test_roles_that_are_not_made_have_no_part_in_it() -> None:
 
 
 def test_sft() -> None:
-    sizes = batch_algebra(compose("sft", [*INPUTS, "sft.batch_size=30", "actor.num_ranks=4"]))
+    sizes = batch_algebra(
+        compose("sft", [*INPUTS, "sft.batch_size=30", "actor.num_ranks=4"])
+    )
     (actor,) = sizes.roles
     assert (sizes.rows, sizes.max_row_tokens) == (30, 1536)
-    assert (actor.rows_per_rank, actor.mini_batch_size, actor.mini_batch_size_per_rank) == (8, 30, 8)
+    assert (
+        actor.rows_per_rank,
+        actor.mini_batch_size,
+        actor.mini_batch_size_per_rank,
+    ) == (8, 30, 8)
     assert actor.updates_per_step == 1
 
 
 def test_ranks_that_share_a_model_share_their_rows() -> None:
-    layout = ["backend=megatron", "actor.num_ranks=8", "backend.tensor_parallel=2", "actor.backend.pipeline_parallel=2"]
+    layout = [
+        "backend=megatron",
+        "actor.num_ranks=8",
+        "backend.tensor_parallel=2",
+        "actor.backend.pipeline_parallel=2",
+    ]
     rows = ["data.prompts_per_step=10", "rollout.group_size=4"]
     actor, critic, _ = batch_algebra(compose("ppo", [*INPUTS, *layout, *rows])).roles
-    assert (actor.ranks, actor.shares, critic.shares) == (8, 2, 4)
+    assert (actor.ranks, actor.dp_size, critic.dp_size) == (8, 2, 4)
     assert (actor.rows_per_rank, critic.rows_per_rank) == (20, 10)

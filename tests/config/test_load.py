@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from controllers.compose.composition import compose, examine
-from controllers.tasks import typed
-from verl_ray.config.load import known_keys, to_tree
-from verl_ray.config.renamed import ADDED, RENAMED, renewed
+from controllers.tasks import typed_config
+from verl_ray.config.keys import known_keys
+from verl_ray.config.load import to_tree
+from verl_ray.config.renamed import ADDED, RENAMED, migrated
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import ConfigError, Problem
 
@@ -25,23 +26,31 @@ def tree(*overrides: str) -> dict[str, Any]:
 
 def problems(values: dict[str, Any]) -> dict[str, Problem]:
     with pytest.raises(ConfigError) as caught:
-        typed(values)
+        typed_config(values)
     return {problem.key: problem for problem in caught.value.problems}
 
 
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo", "sft"])
 def test_a_configuration_survives_yaml(root: str) -> None:
     config = compose(root, [] if root == "quickstart" else INPUTS)
-    assert typed(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
+    assert typed_config(yaml.safe_load(yaml.safe_dump(to_tree(config)))) == config
 
 
 def test_a_key_that_was_renamed_leads_to_the_new_one() -> None:
     values = tree()
     values["run"]["call_deadline_s"] = 60.0
-    assert problems(values)["run.call_deadline_s"].fix == "run.call_deadline_s is now run.stall_s."
+    assert (
+        problems(values)["run.call_deadline_s"].fix
+        == "run.call_deadline_s is now run.stall_s."
+    )
     (problem,) = examine("quickstart", ["rollout.health.stall_s=60"]).problems
-    assert (problem.key, problem.fix) == ("rollout.health.stall_s", "rollout.health.stall_s is now run.stall_s.")
-    assert {*RENAMED.values(), *ADDED} <= set(known_keys(RLConfig)) and not set(RENAMED) & set(known_keys(RLConfig))
+    assert (problem.key, problem.fix) == (
+        "rollout.health.stall_s",
+        "rollout.health.stall_s is now run.stall_s.",
+    )
+    assert {*RENAMED.values(), *ADDED} <= set(known_keys(RLConfig)) and not set(
+        RENAMED
+    ) & set(known_keys(RLConfig))
 
 
 def test_an_earlier_configuration_is_renewed() -> None:
@@ -49,14 +58,22 @@ def test_an_earlier_configuration_is_renewed() -> None:
     del saved["run"]["stall_s"], saved["rollout"]["staleness"]
     saved["run"] |= {"call_deadline_s": 77.0, "start_deadline_s": 5.0}
     saved["rollout"]["health"]["stall_s"] = 6.0
-    assert typed(renewed(saved)).run.stall_s == 77.0
-    assert renewed(saved)["rollout"]["staleness"] == 0 and "rollout" not in renewed({"run": {}})
-    assert saved["run"]["call_deadline_s"] == 77.0  # what was given is as it was
-    assert renewed(tree()) == tree()
+    assert typed_config(migrated(saved)).run.stall_s == 77.0
+    assert migrated(saved)["rollout"]["staleness"] == 0 and "rollout" not in migrated(
+        {"run": {}}
+    )
+    assert saved["run"]["call_deadline_s"] == 77.0  # the saved tree has not changed
+    assert migrated(tree()) == tree()
 
 
 def test_lists_become_tuples_except_in_free_sections() -> None:
-    config = compose("quickstart", ["rollout.vllm_args.cudagraph_capture_sizes=[1,2]", "tracking.wandb.tags=[a,b]"])
+    config = compose(
+        "quickstart",
+        [
+            "rollout.vllm_args.cudagraph_capture_sizes=[1,2]",
+            "tracking.wandb.tags=[a,b]",
+        ],
+    )
     assert isinstance(config, RLConfig)
     assert config.tracking.wandb.tags == ("a", "b")
     assert config.rollout.vllm_args == {"cudagraph_capture_sizes": [1, 2]}
@@ -70,8 +87,8 @@ def test_all_problems_come_at_once_with_their_keys() -> None:
     values["actor"]["optimizer"]["lr"] = "fast"
     values["run"]["threads_per_rank"] = -1
     del values["run"]["seed"]
-    found = problems(values)
-    assert set(found) == {
+    refused = problems(values)
+    assert set(refused) == {
         "rollout.group_size",
         "rollout.grup_size",
         "actor.backend.dtype",
@@ -79,11 +96,14 @@ def test_all_problems_come_at_once_with_their_keys() -> None:
         "run.threads_per_rank",
         "run.seed",
     }
-    assert "the nearest is 1" in found["rollout.group_size"].fix
-    assert "rollout.group_size" in found["rollout.grup_size"].fix
-    assert found["actor.backend.dtype"].fix == "Did you mean bfloat16 or float32? Use float32 or bfloat16."
-    assert "auto" in found["run.threads_per_rank"].fix
-    assert found["run.seed"].rule == "this key has no value"
+    assert "the nearest is 1" in refused["rollout.group_size"].fix
+    assert "rollout.group_size" in refused["rollout.grup_size"].fix
+    assert (
+        refused["actor.backend.dtype"].fix
+        == "Did you mean bfloat16 or float32? Use float32 or bfloat16."
+    )
+    assert "auto" in refused["run.threads_per_rank"].fix
+    assert refused["run.seed"].rule == "this key has no value"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), True, "1e-3"])
@@ -96,23 +116,65 @@ def test_numbers_are_finite_and_not_coerced(value: object) -> None:
 @pytest.mark.parametrize(
     ("override", "key", "says"),
     [
-        ("actor.optimizer.betas=[0.9]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
-        ("actor.optimizer.betas=[]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
-        ("actor.optimizer.betas=[0.9,0.9,0.9]", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
-        ("actor.optimizer.betas=0.9", "actor.optimizer.betas", "Use a list of 2 numbers, e.g. [0.9,0.999]."),
-        ("actor.optimizer.betas=[2,0.9]", "actor.optimizer.betas.0", "Use a number of at most 1.0."),
-        ("tracking.wandb.tags=x", "tracking.wandb.tags", "Use a list, e.g. [first,second]."),
-        ("rollout.vllm_args=3", "rollout.vllm_args", "Use a section, e.g. 'rollout.vllm_args={block_size: 32}'."),
-        ("algorithm.kl=3", "algorithm.kl", "Set the keys inside it, e.g. algorithm.kl.place=..."),
+        (
+            "actor.optimizer.betas=[0.9]",
+            "actor.optimizer.betas",
+            "Use a list of 2 numbers, e.g. [0.9,0.999].",
+        ),
+        (
+            "actor.optimizer.betas=[]",
+            "actor.optimizer.betas",
+            "Use a list of 2 numbers, e.g. [0.9,0.999].",
+        ),
+        (
+            "actor.optimizer.betas=[0.9,0.9,0.9]",
+            "actor.optimizer.betas",
+            "Use a list of 2 numbers, e.g. [0.9,0.999].",
+        ),
+        (
+            "actor.optimizer.betas=0.9",
+            "actor.optimizer.betas",
+            "Use a list of 2 numbers, e.g. [0.9,0.999].",
+        ),
+        (
+            "actor.optimizer.betas=[2,0.9]",
+            "actor.optimizer.betas.0",
+            "Use a number of at most 1.0.",
+        ),
+        (
+            "tracking.wandb.tags=x",
+            "tracking.wandb.tags",
+            "Use a list, e.g. [first,second].",
+        ),
+        (
+            "rollout.vllm_args=3",
+            "rollout.vllm_args",
+            "Use a section, e.g. 'rollout.vllm_args={block_size: 32}'.",
+        ),
+        (
+            "algorithm.kl=3",
+            "algorithm.kl",
+            "Set the keys inside it, e.g. algorithm.kl.place=...",
+        ),
         ("run.total_steps=1e3", "run.total_steps", "Use the whole number 1000."),
         ("run.total_steps=1.5", "run.total_steps", "Use a whole number."),
         ("run.total_steps=nan", "run.total_steps", "Use a whole number."),
         ("run.seed=4294967296", "run.seed", "Use a number of at most 4294967295."),
-        ("rollout.temperature=2.5", "rollout.temperature", "Use a number of at most 2.0."),
-        ("evaluation.temperature=2.5", "evaluation.temperature", "Use a number of at most 2.0."),
+        (
+            "rollout.temperature=2.5",
+            "rollout.temperature",
+            "Use a number of at most 2.0.",
+        ),
+        (
+            "evaluation.temperature=2.5",
+            "evaluation.temperature",
+            "Use a number of at most 2.0.",
+        ),
     ],
 )
-def test_a_value_of_the_wrong_shape_says_what_is_right(override: str, key: str, says: str) -> None:
+def test_a_value_of_the_wrong_shape_says_what_is_right(
+    override: str, key: str, says: str
+) -> None:
     (problem,) = examine("quickstart", [override]).problems
     assert (problem.key, problem.fix) == (key, says)
 
@@ -142,8 +204,14 @@ def test_an_unknown_backend_and_task_are_named() -> None:
     values["critic"]["backend"]["kind"] = "deepspeed"
     assert "'engine', 'fsdp'" in problems(values)["critic.backend.kind"].fix
     own = "A module of your own is named with its dots."
-    assert problems({"task": "dpo"})["task"].fix == f"There is reward_model, rl, sft. {own}"
-    assert "declares one class over Config" in problems({"task": "json.decoder"})["task"].rule
+    assert (
+        problems({"task": "dpo"})["task"].fix
+        == f"There is reward_model, rl, sft. {own}"
+    )
+    assert (
+        "declares one class over Config"
+        in problems({"task": "json.decoder"})["task"].rule
+    )
 
 
 def test_known_keys_cover_every_choice() -> None:
@@ -163,4 +231,6 @@ def test_importing_it_imports_no_framework() -> None:
         "import sys, verl_ray.config.load, verl_ray.config.rules, verl_ray.config.algebra;"
         "print([name for name in ('torch', 'ray', 'vllm', 'hydra', 'omegaconf') if name in sys.modules])"
     )
-    assert subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    assert (
+        subprocess.check_output([sys.executable, "-c", code], text=True).strip() == "[]"
+    )

@@ -1,4 +1,4 @@
-"""Facts in, settings out: what every `auto` stands for."""
+"""The value of every `auto`, by the facts about a cluster."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from pydantic import BaseModel
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
-from verl_ray.config.resolve import AUTO_KEYS, Facts, resolutions, resolve, shared_anew
-from verl_ray.config.rules import broken
+from verl_ray.config.resolve import (
+    AUTO_KEYS,
+    ClusterFacts,
+    resolutions,
+    resolve,
+    with_threads_unresolved,
+)
+from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
@@ -21,8 +27,22 @@ from verl_ray.config.tasks.sft import SFTConfig
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")
-LAPTOP = Facts(nodes=1, cores=4, gpus=0, has_chat_template=False, sent_bytes=3 * MIB, checkpoint=None)
-NODE = Facts(nodes=1, cores=64, gpus=8, has_chat_template=True, sent_bytes=1200 * MIB, checkpoint=None)
+LAPTOP = ClusterFacts(
+    nodes=1,
+    cores=4,
+    gpus=0,
+    has_chat_template=False,
+    sent_bytes=3 * MIB,
+    checkpoint=None,
+)
+NODE = ClusterFacts(
+    nodes=1,
+    cores=64,
+    gpus=8,
+    has_chat_template=True,
+    sent_bytes=1200 * MIB,
+    checkpoint=None,
+)
 TWO_NODES = replace(NODE, nodes=2, cores=32, gpus=16, sent_bytes=30_000 * MIB)
 EIGHT = ("actor.num_ranks=8", "rollout.num_replicas=8")
 BF16 = ("backend.dtype=bfloat16", "rollout.dtype=bfloat16")
@@ -61,12 +81,12 @@ def without(key: str) -> dict[str, object]:
     return {other: value for other, value in ON_NODE.items() if other != key}
 
 
-def given(*changes: str, root: str = "ppo") -> Config:
+def configured(*changes: str, root: str = "ppo") -> Config:
     return compose(root, [*INPUTS, *changes])
 
 
-def found(config: Config, facts: Facts) -> dict[str, object]:
-    return {one.key: one.value for one in resolutions(config, facts)}
+def values(config: Config, facts: ClusterFacts) -> dict[str, object]:
+    return {item.key: item.value for item in resolutions(config, facts)}
 
 
 @pytest.mark.parametrize(
@@ -88,12 +108,12 @@ def found(config: Config, facts: Facts) -> dict[str, object]:
         pytest.param(
             (*EIGHT, *LORA, "rollout.sleep=kv_cache"), NODE,
             without("rollout.sleep") | {"rollout.sync.adapter": "alone"},
-            id="LoRA, engines are told to keep the model",
+            id="LoRA, engines keep the model by choice",
         ),
         pytest.param(
             (*EIGHT, *LORA, "rollout.sync.adapter=alone"), NODE,
             without("rollout.sync.adapter") | {"rollout.sleep": "kv_cache"},
-            id="LoRA, the adapter is told to travel alone",
+            id="LoRA, the adapter is sent alone by choice",
         ),
         pytest.param((*LORA, "actor.lora.targets=[lm_head]"), LAPTOP, ON_LAPTOP, id="LoRA on the head"),
         pytest.param(("actor.lora.rank=1024",), LAPTOP, ON_LAPTOP, id="LoRA of too high a rank"),
@@ -104,19 +124,23 @@ def found(config: Config, facts: Facts) -> dict[str, object]:
         ),
     ],
 )  # fmt: skip
-def test_what_auto_stands_for(changes: tuple[str, ...], facts: Facts, expected: dict[str, object]) -> None:
-    config = given(*changes)
-    assert found(config, facts) == expected
+def test_what_auto_stands_for(
+    changes: tuple[str, ...], facts: ClusterFacts, expected: dict[str, object]
+) -> None:
+    config = configured(*changes)
+    assert values(config, facts) == expected
     settled = resolve(config, facts)
-    assert found(settled, TWO_NODES) == {} and "'auto'" not in str(to_tree(settled))
+    assert values(settled, TWO_NODES) == {} and "'auto'" not in str(to_tree(settled))
     assert resolve(settled, TWO_NODES) == settled
-    assert list(broken(settled, set(), evaluates=False)) == []
+    assert list(rule_violations(settled, set(), evaluates=False)) == []
 
 
 def test_a_supervised_run_has_fewer_settings() -> None:
     for root in ("sft", "reward_model"):
-        config = given("actor.num_ranks=2" if root == "sft" else "reward.num_ranks=2", root=root)
-        assert found(config, NODE) == {
+        config = configured(
+            "actor.num_ranks=2" if root == "sft" else "reward.num_ranks=2", root=root
+        )
+        assert values(config, NODE) == {
             "run.resume": "none",
             "run.threads_per_rank": {"trainers": 32, "engines": 64, "graders": 1},
             "data.apply_chat_template": True,
@@ -130,7 +154,8 @@ def test_a_supervised_run_has_fewer_settings() -> None:
         (("rollout.num_replicas=2", "rollout.tensor_parallel=2"), True, 8, 2),
         (("backend@critic.backend=fsdp",), True, 4, 8),
         (("placement=separate",), True, 2, 8),
-        (("placement=separate",), False, 8, 8),  # an evaluation starts neither critic nor reference
+        # An evaluation starts neither critic nor reference
+        (("placement=separate",), False, 8, 8),
         (("reward=model", "reward.model.path=/r", "placement=separate"), False, 4, 8),
         (("reward=judge", "reward.model.path=/j", "reward.engine.num_replicas=3"), True, 8, 2),
         (
@@ -139,30 +164,46 @@ def test_a_supervised_run_has_fewer_settings() -> None:
         (("actor.num_ranks=64",), True, 1, 8),
     ],
 )  # fmt: skip
-def test_threads_stay_within_the_cores(changes: tuple[str, ...], learns: bool, trainers: int, engines: int) -> None:
-    settled = resolve(given(*changes), replace(LAPTOP, cores=8, learns=learns))
-    assert settled.run.threads == {"trainers": trainers, "engines": engines, "graders": 1}
+def test_threads_stay_within_the_cores(
+    changes: tuple[str, ...], learns: bool, trainers: int, engines: int
+) -> None:
+    settled = resolve(configured(*changes), replace(LAPTOP, cores=8, learns=learns))
+    assert settled.run.threads == {
+        "trainers": trainers,
+        "engines": engines,
+        "graders": 1,
+    }
 
 
-def test_what_the_user_has_said_stays() -> None:
-    said = (
+def test_what_the_user_has_set_stays() -> None:
+    overrides = (
         "run.threads_per_rank=3", "run.resume=none", "data.apply_chat_template=false", "rollout.sleep=never",
         "placement.offload=optimizer", "rollout.sync.transport=disk", "rollout.sync.bucket_mib=7",
         "rollout.sync.adapter=merged", "rollout.sync.probe_every=3", "rollout.sync.probe_tolerance=0.5", *LORA,
     )  # fmt: skip
-    config = given(*said)
-    assert found(config, NODE) == {} and resolve(config, NODE) == config
+    config = configured(*overrides)
+    assert values(config, NODE) == {} and resolve(config, NODE) == config
     assert config.run.threads == {"trainers": 3, "engines": 3, "graders": 3}
 
 
 def test_cores_are_shared_out_anew_elsewhere() -> None:
-    first = resolve(given(), LAPTOP)
-    assert resolve(shared_anew(first), replace(LAPTOP, cores=16)).run.threads["trainers"] == 16
-    assert shared_anew(given("run.threads_per_rank=3")).run.threads_per_rank == 3
+    first = resolve(configured(), LAPTOP)
+    assert (
+        resolve(with_threads_unresolved(first), replace(LAPTOP, cores=16)).run.threads[
+            "trainers"
+        ]
+        == 16
+    )
+    assert (
+        with_threads_unresolved(
+            configured("run.threads_per_rank=3")
+        ).run.threads_per_rank
+        == 3
+    )
 
 
 def test_a_setting_is_not_read_before_it_is_resolved() -> None:
-    config = given()
+    config = configured()
     assert isinstance(config, RLConfig)
     with pytest.raises(AssertionError, match="before the configuration is resolved"):
         resolved(config.rollout.sleep)

@@ -10,35 +10,51 @@ from verl_ray.config.suggest import closest, did_you_mean, either, nearest_divis
 
 
 def test_a_misspelt_key_finds_its_section() -> None:
-    keys = ["rollout.group_size", "evaluation.group_size", "run.seed", "actor.mini_batch_size"]
+    keys = [
+        "rollout.group_size",
+        "evaluation.group_size",
+        "run.seed",
+        "actor.mini_batch_size",
+    ]
     assert closest("rolout.group_size", keys)[0] == "rollout.group_size"
     assert closest("actor.ppo_minibatch_size", keys)[0] == "actor.mini_batch_size"
     assert closest("zzz", keys) == []
 
 
 def test_short_lists_of_choices_are_shown_in_full() -> None:
-    assert did_you_mean("fspd", ["engine", "fsdp"], "backend") == "Did you mean fsdp? There is engine, fsdp."
-    assert did_you_mean("zzz", ["engine", "fsdp"], "backend") == "There is engine, fsdp."
+    assert (
+        did_you_mean("fspd", ["engine", "fsdp"], "backend")
+        == "Did you mean fsdp? There is engine, fsdp."
+    )
+    assert (
+        did_you_mean("zzz", ["engine", "fsdp"], "backend") == "There is engine, fsdp."
+    )
     assert did_you_mean("zzz", [], "backend") == "There is no backend here."
 
 
 def test_long_lists_are_shown_by_their_beginnings() -> None:
-    keys = [f"{section}.some_long_key_{number}" for section in ("run", "data") for number in range(20)]
+    keys = [
+        f"{section}.some_long_key_{number}"
+        for section in ("run", "data")
+        for number in range(20)
+    ]
     assert did_you_mean("qqq", keys, "key") == "Every key begins with one of data, run."
 
 
-@pytest.mark.parametrize(("names", "text"), [(["a"], "a"), (["a", "b"], "a or b"), ([1, 2, 3], "1, 2 or 3")])
+@pytest.mark.parametrize(
+    ("names", "text"), [(["a"], "a"), (["a", "b"], "a or b"), ([1, 2, 3], "1, 2 or 3")]
+)
 def test_either(names: list[object], text: str) -> None:
     assert either(names) == text
 
 
 @given(st.integers(1, 5000), st.integers(1, 6000))
 def test_nearest_divisors_divide_and_enclose(number: int, near: int) -> None:
-    found = nearest_divisors(number, near)
-    assert found and all(number % divisor == 0 for divisor in found)
-    between = range(found[0] + 1, found[-1])
+    divisors = nearest_divisors(number, near)
+    assert divisors and all(number % divisor == 0 for divisor in divisors)
+    between = range(divisors[0] + 1, divisors[-1])
     assert all(number % divisor for divisor in between)
-    assert found[0] <= near
+    assert divisors[0] <= near
 
 
 def test_nearest_divisors_by_hand() -> None:

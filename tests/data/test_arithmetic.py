@@ -1,4 +1,6 @@
-"""The sums: right, disjoint in either order, the same for the same seed, and refused when there are too few."""
+"""The sums: right, disjoint in either order, the same for the same seed, and refused
+when there are too few.
+"""
 
 import json
 from pathlib import Path
@@ -8,13 +10,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.data.arithmetic import ALPHABET, draw_sums, write_arithmetic, write_arithmetic_pairs, wrong_numbers
-from verl_ray.data.files import PreferenceRecord, read_preferences, read_prompts, read_supervised
+from verl_ray.data.arithmetic import (
+    ALPHABET,
+    draw_sums,
+    write_arithmetic,
+    write_arithmetic_pairs,
+    wrong_numbers,
+)
+from verl_ray.data.records import (
+    PreferenceRecord,
+    read_preferences,
+    read_prompts,
+    read_supervised,
+)
 from verl_ray.errors import DataError
 
 
 @given(operand=st.integers(5, 30), seed=st.integers(0, 100), data=st.data())
-def test_sets_are_distinct_and_disjoint_in_either_order(operand: int, seed: int, data: st.DataObject) -> None:
+def test_sets_are_distinct_and_disjoint_in_either_order(
+    operand: int, seed: int, data: st.DataObject
+) -> None:
     side = operand + 1
     held_out = data.draw(st.integers(1, side * side // 4))
     count = data.draw(st.integers(1, side * side - 2 * held_out))
@@ -39,13 +54,16 @@ def test_large_operands_need_no_table_of_all_pairs() -> None:
 
 def test_too_few_sums_are_refused() -> None:
     with pytest.raises(
-        DataError, match=r"prepare\.max_operand = 3 gives 16 sums: found 4 held-out and .* for training"
+        DataError,
+        match=r"prepare\.max_operand = 3 gives 16 sums: found 4 held-out and .* for training",
     ):
         draw_sums(3, 13, 4, 0)
 
 
 def test_records_of_every_format(tmp_path: Path) -> None:
-    files = write_arithmetic(tmp_path, max_operand=9, num_train=30, num_validation=10, seed=0)
+    files = write_arithmetic(
+        tmp_path, max_operand=9, num_train=30, num_validation=10, seed=0
+    )
     for path in (files.train.jsonl, files.train.parquet, files.train.folder):
         problems = read_prompts(path)
         assert len(problems) == 30
@@ -53,9 +71,14 @@ def test_records_of_every_format(tmp_path: Path) -> None:
             assert isinstance(problem.prompt, str)
             assert set(problem.prompt + problem.answer) <= set(ALPHABET)
             a, b = problem.prompt.removesuffix("=").split("+")
-            assert (int(problem.answer), problem.data_source) == (int(a) + int(b), "arithmetic")
+            assert (int(problem.answer), problem.data_source) == (
+                int(a) + int(b),
+                "arithmetic",
+            )
         demonstrations = read_supervised(path)
-        assert [d.content for d in demonstrations] == [(p.prompt, p.answer) for p in problems]
+        assert [d.content for d in demonstrations] == [
+            (p.prompt, p.answer) for p in problems
+        ]
     assert len(read_prompts(files.validation.folder)) == 10
     first = json.loads(files.train.jsonl.read_text().splitlines()[0])
     assert list(first) == ["prompt", "answer", "response", "data_source"]
@@ -70,7 +93,9 @@ def test_wrong_numbers_are_near_one_digit_off_or_anything() -> None:
         len(a) == len(b) and sum(x != y for x, y in zip(a, b, strict=True)) == 1
         for a, b in zip(right.astype(str), wrong.astype(str), strict=True)
     ])  # fmt: skip
-    large = right == 199_998  # where a number drawn from all is hardly ever near, or one digit off
+    large = (
+        right == 199_998
+    )  # where a number drawn from all is hardly ever near, or one digit off
     for kind, least in ((near, 1 / 3), (digit & ~near, 1 / 4), (~near & ~digit, 1 / 3)):
         assert least - 0.07 < kind[large].mean() < least + 0.12
     assert set(abs(wrong - right)[near].tolist()) == {1, 2, 3}
@@ -80,26 +105,47 @@ def test_pairs_of_the_same_sums(tmp_path: Path) -> None:
     numbers = {"max_operand": 9, "num_train": 30, "num_validation": 10, "seed": 0}
     sums = write_arithmetic(tmp_path / "sums", **numbers)
     pairs = write_arithmetic_pairs(tmp_path / "pairs", **numbers)
-    for problems, files in ((sums.train, pairs.train), (sums.validation, pairs.validation)):
-        answers = [(problem.prompt, problem.answer) for problem in read_prompts(problems.jsonl)]
+    for problems, files in (
+        (sums.train, pairs.train),
+        (sums.validation, pairs.validation),
+    ):
+        answers = [
+            (problem.prompt, problem.answer) for problem in read_prompts(problems.jsonl)
+        ]
         for path in (files.jsonl, files.parquet, files.folder):
             records = read_preferences(path)
             assert [record.chosen for record in records] == answers
             for record in records:
-                assert record.rejected[0] == record.chosen[0] and record.rejected[1] != record.chosen[1]
+                assert (
+                    record.rejected[0] == record.chosen[0]
+                    and record.rejected[1] != record.chosen[1]
+                )
                 assert set(str(record.rejected[1])) <= set(ALPHABET)
     several = write_arithmetic_pairs(tmp_path / "several", **numbers, wrong_per_sum=3)
     chosen = [record.chosen for record in read_preferences(several.train.jsonl)]
-    assert chosen == [record.chosen for record in read_preferences(pairs.train.jsonl) for _ in range(3)]
+    assert chosen == [
+        record.chosen
+        for record in read_preferences(pairs.train.jsonl)
+        for _ in range(3)
+    ]
     assert len(read_preferences(several.validation.jsonl)) == 10
     again = write_arithmetic_pairs(tmp_path / "again", **numbers)
     other = write_arithmetic_pairs(tmp_path / "other", **{**numbers, "seed": 1})
-    assert again.train.jsonl.read_text() == pairs.train.jsonl.read_text() != other.train.jsonl.read_text()
+    assert (
+        again.train.jsonl.read_text()
+        == pairs.train.jsonl.read_text()
+        != other.train.jsonl.read_text()
+    )
     # In either order of its operands, what is held out is not trained on.
-    train, validation = (_operands(read_preferences(files.jsonl)) for files in (pairs.train, pairs.validation))
+    train, validation = (
+        _operands(read_preferences(files.jsonl))
+        for files in (pairs.train, pairs.validation)
+    )
     assert (len(train), len(validation)) == (30, 10)
     assert not train & (validation | {(b, a) for a, b in validation})
 
 
 def _operands(records: list[PreferenceRecord]) -> set[tuple[str, ...]]:
-    return {tuple(str(record.chosen[0]).removesuffix("=").split("+")) for record in records}
+    return {
+        tuple(str(record.chosen[0]).removesuffix("=").split("+")) for record in records
+    }

@@ -1,4 +1,6 @@
-"""Batches against plain Python lists: whatever is split, selected or joined, every row keeps its own values."""
+"""Batches against plain Python lists: whatever is split, selected or joined, every row
+keeps its own values.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def batch_of(rows: list[PlainRow]) -> Sample:
     return Sample(
         offsets=offsets_of([len(values) for _, values, _ in rows]),
         number=np.array([number for number, _, _ in rows], np.int64),
-        pair=np.array([[number, -number] for number, _, _ in rows], np.float64).reshape(-1, 2),
+        pair=np.array([[number, -number] for number, _, _ in rows], np.float64).reshape(
+            -1, 2
+        ),
         tokens=tokens,
         extra=np.repeat(tokens.astype(np.float32), 3).reshape(-1, 3),
         text=Ragged.of_texts([text for _, _, text in rows]),
@@ -44,49 +48,76 @@ def batch_of(rows: list[PlainRow]) -> Sample:
 
 def plain(batch: Sample) -> list[PlainRow]:
     """The rows, after a look at the columns that repeat others."""
-    assert batch.pair.tolist() == [[number, -number] for number in batch.number.tolist()]
-    assert batch.extra is not None and batch.extra.tolist() == [[t, t, t] for t in batch.tokens.tolist()]
+    assert batch.pair.tolist() == [
+        [number, -number] for number in batch.number.tolist()
+    ]
+    assert batch.extra is not None and batch.extra.tolist() == [
+        [t, t, t] for t in batch.tokens.tolist()
+    ]
     pieces = np.split(batch.tokens, batch.offsets[1:-1]) if batch.num_rows else []
     return [
         (number, piece.tolist(), text)
-        for number, piece, text in zip(batch.number.tolist(), pieces, batch.text.texts(), strict=True)
+        for number, piece, text in zip(
+            batch.number.tolist(), pieces, batch.text.texts(), strict=True
+        )
     ]
 
 
 rows_strategy = st.lists(
-    st.tuples(st.integers(-9, 9), st.lists(st.integers(0, 99), max_size=5), st.text(max_size=4)), max_size=8
+    st.tuples(
+        st.integers(-9, 9),
+        st.lists(st.integers(0, 99), max_size=5),
+        st.text(max_size=4),
+    ),
+    max_size=8,
 )
 equal_rows = st.integers(0, 3).flatmap(
     lambda width: st.lists(
-        st.tuples(st.integers(-9, 9), st.lists(st.integers(0, 99), min_size=width, max_size=width), st.just("ab")),
+        st.tuples(
+            st.integers(-9, 9),
+            st.lists(st.integers(0, 99), min_size=width, max_size=width),
+            st.just("ab"),
+        ),
         max_size=8,
     )
 )
 
 
 @given(rows=st.one_of(rows_strategy, equal_rows), data=st.data())
-def test_select_takes_rows_in_any_order_and_more_than_once(rows: list[PlainRow], data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.integers(0, len(rows) - 1), max_size=10) if rows else st.just([]))
+def test_select_takes_rows_in_any_order_and_more_than_once(
+    rows: list[PlainRow], data: st.DataObject
+) -> None:
+    chosen = data.draw(
+        st.lists(st.integers(0, len(rows) - 1), max_size=10) if rows else st.just([])
+    )
     assert plain(batch_of(rows).select(chosen)) == [rows[i] for i in chosen]
 
 
 @given(rows=rows_strategy, data=st.data())
-def test_split_and_concat_are_each_others_inverse(rows: list[PlainRow], data: st.DataObject) -> None:
+def test_split_and_concat_are_each_others_inverse(
+    rows: list[PlainRow], data: st.DataObject
+) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(rows)), max_size=4)))
     bounds = [0, *cuts, len(rows)]
     parts = batch_of(rows).split([b - a for a, b in itertools.pairwise(bounds)])
-    assert [plain(part) for part in parts] == [rows[a:b] for a, b in itertools.pairwise(bounds)]
+    assert [plain(part) for part in parts] == [
+        rows[a:b] for a, b in itertools.pairwise(bounds)
+    ]
     assert plain(Sample.concat(parts)) == rows
 
 
 @given(rows=rows_strategy)
-def test_pickling_keeps_every_row_and_sends_every_column_out_of_band(rows: list[PlainRow]) -> None:
+def test_pickling_keeps_every_row_and_sends_every_column_out_of_band(
+    rows: list[PlainRow],
+) -> None:
     batch = batch_of(rows)
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     loaded = pickle.loads(stream, buffers=buffers)
     assert plain(loaded) == rows
-    assert len(buffers) == 7  # offsets, number, pair, tokens, extra, and the two arrays of a ragged column
+    assert (
+        len(buffers) == 7
+    )  # offsets, number, pair, tokens, extra, and the two arrays of a ragged column
     if batch.num_tokens:
         assert np.shares_memory(loaded.tokens, batch.tokens)
 
@@ -110,8 +141,15 @@ def test_neighbours_are_views_and_others_are_copies() -> None:
 
 def test_nothing_of_a_batch_can_be_written() -> None:
     source = np.array([1, 2, 3], np.int32)
-    batch = Rows(offsets=offsets_of([1, 2]), tokens=source, response_mask=np.zeros(3, bool))
-    for array in (batch.offsets, batch.tokens, batch.response_mask, batch.select([1, 0]).tokens):
+    batch = Rows(
+        offsets=offsets_of([1, 2]), tokens=source, response_mask=np.zeros(3, bool)
+    )
+    for array in (
+        batch.offsets,
+        batch.tokens,
+        batch.response_mask,
+        batch.select([1, 0]).tokens,
+    ):
         with pytest.raises(ValueError, match="read-only"):
             array[0] = 9
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -144,7 +182,9 @@ def test_ragged_rows_by_index() -> None:
         ({"response_mask": None}, r"Rows.response_mask: expected bool \(3,\).*found NoneType"),
     ],
 )  # fmt: skip
-def test_a_column_that_does_not_fit_is_refused(changes: dict[str, object], message: str) -> None:
+def test_a_column_that_does_not_fit_is_refused(
+    changes: dict[str, object], message: str
+) -> None:
     columns = {"tokens": np.zeros(3, np.int32), "response_mask": np.zeros(3, bool)}
     with pytest.raises(DataError, match=message):
         Rows(offsets=offsets_of([1, 2]), **(columns | changes))  # type: ignore[arg-type]
@@ -158,7 +198,7 @@ def test_a_ragged_column_of_another_number_of_rows_is_refused() -> None:
 
 def test_rows_that_are_not_there_are_refused() -> None:
     batch = batch_of([(1, [1], "a"), (2, [2], "b")])
-    with pytest.raises(DataError, match=r"rows up to 2 asked for, there are 2"):
+    with pytest.raises(DataError, match=r"rows up to 2 were requested, there are 2"):
         batch.select([0, 2])
     with pytest.raises(DataError, match=r"Sample: "):
         batch.select([-1])
@@ -180,4 +220,6 @@ def test_row_columns_are_what_a_driver_plans_on() -> None:
         offsets=offsets_of([1, 1]), group_id=np.array([4, 5]), tokens=np.zeros(2, np.int32), messages=texts,
         data_source=texts, answer=texts, extra=texts,
     )  # fmt: skip
-    assert {name: values.tolist() for name, values in prompts.row_columns().items()} == {"group_id": [4, 5]}
+    assert {
+        name: values.tolist() for name, values in prompts.row_columns().items()
+    } == {"group_id": [4, 5]}

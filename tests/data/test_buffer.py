@@ -1,4 +1,6 @@
-"""The buffer hands on whole groups, in the order of their rows, and refuses what is too old."""
+"""The buffer hands on whole groups, in the order of their rows, and refuses what is too
+old.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,15 @@ SPANS = {"old": [[2, 3]], "new": [[2, 4]], "both": [[2, 3], [4, 4]]}
 def piece(*rows: int, spans: str = "new", tokens: int = 4) -> Experience:
     """Scored rows, of groups of two. Their scores are their numbers."""
     drawn = rollouts_of([tokens] * len(rows), groups=[row // 2 for row in rows])
-    versions = Ragged.of_rows([np.reshape(SPANS[spans] if tokens else [], (-1, 2)) for _ in rows], np.int64)
-    drawn = drawn.replace(row_id=np.array(rows), version_spans=versions, **versions_of(versions))
-    return Experience(stored(drawn), {"reward": stored(Scores.ok(np.array(rows, np.float32)))})
+    versions = Ragged.of_rows(
+        [np.reshape(SPANS[spans] if tokens else [], (-1, 2)) for _ in rows], np.int64
+    )
+    drawn = drawn.replace(
+        row_id=np.array(rows), version_spans=versions, **versions_of(versions)
+    )
+    return Experience(
+        stored(drawn), {"reward": stored(Scores.ok(np.array(rows, np.float32)))}
+    )
 
 
 def stored(batch: Rollouts | Scores) -> Sharded:
@@ -41,7 +49,10 @@ def buffer(*groups: int, staleness: int = 0) -> RolloutBuffer:
 
 
 def scores(taken: Experience) -> list[float]:
-    assert taken.rollouts.row("row_id").tolist() == taken.scores["reward"].row("score").tolist()
+    assert (
+        taken.rollouts.row("row_id").tolist()
+        == taken.scores["reward"].row("score").tolist()
+    )
     return taken.rollouts.row("row_id").tolist()
 
 
@@ -70,9 +81,9 @@ def test_each_row_is_put_once() -> None:
         made.put(piece(0, 1, 1))
     with pytest.raises(DataError, match="group 7 gets 1 rows more"):
         made.put(piece(14))  # nobody asked for it
-    with pytest.raises(DataError, match="drawn or here already: 0"):
+    with pytest.raises(DataError, match="these are reserved already: 0"):
         made.reserve(np.array([0]))
-    with pytest.raises(DataError, match="nobody draws the groups 5"):
+    with pytest.raises(DataError, match="the groups 5 are not being generated"):
         made.take(np.array([5]), 4, never)
 
 
@@ -89,15 +100,39 @@ def test_groups_that_are_dropped_may_be_drawn_again() -> None:
     ("spans", "staleness", "version", "refused"),
     [
         ("new", 0, 4, None),
-        ("old", 0, 4, "versions 3 to 3 were taken for version 4; they may be at most rollout.staleness = 0"),
-        ("both", 0, 4, "versions 3 to 4 were taken for version 4"),  # the age is the oldest token's, not the row's
+        (
+            "old",
+            0,
+            4,
+            "versions 3 to 3 were taken for version 4; they may be at most rollout.staleness = 0",
+        ),
+        (
+            "both",
+            0,
+            4,
+            "versions 3 to 4 were taken for version 4",
+        ),  # the age is the oldest token's, not the row's
         ("both", 1, 4, None),
         ("both", 1, 5, "versions 3 to 4 were taken for version 5"),
-        ("new", 1, 3, "versions 4 to 4 were taken for version 3"),  # a version that is yet to come
+        (
+            "new",
+            1,
+            3,
+            "versions 4 to 4 were taken for version 3",
+        ),  # a version that is yet to come
     ],
-    ids=["now", "before", "before and now", "one behind", "two behind", "from the future"],
+    ids=[
+        "now",
+        "before",
+        "before and now",
+        "one behind",
+        "two behind",
+        "from the future",
+    ],
 )
-def test_every_token_is_young_enough(spans: str, staleness: int, version: int, refused: str | None) -> None:
+def test_every_token_is_young_enough(
+    spans: str, staleness: int, version: int, refused: str | None
+) -> None:
     made = buffer(0, staleness=staleness)
     made.put(piece(0, 1, spans=spans))
     if refused is None:
@@ -110,4 +145,6 @@ def test_every_token_is_young_enough(spans: str, staleness: int, version: int, r
 def test_a_response_without_tokens_has_no_age() -> None:
     made = buffer(0)
     made.put(piece(0, 1, tokens=0))
-    assert made.take(np.array([0]), 9, never).rollouts.row("oldest_version").tolist() == [-1, -1]
+    assert made.take(np.array([0]), 9, never).rollouts.row(
+        "oldest_version"
+    ).tolist() == [-1, -1]

@@ -1,4 +1,6 @@
-"""The cursor draws the same rows however the draws are cut and resumed, and every epoch is a permutation."""
+"""The cursor draws the same rows however the draws are cut and resumed, and every epoch
+is a permutation.
+"""
 
 import json
 
@@ -50,9 +52,20 @@ def test_any_cut_and_any_resume_draws_the_same_sequence(
     assert (cursor.epoch, cursor.position) == divmod(total, rows)
 
 
-@given(rows=st.integers(1, 50), seed=st.integers(0, 2**32), epochs=st.integers(1, 4), shuffle=st.booleans())
-def test_every_epoch_is_a_permutation(rows: int, seed: int, epochs: int, shuffle: bool) -> None:
-    drawn = Cursor(prompts(rows), seed=seed, shuffle=shuffle).draw(rows * epochs).reshape(epochs, rows)
+@given(
+    rows=st.integers(1, 50),
+    seed=st.integers(0, 2**32),
+    epochs=st.integers(1, 4),
+    shuffle=st.booleans(),
+)
+def test_every_epoch_is_a_permutation(
+    rows: int, seed: int, epochs: int, shuffle: bool
+) -> None:
+    drawn = (
+        Cursor(prompts(rows), seed=seed, shuffle=shuffle)
+        .draw(rows * epochs)
+        .reshape(epochs, rows)
+    )
     assert (np.sort(drawn, axis=1) == np.arange(rows)).all()
     if not shuffle:
         assert (drawn == np.arange(rows)).all()
@@ -100,9 +113,16 @@ def test_a_place_that_contradicts_itself_is_refused(changes: dict[str, int]) -> 
     cursor = Cursor(prompts(10), seed=0, shuffle=True)
     cursor.draw(11)
     state = cursor.state()
-    assert (state["drawn"], state["epoch"], state["position"]) == (11, 1, 1) and drawn_rows(state) == 11
+    assert (state["drawn"], state["epoch"], state["position"]) == (
+        11,
+        1,
+        1,
+    ) and drawn_rows(state) == 11
     again = Cursor(prompts(10), seed=0, shuffle=True)
-    with pytest.raises(CheckpointError, match=r"contradicts itself \(rows = 10, .*drawn = epoch \* rows \+ position"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"contradicts itself \(rows = 10, .*drawn = epoch \* rows \+ position",
+    ):
         again.load_state({**state, **changes})
     assert again.drawn == 0
 
@@ -110,6 +130,12 @@ def test_a_place_that_contradicts_itself_is_refused(changes: dict[str, int]) -> 
 def test_fingerprint_sees_values_and_where_rows_begin() -> None:
     data = prompts(3)
     assert fingerprint(data) == fingerprint(prompts(3))
-    assert fingerprint(data) != fingerprint(data.replace(tokens=np.array([0, 1, 3], dtype=np.int32)))
-    assert fingerprint(data) != fingerprint(data.replace(answer=Ragged.of_texts(["", "11", "1"])))
-    assert fingerprint(data) != fingerprint(data.replace(extra=Ragged.of_texts(["1", "1", "2"])))
+    assert fingerprint(data) != fingerprint(
+        data.replace(tokens=np.array([0, 1, 3], dtype=np.int32))
+    )
+    assert fingerprint(data) != fingerprint(
+        data.replace(answer=Ragged.of_texts(["", "11", "1"]))
+    )
+    assert fingerprint(data) != fingerprint(
+        data.replace(extra=Ragged.of_texts(["1", "1", "2"]))
+    )

@@ -1,17 +1,18 @@
-"""Records read alike from every format, and errors that name the file, the line and the field."""
+"""Records read alike from every format, and errors that name the file, the line and the
+field.
+"""
 
 import json
 from pathlib import Path
 
 import pytest
 
-from verl_ray.data.files import (
-    DataFiles,
+from verl_ray.data.files import DataFiles, write_records
+from verl_ray.data.records import (
     PromptRecord,
     read_preferences,
     read_prompts,
     read_supervised,
-    write_records,
 )
 from verl_ray.errors import DataError
 
@@ -20,7 +21,10 @@ CHAT = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": 
 
 def lines(tmp_path: Path, *records: object) -> Path:
     path = tmp_path / "sums.jsonl"
-    path.write_text("\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n", encoding="utf-8")
+    path.write_text(
+        "\n".join(r if isinstance(r, str) else json.dumps(r) for r in records) + "\n",
+        encoding="utf-8",
+    )
     return path
 
 
@@ -37,11 +41,18 @@ def formats(files: DataFiles) -> list[Path]:
 def test_all_formats_give_the_same_records(tmp_path: Path) -> None:
     records: list[dict[str, object]] = [
         {"prompt": "1+1=", "answer": "2", "data_source": "sums", "extra": {"level": 3}},
-        {"prompt": "ä+ñ=", "answer": "€", "data_source": "signs", "extra": {"level": 4}},
+        {
+            "prompt": "ä+ñ=",
+            "answer": "€",
+            "data_source": "signs",
+            "extra": {"level": 4},
+        },
     ]
     for path in formats(write_records(records, tmp_path, "train")):
         found = read_prompts(path)
-        assert [(r.prompt, r.answer, r.data_source, json.loads(r.extra)) for r in found] == [
+        assert [
+            (r.prompt, r.answer, r.data_source, json.loads(r.extra)) for r in found
+        ] == [
             ("1+1=", "2", "sums", {"level": 3}),
             ("ä+ñ=", "€", "signs", {"level": 4}),
         ]
@@ -49,14 +60,19 @@ def test_all_formats_give_the_same_records(tmp_path: Path) -> None:
 
 
 def test_chat_messages_and_defaults_in_all_formats(tmp_path: Path) -> None:
-    for path in formats(write_records([{"prompt": CHAT, "answer": "2"}], tmp_path, "chats")):
+    for path in formats(
+        write_records([{"prompt": CHAT, "answer": "2"}], tmp_path, "chats")
+    ):
         (record,) = read_prompts(path)
         assert record == PromptRecord(record.where, CHAT, "2", "chats", "{}")
 
 
 def test_fields_of_other_messages_stay_absent(tmp_path: Path) -> None:
     named = [{"role": "user", "content": "1+1?", "name": "Ann"}]
-    records: list[dict[str, object]] = [{"prompt": CHAT, "answer": "2"}, {"prompt": named, "answer": "2"}]
+    records: list[dict[str, object]] = [
+        {"prompt": CHAT, "answer": "2"},
+        {"prompt": named, "answer": "2"},
+    ]
     for path in formats(write_records(records, tmp_path, "chats")):
         # Columnar formats store every message with every field, null where it has none.
         assert [record.prompt for record in read_prompts(path)] == [CHAT, named]
@@ -65,11 +81,19 @@ def test_fields_of_other_messages_stay_absent(tmp_path: Path) -> None:
 def test_supervised_records(tmp_path: Path) -> None:
     turn = {"role": "assistant", "content": "2"}
     path = lines(
-        tmp_path, {"prompt": "1+1=", "response": "2"}, {"prompt": CHAT, "response": "2"}, {"messages": [*CHAT, turn]}
+        tmp_path,
+        {"prompt": "1+1=", "response": "2"},
+        {"prompt": CHAT, "response": "2"},
+        {"messages": [*CHAT, turn]},
     )
-    assert [r.content for r in read_supervised(path)] == [("1+1=", "2"), [*CHAT, turn], [*CHAT, turn]]
+    assert [r.content for r in read_supervised(path)] == [
+        ("1+1=", "2"),
+        [*CHAT, turn],
+        [*CHAT, turn],
+    ]
     with pytest.raises(
-        DataError, match=r"line 1: no field 'response'; the fields found are 'prompt', 'reponse'; rename"
+        DataError,
+        match=r"line 1: no field 'response'; the fields found are 'prompt', 'reponse'; rename",
     ):
         read_supervised(lines(tmp_path, {"prompt": "1+1=", "reponse": "2"}))
     with pytest.raises(DataError, match="line 1: no field 'prompt' or 'messages'"):
@@ -82,19 +106,36 @@ def test_preference_records(tmp_path: Path) -> None:
     two, three = ({"role": "assistant", "content": text} for text in ("2", "3"))
     texts = lines(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3"})
     (record,) = read_preferences(texts)
-    assert (record.chosen, record.rejected, record.margin) == (("1+1=", "2"), ("1+1=", "3"), None)
+    assert (record.chosen, record.rejected, record.margin) == (
+        ("1+1=", "2"),
+        ("1+1=", "3"),
+        None,
+    )
     records: list[dict[str, object]] = [
         {"prompt": CHAT, "chosen": "2", "rejected": "3", "margin": 1.5},
         {"prompt": CHAT, "chosen": "", "rejected": "3", "margin": None},
     ]
     for path in formats(write_records(records, tmp_path, "mixed")):
         first, second = read_preferences(path)
-        assert (first.chosen, first.rejected, first.margin) == ([*CHAT, two], [*CHAT, three], 1.5)
-        assert (second.chosen, second.margin) == ([*CHAT, {"role": "assistant", "content": ""}], None)
-    listed: list[dict[str, object]] = [{"chosen": [*CHAT, two], "rejected": [*CHAT, three], "margin": 2, "source": "x"}]
+        assert (first.chosen, first.rejected, first.margin) == (
+            [*CHAT, two],
+            [*CHAT, three],
+            1.5,
+        )
+        assert (second.chosen, second.margin) == (
+            [*CHAT, {"role": "assistant", "content": ""}],
+            None,
+        )
+    listed: list[dict[str, object]] = [
+        {"chosen": [*CHAT, two], "rejected": [*CHAT, three], "margin": 2, "source": "x"}
+    ]
     for path in formats(write_records(listed, tmp_path, "lists")):
         (record,) = read_preferences(path)
-        assert (record.chosen, record.rejected, record.margin) == ([*CHAT, two], [*CHAT, three], 2.0)
+        assert (record.chosen, record.rejected, record.margin) == (
+            [*CHAT, two],
+            [*CHAT, three],
+            2.0,
+        )
         assert str(path) in record.where
 
 
@@ -110,37 +151,68 @@ def test_what_is_no_preference(tmp_path: Path) -> None:
     expected = "sums.jsonl, line 2: no field 'rejected'; the fields found are 'prompt', 'chosen', 'rejectd'; rename"
     assert expected in refusal(text, {"prompt": "1+1=", "chosen": "2", "rejectd": "3"})
     assert "line 1: no field 'prompt'" in refusal({"chosen": "2", "rejected": "3"})
-    assert "line 1: rejected is str '3', expected a list of chat messages" in refusal({**listed, "rejected": "3"})
-    assert "line 1: no field 'rejected'; the fields found are 'chosen', 'rejectd'; rename 'rejectd'" in refusal(
-        {"chosen": [*CHAT, two], "rejectd": [*CHAT, three]}
+    assert "line 1: rejected is str '3', expected a list of chat messages" in refusal(
+        {**listed, "rejected": "3"}
+    )
+    assert (
+        "line 1: no field 'rejected'; the fields found are 'chosen', 'rejectd'; rename 'rejectd'"
+        in refusal({"chosen": [*CHAT, two], "rejectd": [*CHAT, three]})
     )
     assert "line 1: rejected is list" in refusal({**text, "rejected": [three]})
     assert "line 2: chosen and rejected differ before their last message" in refusal(
         listed, {**listed, "rejected": [CHAT[1], three]}
     )
-    assert "line 1: chosen ends with a message of 'user'" in refusal({**listed, "chosen": CHAT})
-    assert "line 1: rejected holds the response alone, expected the whole conversation" in refusal(
-        {"prompt": CHAT, **listed, "rejected": [three]}
+    assert "line 1: chosen ends with a message of 'user'" in refusal(
+        {**listed, "chosen": CHAT}
     )
-    assert "line 1: found field 'margins', expected 'margin'" in refusal({**text, "margins": 1})
-    for margin, shown in (("1", "str '1'"), (True, "bool 'True'"), (-1, "int '-1'"), (float("nan"), "float 'nan'")):
-        assert f"line 1: margin is {shown}, expected a finite number of at least 0" in refusal(
-            {**text, "margin": margin}
+    assert (
+        "line 1: rejected holds the response alone, expected the whole conversation"
+        in refusal({"prompt": CHAT, **listed, "rejected": [three]})
+    )
+    assert "line 1: found field 'margins', expected 'margin'" in refusal(
+        {**text, "margins": 1}
+    )
+    for margin, shown in (
+        ("1", "str '1'"),
+        (True, "bool 'True'"),
+        (-1, "int '-1'"),
+        (float("nan"), "float 'nan'"),
+    ):
+        assert (
+            f"line 1: margin is {shown}, expected a finite number of at least 0"
+            in refusal({**text, "margin": margin})
         )
 
 
 def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     good = {"prompt": "1+1=", "answer": "2"}
     message = refusal(tmp_path, good, {"promt": "1+1=", "answer": "2"})
-    assert "sums.jsonl, line 2: no field 'prompt'; the fields found are 'promt', 'answer'; rename 'promt'" in message
-    assert "found field 'data_sources', expected 'data_source'" in refusal(tmp_path, {**good, "data_sources": "x"})
-    assert "no field 'answer'; the fields found are 'prompt', 'answer'" in refusal(tmp_path, {**good, "answer": None})
-    assert "answer is int '2', expected text" in refusal(tmp_path, {**good, "answer": 2})
-    assert "extra is str 'x', expected an object" in refusal(tmp_path, {**good, "extra": "x"})
-    assert "prompt is list '[]', expected a list of chat messages" in refusal(tmp_path, {**good, "prompt": []})
-    assert "line 1, prompt: no field 'content'" in refusal(tmp_path, {**good, "prompt": [{"role": "user"}]})
+    assert (
+        "sums.jsonl, line 2: no field 'prompt'; the fields found are 'promt', 'answer'; rename 'promt'"
+        in message
+    )
+    assert "found field 'data_sources', expected 'data_source'" in refusal(
+        tmp_path, {**good, "data_sources": "x"}
+    )
+    assert "no field 'answer'; the fields found are 'prompt', 'answer'" in refusal(
+        tmp_path, {**good, "answer": None}
+    )
+    assert "answer is int '2', expected text" in refusal(
+        tmp_path, {**good, "answer": 2}
+    )
+    assert "extra is str 'x', expected an object" in refusal(
+        tmp_path, {**good, "extra": "x"}
+    )
+    assert "prompt is list '[]', expected a list of chat messages" in refusal(
+        tmp_path, {**good, "prompt": []}
+    )
+    assert "line 1, prompt: no field 'content'" in refusal(
+        tmp_path, {**good, "prompt": [{"role": "user"}]}
+    )
     ends = [*CHAT, {"role": "assistant", "content": "2"}]
-    assert "ends with an assistant message" in refusal(tmp_path, {**good, "prompt": ends})
+    assert "ends with an assistant message" in refusal(
+        tmp_path, {**good, "prompt": ends}
+    )
     # A field that no one knows is somebody else's, and stays unread.
     assert read_prompts(lines(tmp_path, {**good, "level": 3}))[0].extra == "{}"
 
@@ -162,14 +234,23 @@ def test_what_cannot_be_read_says_what_can(tmp_path: Path) -> None:
     import datasets
 
     (tmp_path / "sums.csv").write_text("prompt,answer\n")
-    assert "suffix '.csv', expected a .jsonl file, a .parquet file" in refusal_of(tmp_path / "sums.csv")
+    assert "suffix '.csv', expected a .jsonl file, a .parquet file" in refusal_of(
+        tmp_path / "sums.csv"
+    )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
-    assert "torn.parquet: cannot be read as Parquet" in refusal_of(tmp_path / "torn.parquet")
+    assert "torn.parquet: cannot be read as Parquet" in refusal_of(
+        tmp_path / "torn.parquet"
+    )
     (tmp_path / "folder").mkdir()
-    assert "folder: not a folder saved by Hugging Face datasets" in refusal_of(tmp_path / "folder")
+    assert "folder: not a folder saved by Hugging Face datasets" in refusal_of(
+        tmp_path / "folder"
+    )
     split = datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
-    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(tmp_path / "both"))
-    assert f"several splits; point data.train_path at one of them: {tmp_path / 'both' / 'train'}" in refusal_of(
-        tmp_path / "both"
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(
+        str(tmp_path / "both")
+    )
+    assert (
+        f"several splits; point data.train_path at one of them: {tmp_path / 'both' / 'train'}"
+        in refusal_of(tmp_path / "both")
     )
     assert len(read_prompts(tmp_path / "both" / "train")) == 1

@@ -1,4 +1,6 @@
-"""Micro-batches and balance: every row once, under the cap, evenly, and by the lengths alone."""
+"""Micro-batches and balance: every row once, under the cap, evenly, and by the lengths
+alone.
+"""
 
 from itertools import pairwise
 
@@ -10,7 +12,9 @@ from hypothesis import strategies as st
 from verl_ray.data.packing import balance, estimated_work, micro_batches
 from verl_ray.errors import DataError
 
-LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=200).map(lambda values: np.array(values, dtype=np.int64))
+LENGTHS = st.lists(st.integers(1, 100), min_size=1, max_size=200).map(
+    lambda values: np.array(values, dtype=np.int64)
+)
 
 
 @given(LENGTHS, st.integers(100, 500))
@@ -38,36 +42,52 @@ def test_by_hand() -> None:
 
 
 def test_a_row_above_the_cap_is_refused_with_its_length_and_the_key() -> None:
-    with pytest.raises(DataError, match=r"row 1 has 11 tokens, .*micro_batch_tokens_per_rank = 10; .* at least 11"):
+    with pytest.raises(
+        DataError,
+        match=r"row 1 has 11 tokens, .*micro_batch_tokens_per_rank = 10; .* at least 11",
+    ):
         micro_batches(np.array([3, 11]), 10)
 
 
 @given(LENGTHS, st.integers(1, 8))
-def test_parts_differ_by_no_more_than_the_longest_row(lengths: np.ndarray, parts: int) -> None:
+def test_parts_differ_by_no_more_than_the_longest_row(
+    lengths: np.ndarray, parts: int
+) -> None:
     found = balance(lengths, parts)
-    assert len(found) == parts and sorted(np.concatenate(found)) == list(range(len(lengths)))
+    assert len(found) == parts and sorted(np.concatenate(found)) == list(
+        range(len(lengths))
+    )
     sums = [int(lengths[index].sum()) for index in found]
     assert max(sums) - min(sums) <= lengths.max()
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
 def test_balance_by_hand() -> None:
-    assert [index.tolist() for index in balance(np.array([1, 7, 5, 3]), 2)] == [[0, 1], [2, 3]]  # 7 + 1 | 5 + 3
+    assert [index.tolist() for index in balance(np.array([1, 7, 5, 3]), 2)] == [
+        [0, 1],
+        [2, 3],
+    ]  # 7 + 1 | 5 + 3
     assert [index.tolist() for index in balance(np.array([4]), 3)] == [[0], [], []]
 
 
 def test_rows_of_a_unit_stay_together_in_order() -> None:
     lengths = np.array([1, 2, 7, 8, 1, 1])  # units of 3, 15 and 2 tokens
-    assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [[2, 3], [0, 1, 4, 5]]
-    with pytest.raises(DataError, match=r"rows 2 to 3 together have 15 tokens, .*_per_rank = 14; raise .* least 15,"):
+    assert [rows.tolist() for rows in micro_batches(lengths, 15, unit=2)] == [
+        [2, 3],
+        [0, 1, 4, 5],
+    ]
+    with pytest.raises(
+        DataError,
+        match=r"rows 2 to 3 together have 15 tokens, .*_per_rank = 14; raise .* least 15,",
+    ):
         micro_batches(lengths, 14, unit=2)
 
 
 def test_ranks_that_share_a_micro_batch_hold_a_part_of_it_each() -> None:
-    assert [rows.tolist() for rows in micro_batches(np.array([20, 19]), 20, peers=2)] == [[0, 1]]
-    message = (
-        r"row 0 has 40 tokens, more than backend.micro_batch_tokens_per_rank = 19, which 2 ranks share; .* least 20,"
-    )
+    assert [
+        rows.tolist() for rows in micro_batches(np.array([20, 19]), 20, peers=2)
+    ] == [[0, 1]]
+    message = r"row 0 has 40 tokens, more than backend.micro_batch_tokens_per_rank = 19, which 2 ranks share; .* least 20,"
     with pytest.raises(DataError, match=message):
         micro_batches(np.array([40]), 19, peers=2)
 
@@ -78,4 +98,9 @@ def test_work_counts_the_pairs_of_tokens() -> None:
     lengths = np.array([10, 6, 6, 1])
     assert [part.tolist() for part in balance(lengths, 2)] == [[0, 3], [1, 2]]
     # 55, 36, 36 and 6 with pairs alone
-    assert estimated_work(np.array([10, 8, 8, 3]), 1e9).round(-9).tolist() == [55e9, 36e9, 36e9, 6e9]
+    assert estimated_work(np.array([10, 8, 8, 3]), 1e9).round(-9).tolist() == [
+        55e9,
+        36e9,
+        36e9,
+        6e9,
+    ]

@@ -1,4 +1,6 @@
-"""Prompts: the right tokens, lengths kept within the limit, and the same batches after a resume."""
+"""Prompts: the right tokens, lengths kept within the limit, and the same batches after
+a resume.
+"""
 
 import json
 from pathlib import Path
@@ -27,8 +29,18 @@ def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def config(**changes: object) -> DataConfig:
-    values = {"train_path": "-", "validation_path": None, "prompts_per_step": 4, "max_prompt_tokens": 64}
-    values |= {"overlong": "refuse", "shuffle": True, "apply_chat_template": False, **changes}
+    values = {
+        "train_path": "-",
+        "validation_path": None,
+        "prompts_per_step": 4,
+        "max_prompt_tokens": 64,
+    }
+    values |= {
+        "overlong": "refuse",
+        "shuffle": True,
+        "apply_chat_template": False,
+        **changes,
+    }
     return DataConfig.model_validate(values)
 
 
@@ -39,26 +51,40 @@ def write(tmp_path: Path, *records: dict[str, object]) -> str:
 
 
 def sums(tmp_path: Path, count: int) -> str:
-    return write(tmp_path, *({"prompt": f"{i}+1=", "answer": str(i + 1), "extra": {"i": i}} for i in range(count)))
+    return write(
+        tmp_path,
+        *(
+            {"prompt": f"{i}+1=", "answer": str(i + 1), "extra": {"i": i}}
+            for i in range(count)
+        ),
+    )
 
 
 def texts(batch: Prompts, tokenizer: Any) -> list[str]:
-    return [tokenizer.decode(batch.select([row]).tokens) for row in range(batch.num_rows)]
+    return [
+        tokenizer.decode(batch.select([row]).tokens) for row in range(batch.num_rows)
+    ]
 
 
-def test_columns_stay_together_through_shuffling(tmp_path: Path, characters: Any) -> None:
+def test_columns_stay_together_through_shuffling(
+    tmp_path: Path, characters: Any
+) -> None:
     source = PromptSource(sums(tmp_path, 150), characters, config(), seed=0)
     batch = source.next_batch(150)
     assert sorted(texts(batch, characters)) == sorted(f"{i}+1=" for i in range(150))
     assert texts(batch, characters) != [f"{i}+1=" for i in range(150)]
-    for text, answer, extra in zip(texts(batch, characters), batch.answer.texts(), batch.extra.texts(), strict=True):
+    for text, answer, extra in zip(
+        texts(batch, characters), batch.answer.texts(), batch.extra.texts(), strict=True
+    ):
         number = int(text.partition("+")[0])
         assert (answer, json.loads(extra)) == (str(number + 1), {"i": number})
     assert set(batch.data_source.texts()) == {"sums"}
     assert batch.tokens.dtype == np.int32
 
 
-def test_group_ids_run_on_over_epochs_and_resumes(tmp_path: Path, characters: Any) -> None:
+def test_group_ids_run_on_over_epochs_and_resumes(
+    tmp_path: Path, characters: Any
+) -> None:
     path = sums(tmp_path, 7)
     source = PromptSource(path, characters, config(), seed=5)
     whole = PromptSource(path, characters, config(), seed=5).next_batch(24)
@@ -79,12 +105,19 @@ def test_group_ids_run_on_over_epochs_and_resumes(tmp_path: Path, characters: An
 
 def test_resuming_on_other_data_is_refused(tmp_path: Path, characters: Any) -> None:
     state = PromptSource(sums(tmp_path, 7), characters, config(), seed=0).state()
-    changed = PromptSource(write(tmp_path, *[{"prompt": "1+1=", "answer": "3"}] * 7), characters, config(), seed=0)
+    changed = PromptSource(
+        write(tmp_path, *[{"prompt": "1+1=", "answer": "3"}] * 7),
+        characters,
+        config(),
+        seed=0,
+    )
     with pytest.raises(DataError, match=r"the data differ .*fingerprint was"):
         changed.load_state(state)
 
 
-def test_evaluation_reads_in_file_order_and_moves_nothing(tmp_path: Path, characters: Any) -> None:
+def test_evaluation_reads_in_file_order_and_moves_nothing(
+    tmp_path: Path, characters: Any
+) -> None:
     source = PromptSource(sums(tmp_path, 9), characters, config(), seed=0)
     before = source.state()
     assert texts(source.all(), characters) == [f"{i}+1=" for i in range(9)]
@@ -93,34 +126,66 @@ def test_evaluation_reads_in_file_order_and_moves_nothing(tmp_path: Path, charac
     assert source.state() == before
 
 
-def test_overlong_prompts_are_refused_or_counted(tmp_path: Path, characters: Any) -> None:
-    path = write(tmp_path, *({"prompt": text, "answer": "0"} for text in ("1+1=", "123+456=", "12+12=", "1+2=")))
+def test_overlong_prompts_are_refused_or_counted(
+    tmp_path: Path, characters: Any
+) -> None:
+    path = write(
+        tmp_path,
+        *(
+            {"prompt": text, "answer": "0"}
+            for text in ("1+1=", "123+456=", "12+12=", "1+2=")
+        ),
+    )
     with pytest.raises(DataError) as caught:
         PromptSource(path, characters, config(max_prompt_tokens=4), seed=0)
-    assert "2 of 4 rows are longer than data.max_prompt_tokens = 4; the longest has 8 tokens" in str(caught.value)
+    assert (
+        "2 of 4 rows are longer than data.max_prompt_tokens = 4; the longest has 8 tokens"
+        in str(caught.value)
+    )
     assert "line 2" in str(caught.value)
     assert "data.max_prompt_tokens=8, or set data.overlong=skip" in str(caught.value)
-    source = PromptSource(path, characters, config(max_prompt_tokens=4, overlong="skip"), seed=0)
+    source = PromptSource(
+        path, characters, config(max_prompt_tokens=4, overlong="skip"), seed=0
+    )
     assert (source.skipped, len(source)) == (2, 2)
     assert texts(source.all(), characters) == ["1+1=", "1+2="]
-    assert PromptSource(path, characters, config(max_prompt_tokens=8), seed=0).skipped == 0
-    with pytest.raises(DataError, match=r"4 of 4 rows are longer .*Set data\.max_prompt_tokens=8$"):
-        PromptSource(path, characters, config(max_prompt_tokens=3, overlong="skip"), seed=0)
+    assert (
+        PromptSource(path, characters, config(max_prompt_tokens=8), seed=0).skipped == 0
+    )
+    with pytest.raises(
+        DataError, match=r"4 of 4 rows are longer .*Set data\.max_prompt_tokens=8$"
+    ):
+        PromptSource(
+            path, characters, config(max_prompt_tokens=3, overlong="skip"), seed=0
+        )
 
 
 def test_chat_template_is_applied_as_asked(tmp_path: Path, chat: Any) -> None:
-    path = write(tmp_path, {"prompt": CHAT, "answer": "2"}, {"prompt": "1+1?", "answer": "2"})
+    path = write(
+        tmp_path, {"prompt": CHAT, "answer": "2"}, {"prompt": "1+1?", "answer": "2"}
+    )
     both = PromptSource(path, chat, config(apply_chat_template=True), seed=0).all()
-    # A plain text is what a user says; the template's specials stand once, as single tokens.
-    assert texts(both, chat) == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"] * 2
+    # A plain text is what a user says; the template's specials stand once, as single
+    # tokens.
+    assert (
+        texts(both, chat)
+        == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"] * 2
+    )
     plain = write(tmp_path, {"prompt": "1+1?", "answer": "2"})
-    assert texts(PromptSource(plain, chat, config(apply_chat_template=False), seed=0).all(), chat) == ["1+1?"]
+    assert texts(
+        PromptSource(plain, chat, config(apply_chat_template=False), seed=0).all(), chat
+    ) == ["1+1?"]
 
 
-def test_messages_without_a_template_are_refused(tmp_path: Path, characters: Any, chat: Any) -> None:
+def test_messages_without_a_template_are_refused(
+    tmp_path: Path, characters: Any, chat: Any
+) -> None:
     path = write(tmp_path, {"prompt": CHAT, "answer": "2"})
     for tokenizer in (characters, chat):
-        with pytest.raises(DataError, match="line 1: found chat messages, but no chat template is applied"):
+        with pytest.raises(
+            DataError,
+            match="line 1: found chat messages, but no chat template is applied",
+        ):
             PromptSource(path, tokenizer, config(apply_chat_template=False), seed=0)
 
 
@@ -128,7 +193,15 @@ def test_nothing_to_draw_is_refused(tmp_path: Path, characters: Any) -> None:
     with pytest.raises(DataError, match=r"sums\.jsonl holds no records"):
         PromptSource(write(tmp_path), characters, config(), seed=0)
     with pytest.raises(DataError, match="line 1: no tokens"):
-        PromptSource(write(tmp_path, {"prompt": "", "answer": "2"}), characters, config(), seed=0)
-    with pytest.raises(DataError, match=r"line 2: the tokenizer in .* cannot encode '1-1='"):
-        path = write(tmp_path, {"prompt": "1+1=", "answer": "2"}, {"prompt": "1-1=", "answer": "0"})
+        PromptSource(
+            write(tmp_path, {"prompt": "", "answer": "2"}), characters, config(), seed=0
+        )
+    with pytest.raises(
+        DataError, match=r"line 2: the tokenizer in .* cannot encode '1-1='"
+    ):
+        path = write(
+            tmp_path,
+            {"prompt": "1+1=", "answer": "2"},
+            {"prompt": "1-1=", "answer": "0"},
+        )
         PromptSource(path, characters, config(), seed=0)

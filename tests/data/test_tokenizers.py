@@ -1,4 +1,6 @@
-"""Tokenizers made here round-trip text and load from disk alone; what is not a tokenizer is refused at once."""
+"""Tokenizers made here round-trip text and load from disk alone; what is not a
+tokenizer is refused at once.
+"""
 
 import json
 import socket
@@ -17,12 +19,16 @@ from verl_ray.data.tokenizers import (
     render,
     require_chat_template,
     same_tokens,
+    strip_special_tokens,
     train_bpe,
-    unspecial,
 )
 from verl_ray.errors import DataError, ModelError
 
-TEXTS = ["What is 12 plus 7? It is 19.", "Ünïcode, tabs\tand\nlines stay as they are  .", "漢字 🙂"]
+TEXTS = [
+    "What is 12 plus 7? It is 19.",
+    "Ünïcode, tabs\tand\nlines stay as they are  .",
+    "漢字 🙂",
+]
 
 
 def test_characters_are_the_whole_vocabulary(tmp_path: Path) -> None:
@@ -40,7 +46,12 @@ def test_characters_are_the_whole_vocabulary(tmp_path: Path) -> None:
 def test_a_text_without_tokens_is_named(tmp_path: Path) -> None:
     tokenizer = character_tokenizer(tmp_path, "01")
     with pytest.raises(DataError, match=r"row 2: the tokenizer .* cannot encode 'a'"):
-        encode(tokenizer, ["0", "1", "a", "b"], special=True, where=lambda index: f"row {index}")
+        encode(
+            tokenizer,
+            ["0", "1", "a", "b"],
+            special=True,
+            where=lambda index: f"row {index}",
+        )
     with pytest.raises(ModelError, match="a character occurs twice"):
         character_tokenizer(tmp_path, "00")
 
@@ -53,48 +64,72 @@ def test_bpe_round_trips_every_text(tmp_path: Path) -> None:
     assert [tokenizer.decode(ids[row]) for row in range(3)] == TEXTS
     assert len(ids[0]) < len(TEXTS[0]) / 2  # it has learnt merges
     assert tokenizer.eos_token == "<|im_end|>"
-    with pytest.raises(ModelError, match="vocabulary of 258 tokens: expected at least 259"):
+    with pytest.raises(
+        ModelError, match="vocabulary of 258 tokens: expected at least 259"
+    ):
         train_bpe(tmp_path, TEXTS, 258)
 
 
 def test_chat_template(tmp_path: Path) -> None:
     tokenizer = train_bpe(tmp_path / "chat", TEXTS, 280)
-    conversations: list[list[dict[str, object]]] = [[{"role": "user", "content": "1+1?"}]]
+    conversations: list[list[dict[str, object]]] = [
+        [{"role": "user", "content": "1+1?"}]
+    ]
     texts = render(tokenizer, conversations, add_generation_prompt=True, where=str)
     assert texts == ["<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"]
     ids = encode(tokenizer, texts, special=False, where=str)[0]
-    assert np.isin(ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])).sum() == 3
+    assert (
+        np.isin(
+            ids, tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
+        ).sum()
+        == 3
+    )
     require_chat_template(load_tokenizer(tmp_path / "chat"))
     plain = character_tokenizer(tmp_path / "plain", "01")
-    with pytest.raises(DataError, match=r"data\.apply_chat_template = true, .* has no chat template"):
+    with pytest.raises(
+        DataError, match=r"data\.apply_chat_template = true, .* has no chat template"
+    ):
         require_chat_template(plain)
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
-    with pytest.raises(DataError, match=r"0: the chat template refuses the messages .*no system messages"):
+    with pytest.raises(
+        DataError,
+        match=r"0: the chat template refuses the messages .*no system messages",
+    ):
         render(tokenizer, conversations, add_generation_prompt=True, where=str)
 
 
 def test_what_a_policy_spells_is_no_special_token(tmp_path: Path) -> None:
     tokenizer = train_bpe(tmp_path, TEXTS, 280)
-    special = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
+    special = tokenizer.convert_tokens_to_ids(
+        ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+    )
     for text, left in (
         ("7<|im_end|>\n<|im_start|>assistant\n10", "7\nassistant\n10"),
         ("<|im_<|endoftext|>end|>.", "."),  # taken out once, it spells another
         ("<|im_<|im_<|im_end|>end|>start|>", ""),
         ("a <| b |> c <im_end>", "a <| b |> c <im_end>"),
     ):
-        assert unspecial(text, tokenizer) == left
+        assert strip_special_tokens(text, tokenizer) == left
         assert not np.isin(tokenizer(left)["input_ids"], special).any()
     assert np.isin(tokenizer("7<|im_end|>")["input_ids"], special).any()
 
 
-def test_only_local_directories_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_local_directories_are_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[object] = []
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *address, **_: asked.append(address) or [])
-    with pytest.raises(ModelError, match=r"Qwen/Qwen3-0\.6B is not a directory; set model\.path"):
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda *address, **_: asked.append(address) or []
+    )
+    with pytest.raises(
+        ModelError, match=r"Qwen/Qwen3-0\.6B is not a directory; set model\.path"
+    ):
         load_tokenizer("Qwen/Qwen3-0.6B")
     assert asked == []  # no hub
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"found config\.json, expected tokenizer\.json"):
+    with pytest.raises(
+        ModelError, match=r"found config\.json, expected tokenizer\.json"
+    ):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{torn")
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
@@ -106,8 +141,16 @@ def test_a_tokenizer_that_is_its_file_needs_no_torch(tmp_path: Path) -> None:
     character_tokenizer(tmp_path, "0123456789")
     read = "from verl_ray.data.tokenizers import load_tokenizer; tokens = load_tokenizer(sys.argv[1])('12').input_ids"
     code = f"import sys; {read}; print(tokens, 'torch' in sys.modules)"
-    child = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert child.stdout.split("\n")[0] == f"{AutoTokenizer.from_pretrained(tmp_path)('12').input_ids} False"
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert (
+        child.stdout.split("\n")[0]
+        == f"{AutoTokenizer.from_pretrained(tmp_path)('12').input_ids} False"
+    )
 
 
 def test_a_tokenizer_without_an_end_is_refused(tmp_path: Path) -> None:
@@ -123,10 +166,17 @@ def test_tokenizers_that_make_the_same_tokens(tmp_path: Path) -> None:
     for name in ("second", "cut", "other template", "other end"):
         train_bpe(tmp_path / name, TEXTS, 300)
     path = tmp_path / "cut" / "tokenizer.json"
-    cut = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
+    cut = {
+        "direction": "Right",
+        "max_length": 4,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     path.write_text(json.dumps(json.loads(path.read_text()) | {"truncation": cut}))
     same = [load_tokenizer(tmp_path / name) for name in ("first", "second", "cut")]
-    assert all(same_tokens(first, other) and same_tokens(other, first) for other in same)
+    assert all(
+        same_tokens(first, other) and same_tokens(other, first) for other in same
+    )
     other = load_tokenizer(tmp_path / "other template")
     other.chat_template += " "
     ended = load_tokenizer(tmp_path / "other end")

@@ -1,7 +1,8 @@
-"""The body of the contract tests: everything an engine must do, run by each rank, its findings left in a file.
+"""The body of the contract tests: everything that an engine must do.
 
-`main` is a rank of test_contract.py, which judges the findings. One process runs all checks of all backends of a
-family; megatron's backends change their process, and have one of their own.
+Every rank runs `main` and leaves its findings in a file, which test_contract.py checks.
+One process runs all checks of all backends of a family. The megatron backends change
+global state of their process, so they have processes of their own.
 """
 
 from __future__ import annotations
@@ -44,31 +45,41 @@ from verl_ray.checkpoint import sharded
 from verl_ray.data.packing import balance, lengths_of_units, rows_of_units
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.engine.base import Engine, LossReport
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 
 
 def check_outputs(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows, found = rows_of(), {}
-    wanted = Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE)
+    wanted = RequestedOutputs(
+        log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE
+    )
     for model in models_of(kind):
         engine = ranks.engine(kind, model, optimizer=None)
         found[model] = ranks.forward(engine, rows, wanted)
         found[f"{model} scores"] = ranks.forward(
-            ranks.engine(kind, model, head="value", optimizer=None), rows, Outputs(scores=True)
+            ranks.engine(kind, model, head="value", optimizer=None),
+            rows,
+            RequestedOutputs(scores=True),
         )
     engine = ranks.engine(kind, head="value", optimizer=None)
-    found["value"] = ranks.forward(engine, rows, Outputs(values=True, scores=True))
-    found["scores alone"] = ranks.forward(engine, rows, Outputs(scores=True))
+    found["value"] = ranks.forward(
+        engine, rows, RequestedOutputs(values=True, scores=True)
+    )
+    found["scores alone"] = ranks.forward(engine, rows, RequestedOutputs(scores=True))
     halved = ranks.engine(kind, head="value", optimizer=None, dtype="bfloat16")
-    found["value bfloat16"] = ranks.forward(halved, rows, Outputs(values=True, scores=True))
+    found["value bfloat16"] = ranks.forward(
+        halved, rows, RequestedOutputs(values=True, scores=True)
+    )
     found["head"] = ranks.weights(engine)["score.weight"]
     found["refused"] = refused(lambda: engine.forward_backward(rows, VALUE))
     found["refused step"] = refused(engine.optimizer_step)
     return found
 
 
-def offloaded(engine: Any, rows: TrainingBatch) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
-    """Shapes of what a backward pass needs: of what stays on the device, and of what goes to the host."""
+def offloaded(
+    engine: Any, rows: TrainingBatch
+) -> tuple[set[tuple[int, ...]], set[tuple[int, ...]]]:
+    """Return the shapes of saved tensors on the device, and of those on the host."""
     kept, moved, decide = set(), set(), engine._to_host
 
     def watched(saved: torch.Tensor) -> Any:
@@ -86,54 +97,99 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
     mine = rows.select(ranks.mine(rows))
     backwards = np.arange(rows.num_rows)[::-1]
     found = {
-        "one micro-batch": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=10_000), mine, POLICY),
-        "many micro-batches": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, POLICY),
-        "corrected": ranks.train(ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, CORRECTED),
-        "other order": ranks.train(ranks.engine(kind), rows.select(backwards[ranks.rank :: ranks.world]), POLICY),
-        "all on one rank": ranks.train(
-            ranks.engine(kind), rows.select(np.arange(rows.num_rows if ranks.rank == 0 else 0)), POLICY
+        "one micro-batch": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=10_000), mine, POLICY
         ),
-        "activation checkpointing": ranks.train(ranks.engine(kind, activation_checkpointing=True), mine, POLICY),
+        "many micro-batches": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, POLICY
+        ),
+        "corrected": ranks.train(
+            ranks.engine(kind, micro_batch_tokens_per_rank=40), mine, CORRECTED
+        ),
+        "other order": ranks.train(
+            ranks.engine(kind),
+            rows.select(backwards[ranks.rank :: ranks.world]),
+            POLICY,
+        ),
+        "all on one rank": ranks.train(
+            ranks.engine(kind),
+            rows.select(np.arange(rows.num_rows if ranks.rank == 0 else 0)),
+            POLICY,
+        ),
+        "activation checkpointing": ranks.train(
+            ranks.engine(kind, activation_checkpointing=True), mine, POLICY
+        ),
         "bfloat16": ranks.train(ranks.engine(kind, dtype="bfloat16"), mine, POLICY),
         "llama": ranks.train(ranks.engine(kind, "llama"), mine, POLICY),
         "qwen2": ranks.train(ranks.engine(kind, "qwen2"), mine, POLICY),
-        "experts": ranks.train(ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE), mine, POLICY),
+        "experts": ranks.train(
+            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE), mine, POLICY
+        ),
         "experts in many micro-batches": ranks.train(
             ranks.engine(
-                kind, "qwen3_moe", expert_balance=BALANCE, micro_batch_tokens_per_rank=40, activation_checkpointing=True
+                kind,
+                "qwen3_moe",
+                expert_balance=BALANCE,
+                micro_batch_tokens_per_rank=40,
+                activation_checkpointing=True,
             ),
             mine,
             POLICY,
         ),
         "experts in bfloat16": ranks.train(
-            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, dtype="bfloat16"), mine, POLICY
+            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, dtype="bfloat16"),
+            mine,
+            POLICY,
         ),
         "experts, value": ranks.train(
-            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, head="value"), mine, VALUE
+            ranks.engine(kind, "qwen3_moe", expert_balance=BALANCE, head="value"),
+            mine,
+            VALUE,
         ),
         "value": ranks.train(ranks.engine(kind, head="value"), mine, VALUE),
         "preferences": ranks.train(
-            ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60), ranks.my_pairs(pairs_of()), PREFERENCE
+            ranks.engine(kind, head="value", micro_batch_tokens_per_rank=60),
+            ranks.my_pairs(pairs_of()),
+            PREFERENCE,
         ),
     }
     if "gemma" in models_of(kind):
         found["gemma"] = ranks.train(ranks.engine(kind, "gemma"), mine, POLICY)
     if kind == "fsdp":
         gathered = {"sharding": "grad_op"}
-        found["gathered in forward"] = ranks.train(ranks.engine(kind, **gathered), mine, POLICY)
-        ahead = {"prefetch_layers": 2, "host_parameters": True, "activation_offload": True}
-        found["ahead and from the host"] = ranks.train(ranks.engine(kind, **ahead), mine, POLICY)
+        found["gathered in forward"] = ranks.train(
+            ranks.engine(kind, **gathered), mine, POLICY
+        )
+        ahead = {
+            "prefetch_layers": 2,
+            "host_parameters": True,
+            "activation_offload": True,
+        }
+        found["ahead and from the host"] = ranks.train(
+            ranks.engine(kind, **ahead), mine, POLICY
+        )
         apart = {"embedding_units": True, "read_weights": "rank_zero"}
-        found["embeddings apart"] = ranks.train(ranks.engine(kind, **apart), mine, POLICY)
-        found["embeddings apart, value"] = ranks.train(ranks.engine(kind, head="value", **apart), mine, VALUE)
+        found["embeddings apart"] = ranks.train(
+            ranks.engine(kind, **apart), mine, POLICY
+        )
+        found["embeddings apart, value"] = ranks.train(
+            ranks.engine(kind, head="value", **apart), mine, VALUE
+        )
         found["offloaded"] = offloaded(
-            ranks.engine(kind, activation_offload=True, micro_batch_tokens_per_rank=999), mine
+            ranks.engine(
+                kind, activation_offload=True, micro_batch_tokens_per_rank=999
+            ),
+            mine,
         )
         shards = {"accumulate": "sharded", "micro_batch_tokens_per_rank": 40}
-        found["gradients in shards"] = ranks.train(ranks.engine(kind, **shards), mine, POLICY)
-        found["not sharded"] = ranks.train(ranks.engine(kind, sharding="none"), mine, POLICY)
+        found["gradients in shards"] = ranks.train(
+            ranks.engine(kind, **shards), mine, POLICY
+        )
+        found["not sharded"] = ranks.train(
+            ranks.engine(kind, sharding="none"), mine, POLICY
+        )
         engine = ranks.engine(kind, dtype="bfloat16", **gathered)
-        engine.forward(mine, Outputs(log_probs=True))
+        engine.forward(mine, RequestedOutputs(log_probs=True))
         found["held after forward"] = ranks.weights(engine)
     single = rows.select([4])
     here = single if ranks.rank == 0 else single.select([])
@@ -148,7 +204,9 @@ def check_training(ranks: Ranks, kind: str) -> dict[str, Any]:
 
 def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     rows = rows_of()
-    engine = ranks.engine(kind, micro_batch_tokens_per_rank=39)  # the row of 40 tokens is on one rank only
+    engine = ranks.engine(
+        kind, micro_batch_tokens_per_rank=39
+    )  # the row of 40 tokens is on one rank only
     mine = rows.select(ranks.mine(rows))
     first = TrainingBatch(
         offsets=np.array([0, 2]),
@@ -158,25 +216,38 @@ def check_refusals(ranks: Ranks, kind: str) -> dict[str, Any]:
     )
     found = {}
     if kind == "megatron":
-        biased, name = AutoConfig.from_pretrained(ranks.folder / "llama"), f"biased_{ranks.world}"
+        biased, name = (
+            AutoConfig.from_pretrained(ranks.folder / "llama"),
+            f"biased_{ranks.world}",
+        )
         biased.attention_bias = True
-        AutoModelForCausalLM.from_config(biased).save_pretrained(ranks.folder / name)  # rank 0 does
+        AutoModelForCausalLM.from_config(biased).save_pretrained(
+            ranks.folder / name
+        )  # rank 0 does
         dist.barrier()
         found["biased"] = refused(lambda: ranks.engine(kind, name))
         found["gemma"] = refused(lambda: ranks.engine(kind, "gemma"))
         found["adapted"] = refused(lambda: ranks.engine(kind, lora=ADAPTER))
     if kind == "fsdp":
-        found["tied"] = refused(lambda: ranks.engine(kind, "llama", embedding_units=True))
-        found["nowhere"] = refused(lambda: ranks.engine(kind, "nowhere", read_weights="rank_zero"))
+        found["tied"] = refused(
+            lambda: ranks.engine(kind, "llama", embedding_units=True)
+        )
+        found["nowhere"] = refused(
+            lambda: ranks.engine(kind, "nowhere", read_weights="rank_zero")
+        )
     if kind in ADAPTED:
         found["no such layer"] = refused(
             lambda: ranks.engine(
-                kind, "qwen3_moe", lora=ADAPTER.model_copy(update={"targets": ("q_proj", "gate_proj")})
+                kind,
+                "qwen3_moe",
+                lora=ADAPTER.model_copy(update={"targets": ("q_proj", "gate_proj")}),
             )
         )
     return found | {
         "no experts": refused(lambda: ranks.engine(kind, expert_balance=0.1)),
-        "no adapter": refused(lambda: engine.export(str(ranks.folder / "none"), adapter=True)),
+        "no adapter": refused(
+            lambda: engine.export(str(ranks.folder / "none"), adapter=True)
+        ),
         "cap": refused(lambda: engine.forward_backward(mine, POLICY)),
         "placed": refused(lambda: engine.place(params="disk", optimizer="host")),
         "first": refused(lambda: engine.forward_backward(first, SupervisedObjective())),
@@ -190,23 +261,28 @@ def check_non_finite(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]
     before = ranks.weights(engine)
     assert mine.advantages is not None
     bad = mine.replace(advantages=np.full_like(mine.advantages, np.inf))
-    bad = bad if engine.topology.row_index == 0 else mine
+    bad = bad if engine.topology.dp_rank == 0 else mine
     _, step = ranks.step(engine, bad, POLICY)
     after = ranks.weights(engine)
     _, next_step = ranks.step(engine, mine, POLICY)
     return {
         "skipped": step.skipped,
         "unchanged": all(torch.equal(before[name], after[name]) for name in before),
-        "changed later": any(not torch.equal(after[name], value) for name, value in ranks.weights(engine).items()),
+        "changed later": any(
+            not torch.equal(after[name], value)
+            for name, value in ranks.weights(engine).items()
+        ),
         "next": (next_step.skipped, next_step.lr),
     }
 
 
 def there_and_back(engine: Any) -> None:
-    """What `place` does where the device has memory of its own."""
+    """Check `place` where the device has its own memory."""
     engine.before_offload()
-    engine.offload.to_host(engine.held_weights() + engine.held_moments())
-    engine.offload.to_device(engine.held_weights() + engine.held_moments())
+    engine.offload.to_host(engine.offloadable_weights() + engine.offloadable_moments())
+    engine.offload.to_device(
+        engine.offloadable_weights() + engine.offloadable_moments()
+    )
     engine.after_reload()
 
 
@@ -216,8 +292,13 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
     folder = ranks.folder / f"state_{kind}_{ranks.world}"
     engine = ranks.engine(kind)
     before = ranks.weights(engine)
-    sharded.save(engine.state(), str(folder) + "_new")  # an optimizer that has not stepped
-    same = all(torch.equal(before[name], value) for name, value in ranks.weights(engine).items())
+    sharded.save(
+        engine.state(), str(folder) + "_new"
+    )  # an optimizer that has not stepped
+    same = all(
+        torch.equal(before[name], value)
+        for name, value in ranks.weights(engine).items()
+    )
     ranks.train(engine, mine, Noisy(), 2)
     sharded.save(engine.state(), str(folder))
     never_stopped = ranks.train(engine, mine, Noisy(), 2)
@@ -237,15 +318,20 @@ def check_state(ranks: Ranks, kind: str) -> dict[str, Any]:
         "saving changes nothing": same,
         "never stopped": never_stopped,
         "resumed": again,
-        "same weights": all(torch.equal(weights[name], others[name]) for name in weights),
+        "same weights": all(
+            torch.equal(weights[name], others[name]) for name in weights
+        ),
         "from an unstepped state": ranks.train(anew, mine, POLICY),
         "frozen": sorted(ranks.engine(kind, optimizer=None).state()),
     }
 
 
 def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
-    """States that other backends and other numbers of ranks wrote; four ranks read some of them. What the second step
-    finds was made by the moments and the counts of steps that were read, each in place of those before."""
+    """Check states that other backends and other numbers of ranks wrote.
+
+    Four ranks read some of them. The result of the second step depends on the moments
+    and step counts that were read, each in place of those before.
+    """
     rows = rows_of()
     found = {}
     engine = ranks.engine(kind, **settings)
@@ -256,25 +342,35 @@ def check_elsewhere(ranks: Ranks, kind: str, **settings: Any) -> dict[str, Any]:
             continue  # four ranks are not run
         load(engine, state)
         weights = ranks.weights(engine)
-        found[f"{writer} on {world}"] = {"weights": weights, **ranks.train(engine, mine, POLICY, 2)}
+        found[f"{writer} on {world}"] = {
+            "weights": weights,
+            **ranks.train(engine, mine, POLICY, 2),
+        }
     return found
 
 
 def check_hybrid(ranks: Ranks) -> dict[str, Any]:
-    """Two groups of two ranks that hold copies of each other, and four ranks that share out everything."""
+    """Check two groups of two ranks with copies, and four ranks that shard all."""
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     groups = {"sharding": "hybrid", "shard_size": 2}
     engine = ranks.engine("fsdp", **groups)
     found: dict[str, Any] = {"before": ranks.weights(engine)}
     first = ranks.train(engine, mine, POLICY, 2)
-    saving = sharded.Saving(engine.state(), str(ranks.folder / "state_hybrid_4"), ranks.group)
+    saving = sharded.BackgroundSave(
+        engine.state(), str(ranks.folder / "state_hybrid_4"), ranks.group
+    )
     never_stopped = ranks.train(engine, mine, POLICY, 1)
     saving.wait()
-    found["hybrid"] = {name: values + never_stopped[name] for name, values in first.items()}
+    found["hybrid"] = {
+        name: values + never_stopped[name] for name, values in first.items()
+    }
     resumed = ranks.engine("fsdp", **groups)
     load(resumed, ranks.folder / "state_hybrid_4")
-    found["resumed"], found["never stopped"] = ranks.train(resumed, mine, POLICY, 1), never_stopped
+    found["resumed"], found["never stopped"] = (
+        ranks.train(resumed, mine, POLICY, 1),
+        never_stopped,
+    )
     found["full"] = ranks.train(ranks.engine("fsdp"), mine, POLICY)
     experts = ranks.engine("fsdp", "qwen3_moe", expert_balance=BALANCE, **groups)
     found["experts"] = ranks.train(experts, mine, POLICY)
@@ -284,7 +380,7 @@ def check_hybrid(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_layouts(ranks: Ranks) -> dict[str, Any]:
-    """Layouts of megatron that write a state, and go on."""
+    """Check layouts of megatron that write a state and continue from it."""
     rows, found = rows_of(), {}
     for name, layout in LAYOUTS[ranks.world].items():
         engine = ranks.engine("megatron", **layout)
@@ -292,7 +388,7 @@ def check_layouts(ranks: Ranks) -> dict[str, Any]:
         before = ranks.weights(engine)
         ranks.train(engine, mine, POLICY, 2)
         folder = ranks.folder / f"state_{name}_{ranks.world}"
-        saving = sharded.Saving(engine.state(), str(folder), ranks.group)
+        saving = sharded.BackgroundSave(engine.state(), str(folder), ranks.group)
         never_stopped = ranks.train(engine, mine, POLICY, 2)
         saving.wait()  # what was trained meanwhile is not in it
         resumed = ranks.engine("megatron", **layout)
@@ -308,7 +404,7 @@ def check_layouts(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_held(ranks: Ranks) -> dict[str, Any]:
-    """What every other way to share out a model holds, exports before it learns, and writes."""
+    """Check weights, exports before training, and states of other parallel layouts."""
     rows, found = rows_of(), {}
     for name, (model, layout) in HELD[ranks.world].items():
         engine: Any = ranks.engine("megatron", model, **layout)
@@ -319,9 +415,13 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
         folder = ranks.folder / f"state_{name}_{ranks.world}"
         sharded.save(engine.state(), str(folder))
         here = ranks.weights(engine)
-        engine.buffers.release_gradients()  # as `place` does where the device has memory of its own
+        # As `place` does where the device has memory of its own
+        engine.buffers.release_gradients()
         engine.buffers.weights_to_host()
-        freed = all(buffer.grad_data.untyped_storage().nbytes() == 0 for buffer in engine.buffers)
+        freed = all(
+            buffer.grad_data.untyped_storage().nbytes() == 0
+            for buffer in engine.buffers
+        )
         there = ranks.weights(engine)
         engine.buffers.weights_to_device()
         engine.buffers.renew_gradients()
@@ -332,7 +432,10 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
             "model": model,
             "before": before,
             "trained": trained,
-            "same on the host": freed and all(torch.equal(here[parameter], there[parameter]) for parameter in here),
+            "same on the host": freed
+            and all(
+                torch.equal(here[parameter], there[parameter]) for parameter in here
+            ),
             "never stopped": never_stopped,
             "resumed": ranks.train(resumed, mine, POLICY, 1),
         }
@@ -340,11 +443,16 @@ def check_held(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_four(ranks: Ranks) -> dict[str, Any]:
-    """A step that is not finite, and pairs of rows, where four ranks hold a quarter of the model each."""
+    """Check a non-finite step, and pairs of rows, where four ranks shard the model."""
     layout: dict[str, Any] = LAYOUTS[4]["tp2 pp2"]
-    engine: Any = ranks.engine("megatron", head="value", micro_batch_tokens_per_rank=60, **layout)
+    engine: Any = ranks.engine(
+        "megatron", head="value", micro_batch_tokens_per_rank=60, **layout
+    )
     groups = engine.layout.groups
-    backends = [one._get_backend(torch.device("cpu")) for one in (groups.tp, groups.pp, groups.dp, groups.expt_dp)]
+    backends = [
+        one._get_backend(torch.device("cpu"))
+        for one in (groups.tp, groups.pp, groups.dp, groups.expt_dp)
+    ]
     return {
         "timeouts": [backend.options._timeout.total_seconds() for backend in backends],
         "non-finite": check_non_finite(ranks, "megatron", **layout),
@@ -353,10 +461,20 @@ def check_four(ranks: Ranks) -> dict[str, Any]:
 
 
 def check_continued(ranks: Ranks, kind: str) -> dict[str, Any]:
-    """From what fsdp exported; megatron shares out its experts."""
-    engine = ranks.engine(kind, "export_qwen3_moe_fsdp_2", **HELD[2]["ep2"][1] if kind == "megatron" else {})
+    """Check that every engine can start from an export of fsdp.
+
+    megatron distributes the experts over its ranks.
+    """
+    engine = ranks.engine(
+        kind,
+        "export_qwen3_moe_fsdp_2",
+        **HELD[2]["ep2"][1] if kind == "megatron" else {},
+    )
     weights = ranks.weights(engine)
-    return {"weights": weights, **ranks.train(engine, ranks.of(engine, rows_of()), POLICY, 2)}
+    return {
+        "weights": weights,
+        **ranks.train(engine, ranks.of(engine, rows_of()), POLICY, 2),
+    }
 
 
 def load(engine: Engine, folder: Path) -> None:
@@ -370,28 +488,35 @@ def check_weights(ranks: Ranks, kind: str) -> dict[str, Any]:
     for model in ("qwen3", "llama", "qwen3_moe"):
         engine = ranks.engine(kind, model)
         found[model] = (engine.manifest(), ranks.weights(engine))
-    decayed = ranks.engine(kind, optimizer=OPTIMIZER.model_copy(update={"weight_decay": 1.0, "warmup_steps": 0}))
+    decayed = ranks.engine(
+        kind,
+        optimizer=OPTIMIZER.model_copy(update={"weight_decay": 1.0, "warmup_steps": 0}),
+    )
     before = ranks.weights(decayed)
     nothing = rows_of().replace(loss_weight=np.zeros(len(LENGTHS), np.float32))
     ranks.step(decayed, nothing, SupervisedObjective())  # no gradient: the decay alone
-    found["decay"] = {name: (before[name], value) for name, value in ranks.weights(decayed).items()}
+    found["decay"] = {
+        name: (before[name], value) for name, value in ranks.weights(decayed).items()
+    }
     rows = rows_of()
     for model in EXPORTED:
         trained = ranks.engine(kind, model)
         ranks.train(trained, rows.select(ranks.mine(rows)), POLICY, 2)
         trained.export(str(ranks.folder / f"export_{model}_{kind}_{ranks.world}"))
-        found[f"exported {model}"] = ranks.forward(trained, rows, Outputs(log_probs=True))
+        found[f"exported {model}"] = ranks.forward(
+            trained, rows, RequestedOutputs(log_probs=True)
+        )
         new = ranks.engine(kind, model, dtype="bfloat16")
         new.export(str(ranks.folder / f"export_new_{model}_{kind}_{ranks.world}"))
     return found
 
 
 def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
-    """An adapter that learns beside frozen weights; its files are in folders of their own."""
+    """Check an adapter on frozen weights. Its files are in their own folders."""
     rows = rows_of()
     mine = rows.select(ranks.mine(rows))
     folder = ranks.folder / f"adapter_{kind}_{ranks.world}"
-    wanted = Outputs(log_probs=True)
+    wanted = RequestedOutputs(log_probs=True)
     found: dict[str, Any] = {}
     for head in ("policy", "value"):
         objective: Objective = POLICY if head == "policy" else VALUE
@@ -400,14 +525,28 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
         found[head] = ranks.train(engine, mine, objective)
         engine.export(str(folder / head), adapter=True)
         engine.export(str(folder / f"{head}_merged"))
-    engine = ranks.engine(kind, lora=ADAPTER, micro_batch_tokens_per_rank=40, activation_checkpointing=True)
+    engine = ranks.engine(
+        kind,
+        lora=ADAPTER,
+        micro_batch_tokens_per_rank=40,
+        activation_checkpointing=True,
+    )
     ranks.train(engine, mine, POLICY, 2)
     sharded.save(engine.state(), str(folder / "state"))
     found["kept"] = sorted(engine.state()["model"])
-    found["kept of a tied model"] = sorted(ranks.engine(kind, "llama", lora=ADAPTER).state()["model"])
-    resumed = ranks.engine(kind, lora=ADAPTER, micro_batch_tokens_per_rank=40, activation_checkpointing=True)
+    found["kept of a tied model"] = sorted(
+        ranks.engine(kind, "llama", lora=ADAPTER).state()["model"]
+    )
+    resumed = ranks.engine(
+        kind,
+        lora=ADAPTER,
+        micro_batch_tokens_per_rank=40,
+        activation_checkpointing=True,
+    )
     load(resumed, folder / "state")
-    found["never stopped"], found["resumed"] = (ranks.train(one, mine, POLICY, 1) for one in (engine, resumed))
+    found["never stopped"], found["resumed"] = (
+        ranks.train(one, mine, POLICY, 1) for one in (engine, resumed)
+    )
     found["adapted"] = ranks.forward(engine, rows, wanted)
     found["base"] = ranks.forward(engine, rows, replace(wanted, base=True))
     found["adapted again"] = ranks.forward(engine, rows, wanted)
@@ -416,26 +555,45 @@ def check_adapter(ranks: Ranks, kind: str) -> dict[str, Any]:
     engine.export(str(folder / "whole"))
     found["sent"] = ranks.weights(engine)
     engine.export(str(folder / "alone"), adapter=True)
-    found["sent apart"] = ranks.weights(engine, apart=True)
+    found["sent apart"] = ranks.weights(engine, separate_adapter=True)
     return found
 
 
 def check_sequence(ranks: Ranks) -> dict[str, Any]:
-    """Two ranks compute the same rows, each half of their tokens."""
+    """Check two ranks that compute the same rows, half of the tokens each."""
     rows, pairs = rows_of(), pairs_of()
     found: dict[str, Any] = {}
 
-    def train(name: str, rows: TrainingBatch, objective: Objective, unit: int = 1, **settings: Any) -> None:
+    def train(
+        name: str,
+        rows: TrainingBatch,
+        objective: Objective,
+        unit: int = 1,
+        **settings: Any,
+    ) -> None:
         engine = ranks.engine("fsdp", sequence_parallel=2, **settings)
         place = engine.topology
         mine = rows.select(
-            rows_of_units(balance(lengths_of_units(rows.lengths, unit), place.row_count)[place.row_index], unit)
+            rows_of_units(
+                balance(lengths_of_units(rows.lengths, unit), place.dp_size)[
+                    place.dp_rank
+                ],
+                unit,
+            )
         )
         steps = []
         for _ in range(3):
             report = engine.forward_backward(mine, objective)
-            steps.append((ranks.total(report if place.answers else LossReport()), engine.optimizer_step()))
-        found[name] = {"loss": [report.loss for report, _ in steps], "norm": [step.grad_norm for _, step in steps]}
+            steps.append(
+                (
+                    ranks.total(report if place.returns_results else LossReport()),
+                    engine.optimizer_step(),
+                )
+            )
+        found[name] = {
+            "loss": [report.loss for report, _ in steps],
+            "norm": [step.grad_norm for _, step in steps],
+        }
 
     for model in ("qwen3", "llama", "qwen2"):
         train(model, rows, POLICY, model=model)
@@ -445,15 +603,34 @@ def check_sequence(ranks: Ranks) -> dict[str, Any]:
     train("activation checkpointing", rows, POLICY, activation_checkpointing=True)
     engine = ranks.engine("fsdp", sequence_parallel=2, optimizer=None)
     found["outputs"] = vars(
-        engine.forward(rows, Outputs(log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE))
+        engine.forward(
+            rows,
+            RequestedOutputs(
+                log_probs=True, entropy=True, greedy=True, temperature=TEMPERATURE
+            ),
+        )
     )
-    found["places"] = (engine.topology.row_index, engine.topology.row_count, engine.topology.answers)
+    found["places"] = (
+        engine.topology.dp_rank,
+        engine.topology.dp_size,
+        engine.topology.returns_results,
+    )
     return found
 
 
-CHECKS = (check_outputs, check_training, check_refusals, check_non_finite, check_state, check_weights)
+CHECKS = (
+    check_outputs,
+    check_training,
+    check_refusals,
+    check_non_finite,
+    check_state,
+    check_weights,
+)
 EXPORTED = ("llama", "qwen3_moe")
-FAMILIES: dict[str, tuple[str, ...]] = {"torch": ("engine", "fsdp"), "megatron": ("megatron_fsdp", "megatron")}
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "torch": ("engine", "fsdp"),
+    "megatron": ("megatron_fsdp", "megatron"),
+}
 """Backends whose engines share a process; the last one has layouts on four ranks."""
 KINDS = tuple(kind for kinds in FAMILIES.values() for kind in kinds)
 ADAPTED = ("engine", "fsdp", "megatron_fsdp")
@@ -467,7 +644,10 @@ LAYOUTS_OF_FOUR: dict[str, tuple[dict[str, Any], ...]] = {
 """On which four ranks read what others wrote."""
 LAYOUTS: dict[int, dict[str, dict[str, Any]]] = {
     1: {},
-    2: {"tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True}, "pp2": {"pipeline_parallel": 2}},
+    2: {
+        "tp2 sp": {"tensor_parallel": 2, "sequence_parallel": True},
+        "pp2": {"pipeline_parallel": 2},
+    },
     4: {"tp2 pp2": {"tensor_parallel": 2, "pipeline_parallel": 2}},
 }
 """Of megatron, that write."""
@@ -494,9 +674,14 @@ READ_BY_FOUR = (("engine", 1), ("fsdp", 2), ("tp2 sp", 2), ("tp2 pp2", 4))
 
 
 def waves(worlds: Sequence[int]) -> list[list[tuple[str, str, int, int]]]:
-    """Every process of groups of so many ranks, of those at the same time: what it does, its family, rank and number of
-    ranks. Single ranks of all families are started together."""
-    groups = [(world, (family,)) for world in worlds if world > 1 for family in FAMILIES]
+    """List the processes to start, in waves of processes that run at the same time.
+
+    A process has a mode, a family, a rank and a number of ranks. Single ranks of all
+    families are in one wave.
+    """
+    groups = [
+        (world, (family,)) for world in worlds if world > 1 for family in FAMILIES
+    ]
     return [
         [(part, family, rank, world) for family in families for rank in range(world)]
         for part in ("write", "read")
@@ -509,7 +694,7 @@ def models_of(kind: str) -> tuple[str, ...]:
 
 
 def write(ranks: Ranks, family: str) -> dict[str, Any]:
-    """What this process finds by itself; the states that it leaves are for others to read."""
+    """Find what this process can find alone, and write states for others to read."""
     torch_alone = family == "torch"
     found: dict[str, Any] = {}
     if not torch_alone:
@@ -529,12 +714,14 @@ def write(ranks: Ranks, family: str) -> dict[str, Any]:
 
 
 def read(ranks: Ranks, family: str) -> dict[str, Any]:
-    """What it finds of what all of them have written."""
+    """Find what follows from reading the states that all processes have written."""
     kinds = FAMILIES[family]
     of_four = [(kinds[-1], layout) for layout in LAYOUTS_OF_FOUR[family]]
     readers = of_four if ranks.world == 4 else [(kind, {}) for kind in kinds]
     found: dict[str, Any] = {
-        f"elsewhere {family}": [check_elsewhere(ranks, kind, **settings) for kind, settings in readers]
+        f"elsewhere {family}": [
+            check_elsewhere(ranks, kind, **settings) for kind, settings in readers
+        ]
     }
     if ranks.world == 2:
         found[f"continued {family}"] = check_continued(ranks, kinds[-1])
@@ -547,13 +734,17 @@ PARTS = {"write": write, "read": read}
 def main(part: str, family: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     if (family, world) == ("megatron", 1):
-        sys.path.insert(0, str(folder / "beside"))  # with an Apex to import, which must make no difference
+        sys.path.insert(
+            0, str(folder / "beside")
+        )  # with an Apex to import, which must make no difference
     ranks = Ranks(rank, world, folder)
     # a group of one where there is one rank, as FSDP needs it and as workers have it
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meeting_{part}_{family}_{world}", rank=rank, world_size=world,
         timeout=timedelta(seconds=DEADLINE_S),
     )  # fmt: skip
-    torch.save(PARTS[part](ranks, family), folder / f"found_{part}_{family}_{world}_{rank}.pt")
+    torch.save(
+        PARTS[part](ranks, family), folder / f"found_{part}_{family}_{world}_{rank}.pt"
+    )
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""One process that plays a rank of several, in torch's fake process group, whose collectives move nothing."""
+"""One process that plays a rank of several in torch's fake process group.
+
+The collectives of that group move nothing.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 @contextlib.contextmanager
 def playing(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is that rank. DTensor caches what it worked out for a mesh, as one rank has one."""
+    """Play a rank in the block.
+
+    DTensor caches facts about a mesh, as if a process had only one rank; the cache is
+    cleared.
+    """
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     _clear_sharding_prop_cache()
     try:

@@ -1,4 +1,4 @@
-"""What the ranks of the engines' tests are given, settings, rows and objectives, and what they do with an engine."""
+"""Settings, rows and objectives of the engine tests, and what their ranks do."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from verl_ray.backends.engine import EngineBackend
 from verl_ray.backends.fsdp import FsdpBackend
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
-from verl_ray.config.algorithm import AlgorithmConfig, CorrectionConfig, KLConfig, ValueLossConfig
+from verl_ray.config.algorithm import (
+    AlgorithmConfig,
+    CorrectionConfig,
+    KLConfig,
+    ValueLossConfig,
+)
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.batch import offsets_of
@@ -39,9 +44,15 @@ from verl_ray.engine.build import build_engine
 from verl_ray.errors import DataError, EngineError, ModelError
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
-MODELS = {"qwen3": False, "llama": True, "qwen2": True, "gemma": True, "qwen3_moe": False}
+MODELS = {
+    "qwen3": False,
+    "llama": True,
+    "qwen2": True,
+    "gemma": True,
+    "qwen3_moe": False,
+}
 """Name and whether the embeddings are tied."""
 DEADLINE_S = 600
 LENGTHS = (3, 4, 9, 17, 40, 5, 12, 33, 7, 2, 21, 6)
@@ -88,7 +99,14 @@ ALGORITHM = AlgorithmConfig(
     aggregation="token_mean",
     aggregation_horizon=None,
     entropy_coefficient=ENTROPY,
-    kl=KLConfig(place="loss", estimator="k3", coefficient=KL, controller="fixed", target=None, horizon=None),
+    kl=KLConfig(
+        place="loss",
+        estimator="k3",
+        coefficient=KL,
+        controller="fixed",
+        target=None,
+        horizon=None,
+    ),
     value_loss=None,
     critic_warmup_steps=0,
     correction=NO_CORRECTION,
@@ -108,13 +126,15 @@ CORRECTED = PolicyObjective(
 VALUE_CLIP = 0.2
 SMOOTHING = 0.1
 BALANCE = 0.1
-ADAPTER = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj"))
+ADAPTER = LoraConfig(
+    rank=4, alpha=8, targets=("q_proj", "v_proj", "gate_proj", "down_proj")
+)
 PREFERENCE = PreferenceObjective(SMOOTHING)
 VALUE = ValueObjective(ValueLossConfig(clip=VALUE_CLIP, aggregation="token_mean"))
 
 
 def write_models(root: Path) -> None:
-    """Tiny models of every family, by name, and wider ones of two of them."""
+    """Write tiny models of every family, by name, and wider ones of two families."""
     character_tokenizer(root / "tokenizer", "0123456789+=")
     for name, tied in MODELS.items():
         # all but one have fewer key heads than the ranks that share out a row
@@ -124,18 +144,23 @@ def write_models(root: Path) -> None:
             intermediate_size=96, tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(name, root / name, root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
-    for family, tied, layers in (("qwen2", True, 4), ("qwen3_moe", False, 2)):  # with key heads for two ranks
+    for family, tied, layers in (
+        ("qwen2", True, 4),
+        ("qwen3_moe", False, 2),
+    ):  # with key heads for two ranks
         sizes = TinyModelConfig(
             hidden_size=64, num_layers=layers, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
             tie_embeddings=tied,
         )  # fmt: skip
         make_tiny(family, root / f"wide_{family}", root / "tokenizer", sizes, seed=1)  # type: ignore[arg-type]
-    config = root / "llama" / "config.json"  # the other name of the activation that all but gemma have
+    config = (
+        root / "llama" / "config.json"
+    )  # the other name of the activation that all but gemma have
     config.write_text(config.read_text().replace('"silu"', '"swish"'))
 
 
 def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
-    """Rows of mixed lengths, some response tokens in each, every column that a loss can read."""
+    """Return rows of mixed lengths with response tokens and every loss column."""
     random = np.random.default_rng(7)
     offsets = offsets_of(lengths)
     tokens = int(offsets[-1])
@@ -150,7 +175,8 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
         offsets=offsets,
         tokens=random.integers(0, 14, tokens).astype(np.int32),
         response_mask=mask,
-        loss_weight=random.uniform(0.5, 1.5, len(lengths)).astype(np.float32) / np.float32(mask.sum()),
+        loss_weight=random.uniform(0.5, 1.5, len(lengths)).astype(np.float32)
+        / np.float32(mask.sum()),
         old_log_probs=column(-3, -2),
         ref_log_probs=column(-3, -2),
         advantages=column(-2, 2),
@@ -161,7 +187,10 @@ def rows_of(lengths: tuple[int, ...] = LENGTHS) -> TrainingBatch:
 
 
 def pairs_of() -> TrainingBatch:
-    """The same rows as pairs of a chosen and a rejected one, read at their ends alone, each pair of another weight."""
+    """Return the same rows as pairs of a chosen and a rejected row.
+
+    Only their last tokens are read, and each pair has another weight.
+    """
     rows = rows_of()
     pairs = rows.num_rows // 2
     weight = np.arange(1, pairs + 1, dtype=np.float32) / pairs
@@ -176,10 +205,13 @@ def pairs_of() -> TrainingBatch:
 
 @dataclass
 class Noisy:
-    """Supervised, with random weights of the tokens: shows where an engine's random numbers come from."""
+    """A supervised objective with random token weights.
+
+    It shows where an engine's random numbers come from.
+    """
 
     rows_per_unit: int = 1
-    outputs: Outputs = SupervisedObjective().outputs
+    outputs: RequestedOutputs = SupervisedObjective().outputs
 
     def __call__(self, outputs: TokenOutputs, inputs: LossInputs) -> TokenLoss:
         assert outputs.log_probs is not None
@@ -188,7 +220,7 @@ class Noisy:
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among the others."""
+    """This process as one of several ranks."""
 
     rank: int
     world: int
@@ -213,32 +245,50 @@ class Ranks:
         elif kind == "megatron_fsdp":
             backend = MegatronFsdpBackend(**MEGATRON_FSDP | settings)
         else:
-            backend = EngineBackend(**ENGINE | settings) if kind == "engine" else FsdpBackend(**FSDP | settings)
+            backend = (
+                EngineBackend(**ENGINE | settings)
+                if kind == "engine"
+                else FsdpBackend(**FSDP | settings)
+            )
         path = str(self.folder / model)
         return EngineSpec(
-            "actor", path, head, backend, optimizer, STEPS, seed=3, lora=lora, expert_balance=expert_balance
+            "actor",
+            path,
+            head,
+            backend,
+            optimizer,
+            STEPS,
+            seed=3,
+            lora=lora,
+            expert_balance=expert_balance,
         )
 
     def engine(self, kind: str, *what: Any, **settings: Any) -> Engine:
-        """Of a specification as `spec` makes it."""
+        """Build the engine of a specification by `spec`."""
         spec = self.spec(kind, *what, **settings)
-        return build_engine(spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world)
+        return build_engine(
+            spec, device=torch.device("cpu"), rank=self.rank, world_size=self.world
+        )
 
     def mine(self, rows: TrainingBatch) -> np.ndarray[Any, np.dtype[np.int64]]:
         return balance(rows.lengths, self.world)[self.rank]
 
     def of(self, engine: Engine, rows: TrainingBatch) -> TrainingBatch:
-        """The rows of this rank, which others have too where the engine cuts them up."""
+        """Return the rows of this rank, which peers have too."""
         place = engine.topology
-        return rows.select(balance(rows.lengths, place.row_count)[place.row_index])
+        return rows.select(balance(rows.lengths, place.dp_size)[place.dp_rank])
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """For what goes on behind the training."""
+        """A group for collectives that run in the background of the training."""
         return dist.new_group(backend="gloo")
 
     def my_pairs(self, rows: TrainingBatch) -> TrainingBatch:
-        return rows.select(rows_of_units(balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2))
+        return rows.select(
+            rows_of_units(
+                balance(lengths_of_units(rows.lengths, 2), self.world)[self.rank], 2
+            )
+        )
 
     def everyone(self, value: Any) -> list[Any]:
         if self.world == 1:
@@ -250,10 +300,14 @@ class Ranks:
     def total(self, report: LossReport) -> LossReport:
         return sum(self.everyone(report), LossReport())
 
-    def step(self, engine: Engine, rows: TrainingBatch, objective: Objective) -> tuple[LossReport, StepReport]:
-        """One optimizer step over the rows of all ranks; these are the rows of this one."""
+    def step(
+        self, engine: Engine, rows: TrainingBatch, objective: Objective
+    ) -> tuple[LossReport, StepReport]:
+        """Take one optimizer step; the rows are those of this rank."""
         report = engine.forward_backward(rows, objective)
-        return self.total(report if engine.topology.answers else LossReport()), engine.optimizer_step()
+        return self.total(
+            report if engine.topology.returns_results else LossReport()
+        ), engine.optimizer_step()
 
     def train(
         self, engine: Engine, rows: TrainingBatch, objective: Objective, steps: int = 3
@@ -265,22 +319,39 @@ class Ranks:
             "lr": [step.lr for _, step in found],
         }
 
-    def weights(self, engine: Engine, *, apart: bool = False) -> dict[str, torch.Tensor]:
-        """All parameters, put together from what the ranks own; each element must be owned once."""
-        sent = engine.manifest(apart=apart).sent
+    def weights(
+        self, engine: Engine, *, separate_adapter: bool = False
+    ) -> dict[str, torch.Tensor]:
+        """Assemble all parameters from what the ranks own.
+
+        Each element must have one owner.
+        """
+        sent = engine.manifest(separate_adapter=separate_adapter).sent
         names = [parameter.name for parameter in sent]
-        owned = self.everyone([(place, value.clone()) for place, value in engine.shards(names, apart=apart)])
+        owned = self.everyone(
+            [
+                (place, value.clone())
+                for place, value in engine.shards(
+                    names, separate_adapter=separate_adapter
+                )
+            ]
+        )
         full = {p.name: torch.zeros(p.shape) for p in sent}
         count = {p.name: torch.zeros(p.shape) for p in sent}
         for place, value in (part for parts in owned for part in parts):
-            box = tuple(slice(start, start + size) for start, size in zip(place.start, place.shape, strict=True))
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(place.start, place.shape, strict=True)
+            )
             full[place.name][box] = value
             count[place.name][box] += 1
         assert all(bool((times == 1).all()) for times in count.values())
         return full
 
-    def forward(self, engine: Engine, rows: TrainingBatch, outputs: Outputs) -> dict[str, Any]:
-        """The columns of all rows, from the ranks that computed them."""
+    def forward(
+        self, engine: Engine, rows: TrainingBatch, outputs: RequestedOutputs
+    ) -> dict[str, Any]:
+        """Return the columns of all rows, from the ranks that computed them."""
         index = self.mine(rows)
         found = vars(engine.forward(rows.select(index), outputs))
         order = np.argsort(np.concatenate(self.everyone(index)), kind="stable")
@@ -288,8 +359,14 @@ class Ranks:
         for name, mine in found.items():
             if mine is None:
                 continue
-            sizes = np.ones(len(index), int) if name == "scores" else rows.lengths[index]
-            flat = [row for part in self.everyone(np.split(mine, np.cumsum(sizes)[:-1])) for row in part]
+            sizes = (
+                np.ones(len(index), int) if name == "scores" else rows.lengths[index]
+            )
+            flat = [
+                row
+                for part in self.everyone(np.split(mine, np.cumsum(sizes)[:-1]))
+                for row in part
+            ]
             columns[name] = np.concatenate([flat[i] for i in order])
         return columns
 

@@ -1,6 +1,7 @@
-"""One rank that loads and exports a model while its memory is watched, for test_memory.py, which judges what it finds.
+"""One rank that loads and exports a model while its memory is watched.
 
-`main` is a rank; `kind` is fsdp, megatron or megatron_fsdp.
+`main` is a rank of test_memory.py, which checks the findings. `kind` is fsdp, megatron
+or megatron_fsdp.
 """
 
 from __future__ import annotations
@@ -22,14 +23,24 @@ from verl_ray.profiling.memory import AnonymousGrowth
 def main(kind: str, rank: int, world: int, folder: Path) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting_{kind}"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world, timeout=timedelta(seconds=120))
+    dist.init_process_group(
+        "gloo",
+        init_method=meeting,
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=120),
+    )
 
     def build(model: str, **settings: Any) -> Engine:
         layout = {"tensor_parallel": world} if kind == "megatron" else {}
-        return inputs.Ranks(rank, world, folder).engine(kind, model, optimizer=None, **layout, **settings)
+        return inputs.Ranks(rank, world, folder).engine(
+            kind, model, optimizer=None, **layout, **settings
+        )
 
     relayed = {"read_weights": "rank_zero"} if kind == "fsdp" else {}
-    build("small", **relayed).export(str(folder / f"small_export_{kind}"))  # what is set up once is not the model's
+    build("small", **relayed).export(
+        str(folder / f"small_export_{kind}")
+    )  # what is set up once is not the model's
     with AnonymousGrowth() as loading:
         engine = build("large")
     with AnonymousGrowth() as exporting:
@@ -44,8 +55,12 @@ def main(kind: str, rank: int, world: int, folder: Path) -> None:
         with AnonymousGrowth() as watched["relaying"]:
             engine = build("large", **relayed)
         del engine
-    with AnonymousGrowth() as naive:  # the usual way: a whole model on every rank, of which it then keeps its shard
-        model = AutoModelForCausalLM.from_pretrained(folder / "large", dtype=torch.float32)
+    with (
+        AnonymousGrowth() as naive
+    ):  # the usual way: a whole model on every rank, of which it then keeps its shard
+        model = AutoModelForCausalLM.from_pretrained(
+            folder / "large", dtype=torch.float32
+        )
         state = {name: value.clone() for name, value in model.state_dict().items()}
     del state
     watched["naive"] = naive

@@ -1,5 +1,7 @@
-"""What the contract tests compare with: plain transformers and formulas as they are written, in float64, row by row,
-without padding or packing."""
+"""The reference of the contract tests: plain transformers and formulas as published.
+
+Everything is in float64, row by row, without padding or packing.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -16,11 +18,19 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests.engine import inputs
 
 
-def reference_model(folder: Path, name: str, head: str = "policy", value_head: Tensor | None = None) -> torch.nn.Module:
-    family: Any = AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+def reference_model(
+    folder: Path, name: str, head: str = "policy", value_head: Tensor | None = None
+) -> torch.nn.Module:
+    family: Any = (
+        AutoModelForCausalLM if head == "policy" else AutoModelForSequenceClassification
+    )
     more = {} if head == "policy" else {"num_labels": 1}
     model = family.from_pretrained(
-        folder / name, attn_implementation="eager", experts_implementation="eager", dtype=torch.float32, **more
+        folder / name,
+        attn_implementation="eager",
+        experts_implementation="eager",
+        dtype=torch.float32,
+        **more,
     )
     if value_head is not None:
         with torch.no_grad():
@@ -28,15 +38,19 @@ def reference_model(folder: Path, name: str, head: str = "policy", value_head: T
     return model.double()
 
 
-def with_adapter(folder: Path, head: str, adapter: str, where: str = "engine_1") -> torch.nn.Module:
-    """As peft loads it. A new head is in the adapter's file, too."""
+def with_adapter(
+    folder: Path, head: str, adapter: str, where: str = "engine_1"
+) -> torch.nn.Module:
+    """Load an adapter as peft does. A new head is in the adapter's file, too."""
     base = reference_model(folder, "qwen3", head)
-    model = PeftModel.from_pretrained(base, folder / f"adapter_{where}" / adapter, is_trainable=True)
+    model = PeftModel.from_pretrained(
+        base, folder / f"adapter_{where}" / adapter, is_trainable=True
+    )
     return model.double().base_model.model
 
 
 def naive_logits(model: Any, tokens: np.ndarray) -> Tensor:
-    """[tokens, vocabulary] in float64, of one row by itself."""
+    """Return the logits of one row, [tokens, vocabulary] in float64."""
     return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None]).logits[0]
 
 
@@ -46,9 +60,12 @@ def naive_values(model: Any, tokens: np.ndarray) -> Tensor:
 
 
 def by_row(rows: Any) -> Iterator[tuple[slice, Tensor]]:
-    """Each row's tokens, and which of them the loss looks at (indices within the row)."""
+    """Yield each row's tokens, and the indices within the row that the loss reads."""
     for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
-        yield slice(start, end), torch.from_numpy(np.flatnonzero(rows.response_mask[start:end]))
+        yield (
+            slice(start, end),
+            torch.from_numpy(np.flatnonzero(rows.response_mask[start:end])),
+        )
 
 
 def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tensor:
@@ -56,15 +73,24 @@ def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tens
     for i, (row, read) in enumerate(by_row(rows)):
         logits = naive_logits(model, rows.tokens[row])[read - 1] / inputs.TEMPERATURE
         log_p = torch.log_softmax(logits, -1)
-        chosen = log_p.gather(1, torch.from_numpy(rows.tokens[row].astype(np.int64))[read, None])[:, 0]
+        chosen = log_p.gather(
+            1, torch.from_numpy(rows.tokens[row].astype(np.int64))[read, None]
+        )[:, 0]
         old, ref, advantage, sampler = (
             torch.tensor(column[row], dtype=torch.float64)[read]
-            for column in (rows.old_log_probs, rows.ref_log_probs, rows.advantages, rows.rollout_log_probs)
+            for column in (
+                rows.old_log_probs,
+                rows.ref_log_probs,
+                rows.advantages,
+                rows.rollout_log_probs,
+            )
         )
         ratio = (chosen - old).exp()
         clipped = ratio.clamp(1 - inputs.CLIP, 1 + inputs.CLIP)
         loss = torch.maximum(-advantage * ratio, -advantage * clipped)
-        loss = torch.where(advantage < 0, torch.minimum(loss, -inputs.DUAL * advantage), loss)
+        loss = torch.where(
+            advantage < 0, torch.minimum(loss, -inputs.DUAL * advantage), loss
+        )
         if corrected:
             weight = float((chosen - sampler).mean().exp().detach())
             if weight > inputs.UPPER:
@@ -76,14 +102,23 @@ def naive_policy_loss(model: Any, rows: Any, *, corrected: bool = False) -> Tens
     return total
 
 
-def naive_experts_loss(model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor] = naive_policy_loss) -> Tensor:
-    """With transformers' own balance loss of each row and layer, weighted as the row's tokens are."""
+def naive_experts_loss(
+    model: Any, rows: Any, loss_of: Callable[[Any, Any], Tensor] = naive_policy_loss
+) -> Tensor:
+    """Add transformers' own balance loss of each row and layer to another loss.
+
+    It is weighted as the row's tokens are.
+    """
     total = loss_of(model, rows)
     for i, (row, read) in enumerate(by_row(rows)):
         ids = torch.from_numpy(rows.tokens[row].astype(np.int64))[None]
         said = model.model(input_ids=ids, output_router_logits=True).router_logits
-        balance = torch.stack([load_balancing_loss_func((layer,), 4, 2) for layer in said]).mean()
-        total = total + inputs.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
+        balance = torch.stack(
+            [load_balancing_loss_func((layer,), 4, 2) for layer in said]
+        ).mean()
+        total = (
+            total + inputs.BALANCE * float(rows.loss_weight[i]) * len(read) * balance
+        )
     return total
 
 
@@ -91,7 +126,10 @@ def naive_value_loss(model: Any, rows: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for i, (row, read) in enumerate(by_row(rows)):
         values = naive_values(model, rows.tokens[row])[read - 1]
-        old, returns = (torch.tensor(c[row], dtype=torch.float64)[read] for c in (rows.old_values, rows.returns))
+        old, returns = (
+            torch.tensor(c[row], dtype=torch.float64)[read]
+            for c in (rows.old_values, rows.returns)
+        )
         held = old + (values - old).clamp(-inputs.VALUE_CLIP, inputs.VALUE_CLIP)
         worse = torch.maximum((values - returns) ** 2, (held - returns) ** 2)
         total = total + float(rows.loss_weight[i]) * 0.5 * worse.sum()
@@ -99,15 +137,20 @@ def naive_value_loss(model: Any, rows: Any) -> Tensor:
 
 
 def naive_preference_loss(model: Any, rows: Any) -> Tensor:
-    scores = torch.stack([naive_values(model, rows.tokens[row])[-1] for row, _ in by_row(rows)])
-    d, margin = scores[0::2] - scores[1::2], torch.tensor(rows.margin[0::2], dtype=torch.float64)
+    scores = torch.stack(
+        [naive_values(model, rows.tokens[row])[-1] for row, _ in by_row(rows)]
+    )
+    d, margin = (
+        scores[0::2] - scores[1::2],
+        torch.tensor(rows.margin[0::2], dtype=torch.float64),
+    )
     right, flipped = torch.sigmoid(d - margin).log(), torch.sigmoid(-d - margin).log()
     loss = -(1 - inputs.SMOOTHING) * right - inputs.SMOOTHING * flipped
     return (2 * torch.tensor(rows.loss_weight[0::2], dtype=torch.float64) * loss).sum()
 
 
 def rate_of(step: int) -> float:
-    """Two steps of warm-up, then a cosine from 2e-3 to a tenth of it at step 10."""
+    """Return a rate: two warm-up steps, then a cosine from 2e-3 to 2e-4 at step 10."""
     if step < 2:
         return 1e-3 * (step + 1)
     return 2e-3 * (0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * (step - 2) / 8)))
@@ -120,7 +163,10 @@ def naive_training(
     parameters = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": config.weight_decay},
+            {
+                "params": [p for p in parameters if p.dim() > 1],
+                "weight_decay": config.weight_decay,
+            },
             {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
         ],
         betas=config.betas,

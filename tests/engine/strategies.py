@@ -1,6 +1,7 @@
-"""One rank of megatron-fsdp in all its strategies and settings; what it finds is left in a file.
+"""One rank of megatron-fsdp in all its strategies and settings.
 
-`main` is a rank of test_megatron_fsdp.py, which judges the findings.
+`main` is a rank of test_megatron_fsdp.py and leaves its findings in a file, which that
+checks.
 """
 
 from __future__ import annotations
@@ -35,26 +36,39 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "buckets of the optimizer": {"bucket_size": 20_000, "sharding": "optimizer"},
     "one bucket": {"sharding": "optimizer"},
     "gathered at once": {"sharding": "optimizer", "overlap_param_gather": False},
-    "gathered at once, gradients": {"sharding": "optimizer_gradients", "overlap_param_gather": False},
+    "gathered at once, gradients": {
+        "sharding": "optimizer_gradients",
+        "overlap_param_gather": False,
+    },
     "summed at once": {"sharding": "optimizer", "overlap_grad_reduce": False},
     "summed at once, none": {"sharding": "none", "overlap_grad_reduce": False},
     "bfloat16 sums": {"reduce_in_float32": False},
     "double buffer": {"double_buffer": True},
-    "double buffer, recomputed": {"double_buffer": True, "activation_checkpointing": True},
+    "double buffer, recomputed": {
+        "double_buffer": True,
+        "activation_checkpointing": True,
+    },
 }
 MICRO_BATCH = 40  # tokens: several micro-batches
-WRITERS = tuple((name, 2) for name in STRATEGIES) + tuple((name, 4) for name in list(HYBRID)[:2])
+WRITERS = tuple((name, 2) for name in STRATEGIES) + tuple(
+    (name, 4) for name in list(HYBRID)[:2]
+)
 
 
 class Watched:
-    """What an engine sends, in the order it does: ("gather" or "sum", elements, type, address), and when layers
-    compute."""
+    """A record of what an engine sends, in order, and of when layers compute.
+
+    What is sent is ("gather" or "sum", elements, type, address).
+    """
 
     def __init__(self, engine: Any) -> None:
         self.said: list[Any] = []
         self.live = [0.0, 0.0]
         buffer = engine._sharded.param_and_grad_buffer
-        of_gradients = [group.main_grad_buffer.temporary_bucket_allocator for group in buffer.parameter_groups]
+        of_gradients = [
+            group.main_grad_buffer.temporary_bucket_allocator
+            for group in buffer.parameter_groups
+        ]
 
         def note(number: int) -> None:
             self.said.append(("layer", number))
@@ -67,7 +81,7 @@ class Watched:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[list[Any]]:
-        """What is sent inside."""
+        """Record what is sent in the block."""
         names = {
             "all_gather_into_tensor": ("gather", "output_tensor"),
             "reduce_scatter_tensor": ("sum", "input"),
@@ -81,8 +95,17 @@ class Watched:
 
             def call(*given: Any, **named: Any) -> Any:
                 sent: Tensor = named[argument] if argument in named else given[0]
-                if sent.dim() and sent.is_floating_point():  # not the norm, and not numbers of micro-batches
-                    said.append((kind, sent.numel(), str(sent.dtype).removeprefix("torch."), sent.data_ptr()))
+                if (
+                    sent.dim() and sent.is_floating_point()
+                ):  # not the norm, and not numbers of micro-batches
+                    said.append(
+                        (
+                            kind,
+                            sent.numel(),
+                            str(sent.dtype).removeprefix("torch."),
+                            sent.data_ptr(),
+                        )
+                    )
                     self._note(-1)
                     said.pop()
                 return before[name](*given, **named)
@@ -99,20 +122,35 @@ class Watched:
 
 
 def in_flight(allocators: list[Any]) -> float:
-    """Elements of buckets that come and go, in layers."""
-    data = [bucket.data for one in allocators for bucket in getattr(one, "buckets", {}).values()]
-    return sum(one.untyped_storage().size() // one.element_size() for one in data) / LAYER
+    """Return the elements of buckets that come and go, in layers."""
+    data = [
+        bucket.data
+        for one in allocators
+        for bucket in getattr(one, "buckets", {}).values()
+    ]
+    return (
+        sum(one.untyped_storage().size() // one.element_size() for one in data) / LAYER
+    )
 
 
 def check_strategies(ranks: inputs.Ranks) -> dict[str, Any]:
-    """Three steps of every strategy beside the plain engine's, and one in bfloat16; states, for others to read."""
+    """Take three steps of every strategy and of the plain engine, and one in bfloat16.
+
+    The states are for others to read.
+    """
     mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     plain = ranks.engine("engine", MODEL, micro_batch_tokens_per_rank=MICRO_BATCH)
-    found: dict[str, Any] = {"plain": ranks.train(plain, mine, inputs.POLICY), "plain weights": ranks.weights(plain)}
+    found: dict[str, Any] = {
+        "plain": ranks.train(plain, mine, inputs.POLICY),
+        "plain weights": ranks.weights(plain),
+    }
     for name, settings in how(ranks.world).items():
         settings = {"micro_batch_tokens_per_rank": MICRO_BATCH, **settings}
         engine: Any = ranks.engine(KIND, MODEL, **settings)
-        fresh = [(group["weight_decay"], len(group["params"])) for group in engine.optimizer.param_groups]
+        fresh = [
+            (group["weight_decay"], len(group["params"]))
+            for group in engine.optimizer.param_groups
+        ]
         steps = [int(held["step"]) for held in engine.optimizer.state.values()]
         before = ranks.weights(engine)
         trained = ranks.train(engine, mine, inputs.POLICY)
@@ -122,16 +160,21 @@ def check_strategies(ranks: inputs.Ranks) -> dict[str, Any]:
             "bytes": held_bytes(engine),
         }  # fmt: skip
         sharded.save(engine.state(), str(ranks.folder / f"{name}_{ranks.world}"))
-        sharded.Saving(engine.state(), str(ranks.folder / f"{name}_{ranks.world}_copied"), None).wait()
+        sharded.BackgroundSave(
+            engine.state(), str(ranks.folder / f"{name}_{ranks.world}_copied"), None
+        ).wait()
         ranks.train(engine, mine, inputs.POLICY, 1)
         found[name]["on"] = ranks.weights(engine)
         halved = ranks.engine(KIND, MODEL, dtype="bfloat16", **settings)
         found[name]["bfloat16"] = ranks.train(halved, mine, inputs.POLICY, 1)
-        found[name]["exact"] = all(value.dtype == torch.float32 for _, value in halved.shards(before))
+        found[name]["exact"] = all(
+            value.dtype == torch.float32 for _, value in halved.shards(before)
+        )
     if ranks.world == 4:  # of which two hold nothing of what learns
         small = LoraConfig(rank=1, alpha=2, targets=("q_proj",))
         found["small adapter"] = [
-            ranks.train(ranks.engine(kind, MODEL, lora=small), mine, inputs.POLICY, 2) for kind in (KIND, "engine")
+            ranks.train(ranks.engine(kind, MODEL, lora=small), mine, inputs.POLICY, 2)
+            for kind in (KIND, "engine")
         ]
     return found
 
@@ -141,23 +184,43 @@ def how(world: int) -> dict[str, dict[str, Any]]:
 
 
 def held_bytes(engine: Any) -> int:
-    """Of this rank between steps: the storages of buffers, weights and moments, each once."""
+    """Return the bytes that this rank holds between steps.
+
+    Storages of buffers, weights and moments count once each.
+    """
     buffer = engine._sharded.param_and_grad_buffer
-    held: list[Tensor] = [value.detach().to_local() for value in engine.parameters().values()]
+    held: list[Tensor] = [
+        value.detach().to_local() for value in engine.parameters().values()
+    ]
     held += [parameter.data for parameter in buffer.params]
-    held += [state[kind].to_local() for state in engine.optimizer.state.values() for kind in ("exp_avg", "exp_avg_sq")]
+    held += [
+        state[kind].to_local()
+        for state in engine.optimizer.state.values()
+        for kind in ("exp_avg", "exp_avg_sq")
+    ]
     held += buffer.buffer.values()
     for group in buffer.parameter_groups:
-        held += [one.data for one in (group.model_weight_buffer, group.main_weight_buffer) if one is not None]
-    return sum({value.untyped_storage()._cdata: value.untyped_storage().nbytes() for value in held}.values())
+        held += [
+            one.data
+            for one in (group.model_weight_buffer, group.main_weight_buffer)
+            if one is not None
+        ]
+    return sum(
+        {
+            value.untyped_storage()._cdata: value.untyped_storage().nbytes()
+            for value in held
+        }.values()
+    )
 
 
 def check_settings(ranks: inputs.Ranks) -> dict[str, Any]:
-    """Three steps of every setting, and what is sent in the third."""
+    """Take three steps of every setting, and record what is sent in the third."""
     mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     found: dict[str, Any] = {}
     for name, settings in SETTINGS.items():
-        engine: Any = ranks.engine(KIND, MODEL, micro_batch_tokens_per_rank=10_000, **settings)
+        engine: Any = ranks.engine(
+            KIND, MODEL, micro_batch_tokens_per_rank=10_000, **settings
+        )
         watched = Watched(engine)
         trained = ranks.train(engine, mine, inputs.POLICY, 2)
         watched.live = [0.0, 0.0]
@@ -165,35 +228,57 @@ def check_settings(ranks: inputs.Ranks) -> dict[str, Any]:
             report = ranks.total(engine.forward_backward(mine, inputs.POLICY))
         with watched.listening() as stepping:
             norm = engine.optimizer_step().grad_norm
-        trained = {"loss": [*trained["loss"], report.loss], "norm": [*trained["norm"], norm]}
-        found[name] = {**trained, "computing": computing, "stepping": stepping, "live": watched.live}
+        trained = {
+            "loss": [*trained["loss"], report.loss],
+            "norm": [*trained["norm"], norm],
+        }
+        found[name] = {
+            **trained,
+            "computing": computing,
+            "stepping": stepping,
+            "live": watched.live,
+        }
     return found
 
 
 def of_two_groups(model: nn.Module) -> torch.optim.AdamW:
     matrix, *rest = model.parameters()
-    groups = [{"params": [matrix], "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0, "lr": 0.5}]
+    groups = [
+        {"params": [matrix], "weight_decay": 0.1},
+        {"params": rest, "weight_decay": 0.0, "lr": 0.5},
+    ]
     return torch.optim.AdamW(groups, lr=0.25)
 
 
 def check_package(ranks: inputs.Ranks) -> dict[str, Any]:
-    """What the package does by itself to an optimizer with two groups, and what this project has it do."""
+    """Record what the package does to an optimizer with two groups, alone and here."""
     from verl_ray.engine.megatron_fsdp import package, sharding
 
     found: dict[str, Any] = {}
     for name in ("alone", "mended"):
         model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
-        how: dict[str, Any] = {"dp_shard_dim": "shard", "tp_dim": "tp", "zero_dp_strategy": "optim"}
-        how |= {"device_mesh": sharding._mesh("cpu", 1, ranks.world)[0], "device": torch.device("cpu")}
+        how: dict[str, Any] = {
+            "dp_shard_dim": "shard",
+            "tp_dim": "tp",
+            "zero_dp_strategy": "optim",
+        }
+        how |= {
+            "device_mesh": sharding._device_mesh("cpu", 1, ranks.world)[0],
+            "device": torch.device("cpu"),
+        }
         if name == "alone":
             optimizer = of_two_groups(model)
             package.megatron_fsdp.fully_shard(model, optimizer, **how)
         else:
             package.megatron_fsdp.fully_shard_model(model, **how)
             optimizer = sharding.shard_optimizer(of_two_groups(model))
-        norm = dict(model.named_parameters())["1.weight"].detach().to_local()  # it began as ones
+        norm = (
+            dict(model.named_parameters())["1.weight"].detach().to_local()
+        )  # it began as ones
         found[name] = {
-            "groups": [(group["lr"], group["weight_decay"]) for group in optimizer.param_groups],
+            "groups": [
+                (group["lr"], group["weight_decay"]) for group in optimizer.param_groups
+            ],
             "steps": {int(state["step"]) for state in optimizer.state.values()},
             "norm": {round(value, 6) for value in norm.tolist()},
         }
@@ -201,19 +286,26 @@ def check_package(ranks: inputs.Ranks) -> dict[str, Any]:
 
 
 def check_elsewhere(ranks: inputs.Ranks) -> dict[str, Any]:
-    """States that other numbers of ranks wrote, or all of them on one rank: weights, and a step from there."""
+    """Read states that other numbers of ranks wrote: weights, and a step from there."""
     mine = inputs.rows_of().select(ranks.mine(inputs.rows_of()))
     found: dict[str, Any] = {}
-    readers: dict[str, dict[str, Any]] = {"all": {}} if ranks.world == 1 else how(ranks.world)
+    readers: dict[str, dict[str, Any]] = (
+        {"all": {}} if ranks.world == 1 else how(ranks.world)
+    )
     if ranks.world == 4:
         readers = {name: HYBRID[name] for name in ("groups", "groups, outer optimizer")}
     first = next(iter(readers))
     for reader, settings in readers.items():
         for writer, world in WRITERS:
             for kept in ("", "_copied"):
-                if world == 4 and not (ranks.folder / f"{writer}_{world}{kept}").exists():
+                if (
+                    world == 4
+                    and not (ranks.folder / f"{writer}_{world}{kept}").exists()
+                ):
                     continue  # four ranks are not run
-                if world == ranks.world or (kept != "" and (reader != first or ranks.world == 1)):
+                if world == ranks.world or (
+                    kept != "" and (reader != first or ranks.world == 1)
+                ):
                     continue
                 engine = ranks.engine(KIND, MODEL, **settings)
                 contract.load(engine, ranks.folder / f"{writer}_{world}{kept}")
@@ -226,7 +318,7 @@ def check_elsewhere(ranks: inputs.Ranks) -> dict[str, Any]:
 
 
 def write(ranks: inputs.Ranks) -> dict[str, Any]:
-    """What this process finds by itself; the states that it leaves are for others to read."""
+    """Find what this process can find alone, and write states for others to read."""
     found = check_strategies(ranks)
     if ranks.world == 2:
         found["settings"] = check_settings(ranks)
@@ -242,10 +334,21 @@ PARTS = {"write": write, "read": read}
 
 
 def waves(*, with_four: bool) -> list[list[tuple[str, int, int]]]:
-    """Every process, of those at the same time: what it does, its rank and number of ranks. Two ranks read only what
-    four have written."""
-    worlds = {"write": (2, 4), "read": (1, 2, 4)} if with_four else {"write": (2,), "read": (1,)}
-    return [[(part, rank, world) for rank in range(world)] for part in PARTS for world in worlds[part]]
+    """List the processes to start, in waves of processes that run at the same time.
+
+    A process has a mode, a rank and a number of ranks. Two ranks read only what four
+    have written.
+    """
+    worlds = (
+        {"write": (2, 4), "read": (1, 2, 4)}
+        if with_four
+        else {"write": (2,), "read": (1,)}
+    )
+    return [
+        [(part, rank, world) for rank in range(world)]
+        for part in PARTS
+        for world in worlds[part]
+    ]
 
 
 def main(part: str, rank: int, world: int, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Every backend on one and two ranks against plain transformers in float64, row by row, without padding or packing."""
+"""Every backend on one and two ranks against plain transformers in float64, row by row,
+without padding or packing.
+"""
 
 import functools
 import itertools
@@ -29,7 +31,10 @@ from tests.engine.naive import (
 from tests.rank_processes import four_ranks_asked, run_ranks
 from verl_ray.engine.module_engine import ModuleEngine
 
-pytestmark = [pytest.mark.ranks, pytest.mark.timeout(1500)]  # the processes of all backends run at once
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.timeout(1500),
+]  # the processes of all backends run at once
 
 ONLY_SHARDED = (
     "gradients in shards", "gathered in forward", "not sharded", "ahead and from the host", "embeddings apart",
@@ -65,44 +70,66 @@ FusedSGD = torch.optim.SGD
 
 
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, folder: Path) -> dict[int, list[dict[str, Any]]]:
-    """What each rank found, by number of ranks; of four, only where tests of them are run."""
+def found(
+    request: pytest.FixtureRequest, folder: Path
+) -> dict[int, list[dict[str, Any]]]:
+    """The findings of each rank, by number of ranks; four only if their tests run."""
     (folder / "beside" / "apex").mkdir(parents=True)
     (folder / "beside" / "apex" / "__init__.py").touch()
     (folder / "beside" / "apex" / "optimizers.py").write_text(APEX)
     waves = contract.waves(WORLDS if four_ranks_asked(request) else WORLDS[:2])
-    run_ranks(contract.__name__, waves, folder, deadline_s=2 * inputs.DEADLINE_S, imports=IMPORTS)
+    run_ranks(
+        contract.__name__,
+        waves,
+        folder,
+        deadline_s=2 * inputs.DEADLINE_S,
+        imports=IMPORTS,
+    )
     findings: dict[int, list[dict[str, Any]]] = {}
     for part, family, rank, world in itertools.chain(*waves):
         ranks = findings.setdefault(world, [{} for _ in range(world)])
-        ranks[rank] |= torch.load(folder / f"found_{part}_{family}_{world}_{rank}.pt", weights_only=False)
+        ranks[rank] |= torch.load(
+            folder / f"found_{part}_{family}_{world}_{rank}.pt", weights_only=False
+        )
     return findings
 
 
-@pytest.fixture(params=[(kind, world) for kind in contract.KINDS for world in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
+@pytest.fixture(
+    params=[(kind, world) for kind in contract.KINDS for world in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
 def place(request: pytest.FixtureRequest) -> tuple[str, int]:
     return request.param
 
 
-@pytest.fixture(params=[(kind, world) for kind in contract.ADAPTED for world in (1, 2)], ids=lambda p: f"{p[0]}-{p[1]}")
-def adapted(request: pytest.FixtureRequest, found: dict[int, list[dict[str, Any]]]) -> tuple[str, list[Any]]:
-    """What each rank of a backend that takes adapters found of them, and the name of the folder it left."""
+@pytest.fixture(
+    params=[(kind, world) for kind in contract.ADAPTED for world in (1, 2)],
+    ids=lambda p: f"{p[0]}-{p[1]}",
+)
+def adapted(
+    request: pytest.FixtureRequest, found: dict[int, list[dict[str, Any]]]
+) -> tuple[str, list[Any]]:
+    """The findings about adapters of each rank of a backend, and its folder's name."""
     kind, world = request.param
     return f"{kind}_{world}", [one[kind]["check_adapter"] for one in found[world]]
 
 
 @pytest.fixture
-def results(place: tuple[str, int], found: dict[int, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """What each rank of one backend and one number of ranks found."""
+def results(
+    place: tuple[str, int], found: dict[int, list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """The findings of each rank of one backend and one number of ranks."""
     kind, world = place
     return [one[kind] for one in found[world]]
 
 
-# --------------------------------------------------------------------------------------------- the naive reference
+# ------------------------------------------------------------------ the naive reference
 
 
 @pytest.fixture(scope="module")
-def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dict[str, list[float]]]:
+def naive(
+    folder: Path, found: dict[int, list[dict[str, Any]]]
+) -> dict[str, dict[str, list[float]]]:
     rows = inputs.rows_of()
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
     return {
@@ -112,42 +139,67 @@ def naive(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[str, dic
             if name != "qwen3_moe"
         },
         "corrected": naive_training(
-            reference_model(folder, "qwen3"), rows, functools.partial(naive_policy_loss, corrected=True)
+            reference_model(folder, "qwen3"),
+            rows,
+            functools.partial(naive_policy_loss, corrected=True),
         ),
-        "experts": naive_training(reference_model(folder, "qwen3_moe"), rows, naive_experts_loss),
+        "experts": naive_training(
+            reference_model(folder, "qwen3_moe"), rows, naive_experts_loss
+        ),
         "experts, value": naive_training(
             reference_model(folder, "qwen3_moe", "value", value_head),
             rows,
             lambda model, rows: naive_experts_loss(model, rows, naive_value_loss),
         ),
-        "adapter": naive_training(with_adapter(folder, "policy", "policy_new"), rows, naive_policy_loss),
-        "adapter, value": naive_training(with_adapter(folder, "value", "value_new"), rows, naive_value_loss),
-        "value": naive_training(reference_model(folder, "qwen3", "value", value_head), rows, naive_value_loss),
-        "preferences": naive_training(
-            reference_model(folder, "qwen3", "value", value_head), inputs.pairs_of(), naive_preference_loss
+        "adapter": naive_training(
+            with_adapter(folder, "policy", "policy_new"), rows, naive_policy_loss
         ),
-        "one row": naive_training(reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss),
+        "adapter, value": naive_training(
+            with_adapter(folder, "value", "value_new"), rows, naive_value_loss
+        ),
+        "value": naive_training(
+            reference_model(folder, "qwen3", "value", value_head),
+            rows,
+            naive_value_loss,
+        ),
+        "preferences": naive_training(
+            reference_model(folder, "qwen3", "value", value_head),
+            inputs.pairs_of(),
+            naive_preference_loss,
+        ),
+        "one row": naive_training(
+            reference_model(folder, "qwen3"), rows.select([4]), naive_policy_loss
+        ),
     }
 
 
 @pytest.fixture(scope="module")
-def plain(folder: Path, found: dict[int, list[dict[str, Any]]]) -> dict[tuple[str, str], list[Tensor]]:
-    """What each model says of each row with either head: logits, or values."""
+def plain(
+    folder: Path, found: dict[int, list[dict[str, Any]]]
+) -> dict[tuple[str, str], list[Tensor]]:
+    """The output of each model for each row with either head: logits, or values."""
     rows, said = inputs.rows_of(), {}
     value_head = found[1][0]["engine"]["check_outputs"]["head"]
     for name in inputs.MODELS:
-        policy, value = reference_model(folder, name), reference_model(folder, name, "value", value_head)
+        policy, value = (
+            reference_model(folder, name),
+            reference_model(folder, name, "value", value_head),
+        )
         with torch.no_grad():
-            said[name, "policy"] = [naive_logits(policy, rows.tokens[row]) for row, _ in by_row(rows)]
-            said[name, "value"] = [naive_values(value, rows.tokens[row]) for row, _ in by_row(rows)]
+            said[name, "policy"] = [
+                naive_logits(policy, rows.tokens[row]) for row, _ in by_row(rows)
+            ]
+            said[name, "value"] = [
+                naive_values(value, rows.tokens[row]) for row, _ in by_row(rows)
+            ]
     return said
 
 
-# ------------------------------------------------------------------------------------------------------- the checks
+# --------------------------------------------------------------------------- the checks
 
 
 def layouts_of(table: dict[int, dict[str, Any]]) -> list[Any]:
-    """Parameters (number of ranks, name of a layout); those of four ranks are slow."""
+    """List parameters (number of ranks, name of a layout); four ranks are slow."""
     return [
         pytest.param(world, name, marks=pytest.mark.slow if world == 4 else ())
         for world, layouts in table.items()
@@ -156,8 +208,13 @@ def layouts_of(table: dict[int, dict[str, Any]]) -> list[Any]:
 
 
 def close(found: list[float], expected: list[float], tolerance: float = EXACT) -> None:
-    """Relative to the largest: a loss is a sum of terms of both signs, and may be small beside each."""
-    np.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * max(np.abs(expected)))
+    """Compare relative to the largest number.
+
+    A loss is a sum of terms of both signs, and may be small in comparison with each.
+    """
+    np.testing.assert_allclose(
+        found, expected, rtol=0, atol=tolerance * max(np.abs(expected))
+    )
 
 
 @pytest.mark.parametrize("model", inputs.MODELS)
@@ -175,8 +232,12 @@ def test_log_probs_and_entropy_are_those_of_plain_transformers(
         log_p = torch.log_softmax(logits / inputs.TEMPERATURE, -1)
         expected = log_p.gather(1, targets[:, None])[:, 0]
         np.testing.assert_allclose(given["log_probs"][row][read], expected, atol=EXACT)
-        np.testing.assert_allclose(given["entropy"][row][read], -(log_p.exp() * log_p).sum(-1), atol=EXACT)
-        np.testing.assert_array_equal(given["greedy"][row][read], logits.argmax(-1) == targets)
+        np.testing.assert_allclose(
+            given["entropy"][row][read], -(log_p.exp() * log_p).sum(-1), atol=EXACT
+        )
+        np.testing.assert_array_equal(
+            given["greedy"][row][read], logits.argmax(-1) == targets
+        )
     assert not given["log_probs"][~rows.response_mask].any()
 
 
@@ -187,9 +248,13 @@ def test_values_are_those_before_each_token_and_after_the_last(
     found = results[0]["check_outputs"]
     for i, (row, read) in enumerate(by_row(rows)):
         values = plain["qwen3", "value"][i]
-        np.testing.assert_allclose(found["value"]["values"][row][read], values[read - 1], atol=EXACT)
+        np.testing.assert_allclose(
+            found["value"]["values"][row][read], values[read - 1], atol=EXACT
+        )
         np.testing.assert_allclose(found["value"]["scores"][i], values[-1], atol=EXACT)
-    np.testing.assert_array_equal(found["scores alone"]["scores"], found["value"]["scores"])
+    np.testing.assert_array_equal(
+        found["scores alone"]["scores"], found["value"]["scores"]
+    )
     for model in contract.models_of(place[0]):
         last = [values[-1].item() for values in plain[model, "value"]]
         np.testing.assert_allclose(found[f"{model} scores"]["scores"], last, atol=EXACT)
@@ -197,10 +262,19 @@ def test_values_are_those_before_each_token_and_after_the_last(
     assert not found["value"]["values"][~rows.response_mask].any()
 
 
-def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
-    heads = [one[kind]["check_outputs"]["head"] for world in (1, 2) for one in found[world] for kind in contract.KINDS]
+def test_a_new_value_head_depends_on_neither_backend_nor_ranks(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    heads = [
+        one[kind]["check_outputs"]["head"]
+        for world in (1, 2)
+        for one in found[world]
+        for kind in contract.KINDS
+    ]
     assert all(torch.equal(head, heads[0]) for head in heads)
-    assert heads[0].shape == (1, 64) and 0.5 < float(heads[0].std()) * 64 < 2  # about 1 / hidden size
+    assert (
+        heads[0].shape == (1, 64) and 0.5 < float(heads[0].std()) * 64 < 2
+    )  # about 1 / hidden size
 
 
 @pytest.mark.parametrize(
@@ -232,20 +306,32 @@ def test_a_new_value_head_depends_on_neither_backend_nor_ranks(found: dict[int, 
 def test_three_steps_have_the_loss_and_gradient_norm_of_the_naive_sum(
     place: tuple[str, int], results: Any, naive: Any, case: str, reference: str
 ) -> None:
-    if (case in ONLY_SHARDED and place[0] != "fsdp") or (case == "gemma" and case not in contract.models_of(place[0])):
+    if (case in ONLY_SHARDED and place[0] != "fsdp") or (
+        case == "gemma" and case not in contract.models_of(place[0])
+    ):
         assert case not in results[0]["check_training"]
         return
     for rank in results:
         given = rank["check_training"][case]
         close(given["loss"], naive[reference]["loss"])
         close(given["norm"], naive[reference]["norm"])
-        np.testing.assert_allclose(given["lr"], [rate_of(0), rate_of(1), rate_of(2)], rtol=1e-12)
-    assert max(naive[reference]["norm"]) > inputs.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+        np.testing.assert_allclose(
+            given["lr"], [rate_of(0), rate_of(1), rate_of(2)], rtol=1e-12
+        )
+    assert (
+        max(naive[reference]["norm"]) > inputs.OPTIMIZER.max_grad_norm
+    )  # so the comparison saw clipping
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("case", "reference"), [("hybrid", "qwen3"), ("full", "qwen3"), ("experts", "experts"), ("adapter", "adapter")]
+    ("case", "reference"),
+    [
+        ("hybrid", "qwen3"),
+        ("full", "qwen3"),
+        ("experts", "experts"),
+        ("adapter", "adapter"),
+    ],
 )
 def test_four_ranks_have_the_loss_and_gradient_norm_of_the_naive_sum(
     found: dict[int, list[dict[str, Any]]], naive: Any, case: str, reference: str
@@ -256,11 +342,16 @@ def test_four_ranks_have_the_loss_and_gradient_norm_of_the_naive_sum(
 
 
 @pytest.mark.slow
-def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(folder: Path, found: Any) -> None:
-    """That each element has one owner among the four is asserted where the shards are put together."""
+def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(
+    folder: Path, found: Any
+) -> None:
+    """That each element has one owner is asserted where the shards are assembled."""
     expected = dict(reference_model(folder, "qwen3").named_parameters())
     for rank in found[4]:
-        assert all(torch.equal(rank["hybrid"]["before"][name].double(), value) for name, value in expected.items())
+        assert all(
+            torch.equal(rank["hybrid"]["before"][name].double(), value)
+            for name, value in expected.items()
+        )
         assert rank["hybrid"]["resumed"] == rank["hybrid"]["never stopped"]
 
 
@@ -278,7 +369,11 @@ def test_ranks_that_hold_copies_answer_once_and_go_on_from_their_state(folder: P
 )
 @pytest.mark.parametrize("world", [2, FOUR])
 def test_slices_of_rows_have_the_loss_and_gradient_norm_of_the_naive_sum(
-    found: dict[int, list[dict[str, Any]]], naive: Any, world: int, case: str, reference: str
+    found: dict[int, list[dict[str, Any]]],
+    naive: Any,
+    world: int,
+    case: str,
+    reference: str,
 ) -> None:
     for rank in found[world]:
         close(rank["sequence"][case]["loss"], naive[reference]["loss"])
@@ -286,7 +381,9 @@ def test_slices_of_rows_have_the_loss_and_gradient_norm_of_the_naive_sum(
 
 
 @pytest.mark.parametrize("world", [2, FOUR])
-def test_peers_have_the_same_rows_and_one_answers(found: dict[int, list[dict[str, Any]]], world: int) -> None:
+def test_peers_have_the_same_rows_and_one_answers(
+    found: dict[int, list[dict[str, Any]]], world: int
+) -> None:
     whole = found[1][0]["engine"]["check_outputs"]["qwen3"]
     for rank in found[world]:
         outputs = rank["sequence"]["outputs"]
@@ -294,24 +391,48 @@ def test_peers_have_the_same_rows_and_one_answers(found: dict[int, list[dict[str
             np.testing.assert_allclose(outputs[name], whole[name], atol=EXACT)
         np.testing.assert_array_equal(outputs["greedy"], whole["greedy"])
     pairs = world // 2
-    places = [(pair, pairs, answers) for pair in range(pairs) for answers in (True, False)]
+    places = [
+        (pair, pairs, returns_results)
+        for pair in range(pairs)
+        for returns_results in (True, False)
+    ]
     assert [rank["sequence"]["places"] for rank in found[world]] == places
 
 
-def test_parameters_stay_where_they_are_when_activations_go_to_the_host(found: dict[int, list[dict[str, Any]]]) -> None:
-    """They would be copied once more for every layer; they are gathered again for the backward pass."""
+def test_parameters_stay_where_they_are_when_activations_go_to_the_host(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    """Parameters would be copied once more for every layer, but are gathered again."""
     for rank in (*found[1], *found[2]):
         kept, moved = rank["fsdp"]["check_training"]["offloaded"]
-        weights = {(64, 64), (64, 32), (96, 64), (64, 96), (14, 64), (64, 14), (64,), (16,)}
-        matrices = {shape for shape in weights if len(shape) > 1}  # a column of so many tokens is as long as a norm
-        assert kept <= weights and len(kept) >= 5 and len(moved) >= 5 and not moved & matrices
+        weights = {
+            (64, 64),
+            (64, 32),
+            (96, 64),
+            (64, 96),
+            (14, 64),
+            (64, 14),
+            (64,),
+            (16,),
+        }
+        matrices = {
+            shape for shape in weights if len(shape) > 1
+        }  # a column of so many tokens is as long as a norm
+        assert (
+            kept <= weights
+            and len(kept) >= 5
+            and len(moved) >= 5
+            and not moved & matrices
+        )
 
 
 def test_bfloat16_is_near(results: Any, naive: Any) -> None:
     given = results[0]["check_training"]["bfloat16"]
     close(given["loss"], naive["qwen3"]["loss"], BFLOAT16)
     close(given["norm"], naive["qwen3"]["norm"], BFLOAT16)
-    assert given["loss"] != results[0]["check_training"]["one micro-batch"]["loss"]  # it really is another type
+    assert (
+        given["loss"] != results[0]["check_training"]["one micro-batch"]["loss"]
+    )  # it really is another type
 
 
 def test_the_value_head_is_float32_behind_layers_in_bfloat16(results: Any) -> None:
@@ -319,20 +440,32 @@ def test_the_value_head_is_float32_behind_layers_in_bfloat16(results: Any) -> No
     for name, exact in found["value"].items():
         given = found["value bfloat16"][name]
         assert given.dtype == np.float32
-        np.testing.assert_allclose(given, exact, rtol=0, atol=0.05 * np.abs(exact).max())
+        np.testing.assert_allclose(
+            given, exact, rtol=0, atol=0.05 * np.abs(exact).max()
+        )
         assert (given != torch.from_numpy(given).bfloat16().float().numpy()).any()
 
 
 def test_reports_add_up_to_the_tokens_of_all_ranks(results: Any) -> None:
     found = results[0]["check_training"]
     assert found["tokens"] == int(inputs.rows_of().response_mask.sum())
-    assert 0 < found["terms"]["actor/entropy"] < 1.5 * math.log(14)  # rows weigh up to 1.5 / tokens
+    assert (
+        0 < found["terms"]["actor/entropy"] < 1.5 * math.log(14)
+    )  # rows weigh up to 1.5 / tokens
 
 
-def test_a_row_above_the_cap_is_refused_by_all_ranks_with_its_length_and_the_key(results: Any) -> None:
+def test_a_row_above_the_cap_is_refused_by_all_ranks_with_its_length_and_the_key(
+    results: Any,
+) -> None:
     messages = [rank["check_refusals"]["cap"] for rank in results]
-    named = [m for m in messages if "40 tokens" in m and "backend.micro_batch_tokens_per_rank = 39" in m]
-    assert len(named) == 1 and all(message.startswith("DataError: ") for message in messages)
+    named = [
+        m
+        for m in messages
+        if "40 tokens" in m and "backend.micro_batch_tokens_per_rank = 39" in m
+    ]
+    assert len(named) == 1 and all(
+        message.startswith("DataError: ") for message in messages
+    )
 
 
 def test_misuse_is_refused(place: tuple[str, int], results: Any) -> None:
@@ -342,28 +475,49 @@ def test_misuse_is_refused(place: tuple[str, int], results: Any) -> None:
                 "ModelError: lora.targets: gate_proj is no linear layer"
             )
         else:
-            assert "self_attn.o_proj.bias'" in rank["check_refusals"]["biased"]  # it would be lost
-            assert rank["check_refusals"]["adapted"].startswith("EngineError: actor.lora.rank = 4: ")
-        assert rank["check_outputs"]["refused"].startswith("EngineError: the actor does not learn")
-        assert rank["check_outputs"]["refused step"].startswith("EngineError: the actor does not learn")
+            assert (
+                "self_attn.o_proj.bias'" in rank["check_refusals"]["biased"]
+            )  # it would be lost
+            assert rank["check_refusals"]["adapted"].startswith(
+                "EngineError: actor.lora.rank = 4: "
+            )
+        assert rank["check_outputs"]["refused"].startswith(
+            "EngineError: the actor does not learn"
+        )
+        assert rank["check_outputs"]["refused step"].startswith(
+            "EngineError: the actor does not learn"
+        )
         assert "'disk'" in rank["check_refusals"]["placed"]
-        assert rank["check_refusals"]["first"].startswith("DataError: response_mask is True on a row's first token")
+        assert rank["check_refusals"]["first"].startswith(
+            "DataError: response_mask is True on a row's first token"
+        )
         assert "actor.expert_balance = 0.1" in rank["check_refusals"]["no experts"]
         assert "actor.lora.rank is 0" in rank["check_refusals"]["no adapter"]
 
 
-def test_what_cannot_be_sharded_so_or_read_is_refused_by_every_rank(found: dict[int, list[dict[str, Any]]]) -> None:
+def test_what_cannot_be_sharded_so_or_read_is_refused_by_every_rank(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
     for rank in (*found[1], *found[2]):
         refused = rank["fsdp"]["check_refusals"]
-        assert refused["tied"].startswith("EngineError: actor.backend.embedding_units: ")
-        assert refused["nowhere"].startswith("ModelError: model.path: there is no directory ")
+        assert refused["tied"].startswith(
+            "EngineError: actor.backend.embedding_units: "
+        )
+        assert refused["nowhere"].startswith(
+            "ModelError: model.path: there is no directory "
+        )
 
 
-def test_a_step_that_is_not_finite_is_skipped_and_names_the_tensor(results: Any) -> None:
+def test_a_step_that_is_not_finite_is_skipped_and_names_the_tensor(
+    results: Any,
+) -> None:
     for rank in results:
         found = rank["check_non_finite"]
         assert found["unchanged"] and found["changed later"]
-        assert found["next"] == (None, pytest.approx(rate_of(3)))  # the schedule went on
+        assert found["next"] == (
+            None,
+            pytest.approx(rate_of(3)),
+        )  # the schedule went on
     assert "the gradient of model.embed_tokens.weight is not finite on rank 0" in [
         rank["check_non_finite"]["skipped"] for rank in results
     ]
@@ -375,7 +529,9 @@ def test_going_on_from_a_state_is_never_having_stopped_to_the_bit(results: Any) 
         assert found["resumed"] == found["never stopped"] and found["same weights"]
 
 
-def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, naive: Any) -> None:
+def test_taking_a_state_before_the_first_step_disturbs_nothing(
+    results: Any, naive: Any
+) -> None:
     for rank in results:
         found = rank["check_state"]
         assert found["saving changes nothing"]
@@ -391,10 +547,17 @@ def test_taking_a_state_before_the_first_step_disturbs_nothing(results: Any, nai
         for kind, world in contract.WRITERS
     ],
 )
-def test_a_state_is_read_by_every_backend_and_count(found: dict[int, list[dict[str, Any]]], writer: str) -> None:
-    """Each state goes on alike wherever it is read, and its weights are the same to the bit."""
+def test_a_state_is_read_by_every_backend_and_count(
+    found: dict[int, list[dict[str, Any]]], writer: str
+) -> None:
+    """Each state continues equally wherever it is read, with bit-identical weights."""
     ranks = [rank for world in found.values() for rank in world]
-    readers = [one for rank in ranks for family in contract.FAMILIES for one in rank[f"elsewhere {family}"]]
+    readers = [
+        one
+        for rank in ranks
+        for family in contract.FAMILIES
+        for one in rank[f"elsewhere {family}"]
+    ]
     read = [one[writer] for one in readers if writer in one]
     assert len(read) >= 3 * len(contract.KINDS)
     for other in read[1:]:
@@ -407,15 +570,25 @@ def test_a_state_is_read_by_every_backend_and_count(found: dict[int, list[dict[s
 
 @pytest.mark.parametrize(("world", "layout"), layouts_of(contract.LAYOUTS))
 def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
-    folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
+    folder: Path,
+    found: dict[int, list[dict[str, Any]]],
+    naive: Any,
+    world: int,
+    layout: str,
 ) -> None:
-    """That each element has one owner is asserted where the shards are put together."""
+    """That each element has one owner is asserted where the shards are assembled."""
     expected = load_file(folder / "qwen3" / "model.safetensors")
     exported = load_file(folder / f"export_{layout}" / "model.safetensors")
     for rank in found[world]:
         given = rank["layouts"][layout]
-        assert all(torch.equal(given["before"][name], value) for name, value in expected.items())
-        assert all(torch.equal(given["trained"][name], value) for name, value in exported.items())
+        assert all(
+            torch.equal(given["before"][name], value)
+            for name, value in expected.items()
+        )
+        assert all(
+            torch.equal(given["trained"][name], value)
+            for name, value in exported.items()
+        )
         assert given["resumed"] == given["never stopped"]
         close(given["never stopped"]["norm"][:1], naive["qwen3"]["norm"][2:])
     assert exported.keys() == expected.keys()
@@ -423,17 +596,26 @@ def test_a_layout_holds_writes_and_exports_the_model_and_goes_on_to_the_bit(
 
 @pytest.mark.parametrize(("world", "layout"), layouts_of(contract.HELD))
 def test_whatever_is_shared_out_is_the_checkpoint_and_goes_on_to_the_bit(
-    folder: Path, found: dict[int, list[dict[str, Any]]], naive: Any, world: int, layout: str
+    folder: Path,
+    found: dict[int, list[dict[str, Any]]],
+    naive: Any,
+    world: int,
+    layout: str,
 ) -> None:
-    """What learns, too, where it computes in another type; and it is sent while the device's memory is given back. That
-    each element has one owner is asserted where the shards are put together."""
+    """The weights that learn agree too, where another type computes.
+
+    They are sent while the device's memory is released. That each element has one owner
+    is asserted where the shards are assembled.
+    """
     exported = load_file(folder / f"held_{layout}" / "model.safetensors")
     for rank in found[world]:
         given = rank["held"][layout]
         expected = load_file(folder / given["model"] / "model.safetensors")
         assert exported.keys() == expected.keys()
         for name, value in expected.items():
-            computes = value.bfloat16().float() if layout.endswith("bfloat16") else value
+            computes = (
+                value.bfloat16().float() if layout.endswith("bfloat16") else value
+            )
             assert torch.equal(given["before"][name], computes), name
             assert torch.equal(exported[name], value), name
         assert given["same on the host"] and given["resumed"] == given["never stopped"]
@@ -450,49 +632,87 @@ def test_four_ranks_of_megatron_skip_and_compare_rows_as_one(
 ) -> None:
     for rank in found[4]:
         bad, pairs = rank["non-finite"], rank["preferences"]
-        assert bad["skipped"] == "the gradient of model.embed_tokens.weight is not finite on rank 0"
+        assert (
+            bad["skipped"]
+            == "the gradient of model.embed_tokens.weight is not finite on rank 0"
+        )
         assert bad["unchanged"] and bad["changed later"]
         close(pairs["loss"], naive["preferences"]["loss"])
         close(pairs["norm"], naive["preferences"]["norm"])
 
 
 @pytest.mark.slow
-def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(found: dict[int, list[dict[str, Any]]]) -> None:
-    assert all(rank["timeouts"] == pytest.approx([inputs.DEADLINE_S] * 4) for rank in found[4])
+def test_the_groups_of_a_layout_wait_as_long_as_that_of_all_ranks(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    assert all(
+        rank["timeouts"] == pytest.approx([inputs.DEADLINE_S] * 4) for rank in found[4]
+    )
 
 
-def test_megatron_goes_on_from_what_fsdp_exported(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
+def test_megatron_goes_on_from_what_fsdp_exported(
+    folder: Path, found: dict[int, list[dict[str, Any]]]
+) -> None:
     exported = load_file(folder / "export_qwen3_moe_fsdp_2" / "model.safetensors")
     for rank in found[2]:
         given, plain = (rank[f"continued {family}"] for family in ("megatron", "torch"))
-        assert all(torch.equal(given["weights"][name], value) for name, value in exported.items())
+        assert all(
+            torch.equal(given["weights"][name], value)
+            for name, value in exported.items()
+        )
         close(given["loss"], plain["loss"])
         close(given["norm"], plain["norm"])
 
 
-def test_manifest_and_shards_are_the_checkpoint(folder: Path, found: dict[int, list[dict[str, Any]]]) -> None:
-    """That each element has one owner is asserted where the shards are put together."""
+def test_manifest_and_shards_are_the_checkpoint(
+    folder: Path, found: dict[int, list[dict[str, Any]]]
+) -> None:
+    """That each element has one owner is asserted where the shards are assembled."""
     for model in ("qwen3", "llama", "qwen3_moe"):
-        tied, expected = inputs.MODELS[model], load_file(folder / model / "model.safetensors")
-        for one in (one[kind]["check_weights"][model] for w in (1, 2) for one in found[w] for kind in contract.KINDS):
+        tied, expected = (
+            inputs.MODELS[model],
+            load_file(folder / model / "model.safetensors"),
+        )
+        for one in (
+            one[kind]["check_weights"][model]
+            for w in (1, 2)
+            for one in found[w]
+            for kind in contract.KINDS
+        ):
             manifest, weights = one
             assert weights.keys() == expected.keys() == {p.name for p in manifest.sent}
             assert all(torch.equal(weights[name], expected[name]) for name in expected)
             assert manifest == found[1][0]["engine"]["check_weights"][model][0]
             tie = {p.name: p.tied_to for p in manifest.parameters if p.tied_to}
-            assert tie == ({"lm_head.weight": "model.embed_tokens.weight"} if tied else {})
+            assert tie == (
+                {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
+            )
 
 
-def test_the_sharded_weights_are_the_ones_read_after_a_forward_pass(folder: Path, found: Any) -> None:
-    """Not the gathered ones in the type of the computation."""
+def test_the_sharded_weights_are_the_ones_read_after_a_forward_pass(
+    folder: Path, found: Any
+) -> None:
+    """The gathered weights, in the type of the computation, are not read."""
     expected = dict(reference_model(folder, "qwen3").named_parameters())
-    for one in (one["fsdp"]["check_training"]["held after forward"] for world in (1, 2) for one in found[world]):
-        assert all(torch.equal(one[name].double(), value) for name, value in expected.items())
+    for one in (
+        one["fsdp"]["check_training"]["held after forward"]
+        for world in (1, 2)
+        for one in found[world]
+    ):
+        assert all(
+            torch.equal(one[name].double(), value) for name, value in expected.items()
+        )
 
 
-def test_apex_is_left_alone_where_it_is_installed(found: dict[int, list[dict[str, Any]]]) -> None:
-    """What one rank of megatron found, it found with Apex beside it, whose Adam would keep no count of a shard."""
-    assert [one["apex"] for world in (1, 2) for one in found[world]] == [True, False, False]
+def test_apex_is_left_alone_where_it_is_installed(
+    found: dict[int, list[dict[str, Any]]],
+) -> None:
+    """One rank of megatron ran with Apex installed, whose Adam keeps no step counts."""
+    assert [one["apex"] for world in (1, 2) for one in found[world]] == [
+        True,
+        False,
+        False,
+    ]
 
 
 def test_weight_decay_spares_norms(results: Any) -> None:
@@ -502,13 +722,17 @@ def test_weight_decay_spares_norms(results: Any) -> None:
 
 
 def agree(given: Any, model: Any) -> None:
-    """These log-probs are the model's."""
+    """Check that these log-probs are the model's."""
     rows = inputs.rows_of()
     for row, read in by_row(rows):
         with torch.no_grad():
-            log_p = torch.log_softmax(naive_logits(model, rows.tokens[row])[read - 1], -1)
+            log_p = torch.log_softmax(
+                naive_logits(model, rows.tokens[row])[read - 1], -1
+            )
         targets = torch.from_numpy(rows.tokens[row].astype(np.int64))[read]
-        np.testing.assert_allclose(given[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT)
+        np.testing.assert_allclose(
+            given[row][read], log_p.gather(1, targets[:, None])[:, 0], atol=EXACT
+        )
 
 
 @pytest.mark.parametrize("model", contract.EXPORTED)
@@ -516,31 +740,49 @@ def test_an_export_is_what_transformers_computes_with(
     folder: Path, place: tuple[str, int], results: Any, model: str
 ) -> None:
     name = f"export_{model}_{place[0]}_{place[1]}"
-    agree(results[0]["check_weights"][f"exported {model}"]["log_probs"], reference_model(folder, name))
+    agree(
+        results[0]["check_weights"][f"exported {model}"]["log_probs"],
+        reference_model(folder, name),
+    )
     files = {path.name for path in (folder / name).iterdir()}
-    assert {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"} <= files
+    assert {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    } <= files
 
 
 @pytest.mark.parametrize("model", contract.EXPORTED)
 def test_what_learns_is_float32_behind_a_computation_in_bfloat16(
     folder: Path, place: tuple[str, int], results: Any, model: str
 ) -> None:
-    """So an export before the first step is the model that was read, to the bit."""
+    """An export before the first step is bit for bit the model that was read."""
     expected = load_file(folder / model / "model.safetensors")
-    exported = load_file(folder / f"export_new_{model}_{place[0]}_{place[1]}" / "model.safetensors")
+    exported = load_file(
+        folder / f"export_new_{model}_{place[0]}_{place[1]}" / "model.safetensors"
+    )
     assert exported.keys() == expected.keys()
     assert all(torch.equal(exported[name], value) for name, value in expected.items())
-    assert any(bool((value != value.bfloat16().float()).any()) for value in expected.values())
+    assert any(
+        bool((value != value.bfloat16().float()).any()) for value in expected.values()
+    )
 
 
-@pytest.mark.parametrize(("head", "reference"), [("policy", "adapter"), ("value", "adapter, value")])
-def test_an_adapter_learns_as_with_peft(adapted: Any, naive: Any, head: str, reference: str) -> None:
+@pytest.mark.parametrize(
+    ("head", "reference"), [("policy", "adapter"), ("value", "adapter, value")]
+)
+def test_an_adapter_learns_as_with_peft(
+    adapted: Any, naive: Any, head: str, reference: str
+) -> None:
     for rank in adapted[1]:
         close(rank[head]["loss"], naive[reference]["loss"])
         close(rank[head]["norm"], naive[reference]["norm"])
 
 
-def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, adapted: Any, plain: Any) -> None:
+def test_an_adapter_leaves_as_peft_reads_it_or_merged(
+    folder: Path, adapted: Any, plain: Any
+) -> None:
     where = adapted[0]
     rows = inputs.rows_of()
     for head, naive_of in (("policy", naive_logits), ("value", naive_values)):
@@ -548,24 +790,43 @@ def test_an_adapter_leaves_as_peft_reads_it_or_merged(folder: Path, adapted: Any
         merged = reference_model(folder, f"adapter_{where}/{head}_merged", head)
         for (row, _), before in zip(by_row(rows), plain["qwen3", head], strict=True):
             with torch.no_grad():
-                given, same = (naive_of(model, rows.tokens[row]) for model in (adapted, merged))
+                given, same = (
+                    naive_of(model, rows.tokens[row]) for model in (adapted, merged)
+                )
             torch.testing.assert_close(given, same, rtol=0, atol=EXACT)
             assert float((given - before).abs().max()) > 100 * EXACT
 
 
 def test_with_its_adapter_off_a_model_is_what_it_was_to_the_bit(adapted: Any) -> None:
     for found in adapted[1]:
-        np.testing.assert_array_equal(found["base"]["log_probs"], found["never adapted"]["log_probs"])
-        np.testing.assert_array_equal(found["adapted"]["log_probs"], found["adapted again"]["log_probs"])
-        assert np.abs(found["adapted"]["log_probs"] - found["base"]["log_probs"]).max() > 100 * EXACT
+        np.testing.assert_array_equal(
+            found["base"]["log_probs"], found["never adapted"]["log_probs"]
+        )
+        np.testing.assert_array_equal(
+            found["adapted"]["log_probs"], found["adapted again"]["log_probs"]
+        )
+        assert (
+            np.abs(found["adapted"]["log_probs"] - found["base"]["log_probs"]).max()
+            > 100 * EXACT
+        )
 
 
-def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(adapted: Any) -> None:
+def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(
+    adapted: Any,
+) -> None:
     for found in adapted[1]:
         layers = [f"hf.model.layers.{i}" for i in (0, 1)]
-        targets = ("mlp.down_proj", "mlp.gate_proj", "self_attn.q_proj", "self_attn.v_proj")
+        targets = (
+            "mlp.down_proj",
+            "mlp.gate_proj",
+            "self_attn.q_proj",
+            "self_attn.v_proj",
+        )
         assert found["kept"] == [
-            f"{i}.{t}.lora_{side}.default.weight" for i in layers for t in targets for side in "AB"
+            f"{i}.{t}.lora_{side}.default.weight"
+            for i in layers
+            for t in targets
+            for side in "AB"
         ]
         assert found["kept of a tied model"] == found["kept"]
         assert found["resumed"] == found["never stopped"]
@@ -574,39 +835,61 @@ def test_a_checkpoint_of_an_adapter_holds_it_alone_and_goes_on_to_the_bit(adapte
 def test_what_is_sent_of_an_adapted_model_is_merged(folder: Path, adapted: Any) -> None:
     sent = adapted[1][0]["sent"]
     whole = load_file(folder / f"adapter_{adapted[0]}" / "whole" / "model.safetensors")
-    assert sent.keys() == whole.keys() and all(torch.equal(sent[name], value) for name, value in whole.items())
+    assert sent.keys() == whole.keys() and all(
+        torch.equal(sent[name], value) for name, value in whole.items()
+    )
     before = load_file(folder / "qwen3" / "model.safetensors")
     adapted = {name for name in sent if not torch.equal(sent[name], before[name])}
-    assert {name.split(".")[-2] for name in adapted} == set(inputs.ADAPTER.targets) and len(adapted) == 8
+    assert {name.split(".")[-2] for name in adapted} == set(
+        inputs.ADAPTER.targets
+    ) and len(adapted) == 8
 
 
-def test_what_is_sent_of_an_adapter_apart_is_its_file_beside_the_model(folder: Path, adapted: Any) -> None:
+def test_what_is_sent_of_an_adapter_apart_is_its_file_beside_the_model(
+    folder: Path, adapted: Any
+) -> None:
     sent = adapted[1][0]["sent apart"]
-    adapter = load_file(folder / f"adapter_{adapted[0]}" / "alone" / "adapter_model.safetensors")
+    adapter = load_file(
+        folder / f"adapter_{adapted[0]}" / "alone" / "adapter_model.safetensors"
+    )
     expected = load_file(folder / "qwen3" / "model.safetensors") | adapter
-    assert sent.keys() == expected.keys() and all(torch.equal(sent[name], value) for name, value in expected.items())
+    assert sent.keys() == expected.keys() and all(
+        torch.equal(sent[name], value) for name, value in expected.items()
+    )
     assert sum("lora_" in name for name in sent) == 2 * 2 * len(inputs.ADAPTER.targets)
 
 
 def test_every_token_has_two_experts_in_each_layer(results: Any) -> None:
     load = results[0]["check_training"]["load"]
-    assert load.shape == (2, 4) and load.sum(axis=1).tolist() == [2 * sum(inputs.LENGTHS)] * 2
+    assert (
+        load.shape == (2, 4)
+        and load.sum(axis=1).tolist() == [2 * sum(inputs.LENGTHS)] * 2
+    )
 
 
 def test_experts_in_bfloat16_are_near(results: Any, naive: Any) -> None:
     given = results[0]["check_training"]["experts in bfloat16"]
-    close(given["loss"], naive["experts"]["loss"], 3 * BFLOAT16)  # a router in bfloat16 may choose another expert
+    close(
+        given["loss"], naive["experts"]["loss"], 3 * BFLOAT16
+    )  # a router in bfloat16 may choose another expert
     close(given["norm"], naive["experts"]["norm"], 3 * BFLOAT16)
 
 
-def test_a_resumed_engine_obeys_its_own_optimizer_settings(folder: Path, tmp_path: Path) -> None:
+def test_a_resumed_engine_obeys_its_own_optimizer_settings(
+    folder: Path, tmp_path: Path
+) -> None:
     ranks = inputs.Ranks(0, 1, folder)
     saved = ranks.engine("engine")
     contract.sharded.save(saved.state(), str(tmp_path / "state"))
-    changed = inputs.OPTIMIZER.model_copy(update={"weight_decay": 0.7, "betas": (0.5, 0.6), "eps": 1e-3})
+    changed = inputs.OPTIMIZER.model_copy(
+        update={"weight_decay": 0.7, "betas": (0.5, 0.6), "eps": 1e-3}
+    )
     engine = ranks.engine("engine", optimizer=changed)
     contract.load(engine, tmp_path / "state")
     assert isinstance(engine, ModuleEngine) and engine.optimizer is not None
     matrices, norms = engine.optimizer.param_groups
     assert (matrices["weight_decay"], norms["weight_decay"]) == (0.7, 0.0)
-    assert matrices["betas"] == norms["betas"] == (0.5, 0.6) and matrices["eps"] == norms["eps"] == 1e-3
+    assert (
+        matrices["betas"] == norms["betas"] == (0.5, 0.6)
+        and matrices["eps"] == norms["eps"] == 1e-3
+    )

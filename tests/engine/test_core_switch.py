@@ -1,5 +1,7 @@
-"""Megatron-FSDP under megatron-core's own switch, with tensor parallelism: on a CPU, it does what plain PyTorch
-does."""
+"""Megatron-FSDP under megatron-core's own switch, with tensor parallelism.
+
+On a CPU it does what plain PyTorch does.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow]  # four ranks
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What each rank found."""
+    """The findings of each rank."""
     folder = tmp_path_factory.mktemp("core_switch")
     character_tokenizer(folder / "tokenizer", "0123456789+=")
     sizes = TinyModelConfig(
@@ -30,22 +32,32 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     make_tiny("qwen3", folder / "qwen3", folder / "tokenizer", sizes, seed=1)
     places = [(rank,) for rank in range(core_switch.WORLD)]
     run_ranks(core_switch.__name__, [places], folder, deadline_s=inputs.DEADLINE_S)
-    return [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(core_switch.WORLD)]
+    return [
+        torch.load(folder / f"found_{rank}.pt", weights_only=False)
+        for rank in range(core_switch.WORLD)
+    ]
 
 
 @pytest.mark.parametrize("strategy", core_switch.STRATEGIES)
-def test_three_steps_are_those_of_the_plain_engine(found: list[dict[str, Any]], strategy: str) -> None:
+def test_three_steps_are_those_of_the_plain_engine(
+    found: list[dict[str, Any]], strategy: str
+) -> None:
     for rank in found:
         for key in ("loss", "norm"):
             close(rank[strategy][key], rank["plain"][key])
-        assert max(rank["plain"]["norm"]) > inputs.OPTIMIZER.max_grad_norm  # so the comparison saw clipping
+        assert (
+            max(rank["plain"]["norm"]) > inputs.OPTIMIZER.max_grad_norm
+        )  # so the comparison saw clipping
 
 
 @pytest.mark.parametrize("strategy", core_switch.STRATEGIES)
 def test_matrices_are_cut_by_tensor_parallel_ranks_and_then_shared_out(
     found: list[dict[str, Any]], strategy: str
 ) -> None:
-    """All four ranks together hold matrices once, and norms, of which tensor-parallel ranks have copies, twice."""
+    """All four ranks together hold matrices once, and norms twice.
+
+    Tensor-parallel ranks have copies of norms.
+    """
     matrices = 2 * (128 * 64 + 2 * 64 * 64 + 64 * 128 + 3 * 64 * 96) + 2 * 14 * 64
     norms = 2 * (2 * 64 + 2 * 32) + 64
     assert sum(rank[strategy]["elements"] for rank in found) == matrices + 2 * norms

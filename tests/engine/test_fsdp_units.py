@@ -1,4 +1,4 @@
-"""Which units of FSDP2 hold their parameters gathered, and when; and the groups that ranks of a mesh share."""
+"""Units of FSDP2 that hold their parameters gathered, and groups of a mesh's ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 
 
 @pytest.fixture(scope="module")
@@ -40,18 +40,22 @@ def alone() -> Iterator[None]:
 
 
 def gathered(engine: Any) -> set[str]:
-    """Names of the units whose parameters are whole now."""
+    """Return the names of the units whose parameters are whole now."""
     groups = {
         name: module._get_fsdp_state()._fsdp_param_group
         for name, module in engine.model.named_modules()
         if hasattr(module, "_get_fsdp_state")
     }
-    return {name for name, group in groups.items() if group is not None and group.is_unsharded}
+    return {
+        name
+        for name, group in groups.items()
+        if group is not None and group.is_unsharded
+    }
 
 
 @dataclass(frozen=True)
 class Watching(SupervisedObjective):
-    """Notes what is gathered between a forward pass and its backward pass."""
+    """A record of what is gathered between a forward pass and its backward pass."""
 
     engine: Any = None
     seen: list[set[str]] = field(default_factory=list)
@@ -62,10 +66,12 @@ class Watching(SupervisedObjective):
 
 
 @pytest.mark.parametrize(("apart", "kept"), [(False, {""}), (True, {"", "hf.lm_head"})])
-def test_what_computes_last_stays_for_the_backward(apart: bool, kept: set[str], alone: None, folder: Path) -> None:
+def test_what_computes_last_stays_for_the_backward(
+    apart: bool, kept: set[str], alone: None, folder: Path
+) -> None:
     engine: Any = inputs.Ranks(0, 1, folder).engine("fsdp", embedding_units=apart)
     rows = inputs.rows_of()
-    engine.forward(rows, Outputs(log_probs=True))
+    engine.forward(rows, RequestedOutputs(log_probs=True))
     assert gathered(engine) == set()
     watching = Watching(engine=engine)
     engine.forward_backward(rows, watching)
@@ -89,8 +95,14 @@ print(part._get_backend(torch.device("cpu")).name(), number.item(), flush=True)
 
 @pytest.mark.ranks
 def test_a_group_split_from_another_keeps_its_gloo() -> None:
-    """A mesh of two dims splits the group of all ranks, with the options of its NCCL half. What lies on the host
-    (host_parameters) is summed over such a group, too, so that it must have gloo as its parent has. In a process of its
-    own: torch splits the first gloo group of a process alone, which that of all ranks is."""
-    ended = subprocess.run([sys.executable, "-c", SPLIT], capture_output=True, text=True, timeout=300)
+    """A mesh of two dimensions splits the group of all ranks.
+
+    It does so with the options of the group's NCCL half. What lies on the host
+    (host_parameters) is summed over such a group, too, so it must have gloo as its
+    parent has. The test runs in its own process, because torch splits only the first
+    gloo group of a process, which is the group of all ranks.
+    """
+    ended = subprocess.run(
+        [sys.executable, "-c", SPLIT], capture_output=True, text=True, timeout=300
+    )
     assert ended.stdout.split() == ["gloo", "3.0"], ended.stderr

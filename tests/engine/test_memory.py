@@ -1,4 +1,7 @@
-"""No rank ever holds the whole model: measured while two ranks load one of 400 MB, and while they export it."""
+"""No rank ever holds the whole model.
+
+This is measured while two ranks load a model of 400 MB, and while they export it.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
-from verl_ray.preflight.model_directories import tensor_shapes
+from verl_ray.preflight.model_files import tensor_shapes
 
 pytestmark = pytest.mark.ranks
 
@@ -37,30 +40,52 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         make_tiny_qwen3(folder / name, folder / "tokenizer", shape, seed=0)
     waves = [[(kind, rank, WORLD) for rank in range(WORLD)] for kind in KINDS]
     # what is freed is given back at once
-    run_ranks(memory.__name__, waves, folder, deadline_s=500, settings={"MALLOC_MMAP_THRESHOLD_": "65536"})
+    run_ranks(
+        memory.__name__,
+        waves,
+        folder,
+        deadline_s=500,
+        settings={"MALLOC_MMAP_THRESHOLD_": "65536"},
+    )
     return folder
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_rank_stays_under_its_shard_and_the_largest_tensor(folder: Path, kind: str) -> None:
+def test_each_rank_stays_under_its_shard_and_the_largest_tensor(
+    folder: Path, kind: str
+) -> None:
     shapes = tensor_shapes(str(folder / "large"))
     sizes = [4 * torch.Size(shape).numel() for shape in shapes.values()]
     assert sum(sizes) > 400e6
     for rank in range(WORLD):
         found = json.loads((folder / f"found_{kind}_{rank}.json").read_text())
         bound = sum(sizes) / WORLD + max(sizes) + OVERHEAD_BYTES
-        layer = 4 * sum(torch.Size(shape).numel() for name, shape in shapes.items() if ".layers.0." in name)
-        bucket = layer if kind == "megatron_fsdp" else 0  # which is filled before it is cut
+        layer = 4 * sum(
+            torch.Size(shape).numel()
+            for name, shape in shapes.items()
+            if ".layers.0." in name
+        )
+        bucket = (
+            layer if kind == "megatron_fsdp" else 0
+        )  # which is filled before it is cut
         assert sum(sizes) / WORLD < found["loading"] < bound + bucket
         if kind == "fsdp":
-            assert sum(sizes) / WORLD < found["relaying"] < bound  # rank 0 reads, and sends one tensor at a time
+            assert (
+                sum(sizes) / WORLD < found["relaying"] < bound
+            )  # rank 0 reads, and sends one tensor at a time
         # beside the shard, which is there already
-        assert found["exporting"] < max(sizes) + OVERHEAD_BYTES and found["sending"] < max(sizes) + OVERHEAD_BYTES
+        assert (
+            found["exporting"] < max(sizes) + OVERHEAD_BYTES
+            and found["sending"] < max(sizes) + OVERHEAD_BYTES
+        )
         assert found["naive"] > bound  # what the bound keeps out
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_exported_is_what_was_loaded(folder: Path, kind: str) -> None:
-    before, after = (load_file(folder / name / "model.safetensors") for name in ("large", f"export_{kind}"))
+    before, after = (
+        load_file(folder / name / "model.safetensors")
+        for name in ("large", f"export_{kind}")
+    )
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

@@ -1,4 +1,4 @@
-"""Offload: what leaves the device and comes back is what it was, also where transfers take their time."""
+"""What leaves the device and comes back is unchanged, even if transfers are slow."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engine.fake_ranks import playing
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.build import build_engine
-from verl_ray.engine.offload import HostArena, Offload, Transfers, tensor_held
+from verl_ray.engine.offload import HostArena, Offload, Transfers, offloadable
 from verl_ray.errors import EngineError
 from verl_ray.models.tiny import make_tiny
 
@@ -29,7 +29,7 @@ STALE = 7.0
 
 
 class LateTransfers(Transfers):
-    """A link that delivers nothing before it is waited for, as a copy engine may."""
+    """A link that delivers nothing until it is awaited, as a copy engine may."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -67,7 +67,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(params=[0, 1, 2])
 def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
-    """One rank of three, which all are played by this process: 32 and 40 rows are no multiple of 3."""
+    """One rank of three, all played by this process.
+
+    32 and 40 rows are no multiple of 3.
+    """
     rank: int = request.param
     with playing(rank, 3):
         spec = inputs.Ranks(rank, 3, folder).spec("fsdp", "qwen3")
@@ -80,40 +83,63 @@ def engine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Any]:
 
 
 def locals_of(engine: Any) -> dict[str, Tensor]:
-    """Copies of this rank's part of all that is moved."""
-    found = {name: value._local_tensor.clone() for name, value in engine.parameters().items()}
+    """Return copies of this rank's part of everything that moves."""
+    found = {
+        name: value._local_tensor.clone() for name, value in engine.parameters().items()
+    }
     for name, value in engine.model.hf.named_parameters():
         for kind in ("exp_avg", "exp_avg_sq"):
-            found[f"{kind} of {name}"] = engine.optimizer.state[value][kind]._local_tensor.clone()
+            found[f"{kind} of {name}"] = engine.optimizer.state[value][
+                kind
+            ]._local_tensor.clone()
     return found
 
 
 def test_uneven_shards_survive_a_late_transfer(engine: Any) -> None:
     engine.offload = offload = Offload(CPU, LateTransfers())
     before, objects = locals_of(engine), dict(engine.parameters())
-    state = engine.held_weights() + engine.held_moments()
+    state = engine.offloadable_weights() + engine.offloadable_moments()
     for move in (offload.to_host, offload.to_device, offload.to_host):
         addresses = {held.name: held.memory().data_ptr() for held in state}
         move(state)
 
         after = locals_of(engine)
         assert all(torch.equal(value, after[name]) for name, value in before.items())
-        assert all(held.memory().data_ptr() != addresses[held.name] for held in state if held.memory().numel())
+        assert all(
+            held.memory().data_ptr() != addresses[held.name]
+            for held in state
+            if held.memory().numel()
+        )
         for unit in engine._units():
             group = unit._get_fsdp_state()._fsdp_param_group
             for shard in group.fsdp_params if group else ():
-                flat, local = shard._sharded_param_data, shard.sharded_param._local_tensor
+                flat, local = (
+                    shard._sharded_param_data,
+                    shard.sharded_param._local_tensor,
+                )
                 assert flat.numel() == shard.padded_sharded_param_size.numel()
-                assert flat.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
-                assert torch.equal(flat[: local.numel()], local.reshape(-1)) and not flat[local.numel() :].any()
-                assert isinstance(shard.sharded_param, DTensor) and shard.sharded_param.requires_grad
+                assert (
+                    flat.untyped_storage().data_ptr()
+                    == local.untyped_storage().data_ptr()
+                )
+                assert (
+                    torch.equal(flat[: local.numel()], local.reshape(-1))
+                    and not flat[local.numel() :].any()
+                )
+                assert (
+                    isinstance(shard.sharded_param, DTensor)
+                    and shard.sharded_param.requires_grad
+                )
         assert {name: id(value) for name, value in engine.parameters().items()} == {
             name: id(value) for name, value in objects.items()
         }
 
 
 def test_torch_itself_loses_uneven_shards(engine: Any) -> None:
-    """Why the engine does not call `module.to`: FSDP2 pads on the host at once. A later torch may do better."""
+    """This is why the engine does not call `module.to`: FSDP2 pads on the host at once.
+
+    A later torch may do better.
+    """
     before, late = locals_of(engine), LateTransfers()
 
     def to_host(value: Tensor) -> Tensor:
@@ -125,7 +151,11 @@ def test_torch_itself_loses_uneven_shards(engine: Any) -> None:
 
     engine.model._apply(to_host)
     late.wait()
-    lost = [name for name, value in engine.parameters().items() if not torch.equal(value._local_tensor, before[name])]
+    lost = [
+        name
+        for name, value in engine.parameters().items()
+        if not torch.equal(value._local_tensor, before[name])
+    ]
     assert bool(lost) == (engine.rank == 2)  # of 32 rows the ranks hold 11, 11 and 10
 
 
@@ -133,44 +163,56 @@ def test_a_changed_element_is_refused_by_name() -> None:
     long, short = torch.arange(5000.0), torch.arange(3.0)
     offload = Offload(CPU, FlippedBit(CPU))
     with pytest.raises(
-        EngineError, match=r"^long \(and 1 others\) changed on the way to the host: .*placement.offload"
+        EngineError,
+        match=r"^long \(and 1 others\) changed on the way to the host: .*placement.offload",
     ):
-        offload.to_host([tensor_held("long", long), tensor_held("short", short)])
+        offload.to_host([offloadable("long", long), offloadable("short", short)])
 
 
-def test_every_direction_is_proved_once() -> None:
+def test_every_direction_is_verified_once() -> None:
     weight = torch.arange(10.0)
     offload = Offload(CPU)
-    state = [tensor_held("weight", weight)]
+    state = [offloadable("weight", weight)]
     offload.to_host(state)
     offload._transfers = FlippedBit(CPU)
     with pytest.raises(EngineError, match=r"^weight changed on the way to the device"):
         offload.to_device(state)
 
 
-def test_what_moves_later_is_proved_too() -> None:
+def test_what_moves_later_is_verified_too() -> None:
     moment, weight = torch.arange(10.0), torch.arange(10.0)
     offload = Offload(CPU)
-    offload.to_host([tensor_held("moment", moment)])  # as a publisher does, before the weights have been sent
+    offload.to_host(
+        [offloadable("moment", moment)]
+    )  # as a publisher does, before the weights have been sent
     offload._transfers = FlippedBit(CPU)
     with pytest.raises(EngineError, match=r"^weight changed on the way to the host"):
-        offload.to_host([tensor_held("moment", moment), tensor_held("weight", weight)])
+        offload.to_host([offloadable("moment", moment), offloadable("weight", weight)])
 
 
 def test_one_arena_to_the_byte_is_used_again() -> None:
-    first, second, third = torch.arange(1000.0), torch.arange(6, dtype=torch.bfloat16), torch.arange(3.0)
+    first, second, third = (
+        torch.arange(1000.0),
+        torch.arange(6, dtype=torch.bfloat16),
+        torch.arange(3.0),
+    )
     offload = Offload(CPU)
-    state = [tensor_held("first", first), tensor_held("second", second)]
+    state = [offloadable("first", first), offloadable("second", second)]
     offload.to_host(state)
-    assert [len(arena._memory) for arena in offload._arenas] == [4096 + 512]  # 4000 and 12 bytes, 512 to 512
-    assert first.untyped_storage().nbytes() == 4000 and second.untyped_storage().nbytes() == 12
+    assert [len(arena._memory) for arena in offload._arenas] == [
+        4096 + 512
+    ]  # 4000 and 12 bytes, 512 to 512
+    assert (
+        first.untyped_storage().nbytes() == 4000
+        and second.untyped_storage().nbytes() == 12
+    )
     addresses = first.data_ptr(), second.data_ptr()
     offload.to_host(state)
     assert (first.data_ptr(), second.data_ptr()) == addresses  # there already
     offload.to_device(state)
     assert first.data_ptr() != addresses[0]
     first += 1
-    offload.to_host([*state, tensor_held("third", third)])
+    offload.to_host([*state, offloadable("third", third)])
     assert (first.data_ptr(), second.data_ptr()) == addresses and first[999] == 1000
     assert [len(arena._memory) for arena in offload._arenas] == [4096 + 512, 512]
 
@@ -196,7 +238,9 @@ def test_ddp_and_its_buckets_go_when_no_step_follows(alone: None, folder: Path) 
     engine: Any = build_engine(spec, device=CPU, rank=0, world_size=2)
     rows = inputs.rows_of()
     engine.forward_backward(rows, inputs.POLICY)
-    with pytest.raises(EngineError, match=r"has a gradient that no step has used; call optimizer_step"):
+    with pytest.raises(
+        EngineError, match=r"has a gradient that no step has used; call optimizer_step"
+    ):
         engine.release_gradients()
     engine.optimizer_step()
 
@@ -209,6 +253,10 @@ def test_ddp_and_its_buckets_go_when_no_step_follows(alone: None, folder: Path) 
     engine.renew_gradients()
     assert engine.module is again and isinstance(again, DistributedDataParallel)
     engine.forward_backward(rows, inputs.POLICY)
-    in_buckets = [value.grad for value in engine.model.parameters() if value.grad is not None and value.grad._is_view()]
+    in_buckets = [
+        value.grad
+        for value in engine.model.parameters()
+        if value.grad is not None and value.grad._is_view()
+    ]
     assert len(in_buckets) == len(list(engine.model.parameters()))
     assert engine.optimizer_step().skipped is None

@@ -15,9 +15,17 @@ from verl_ray.engine.packages import missing_packages
 from verl_ray.errors import EngineError
 
 
-def test_backends_of_this_project_alone_miss_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "megatron", None)  # as Python marks what is not there
-    assert missing_packages(BACKENDS["engine"].packages) == missing_packages(BACKENDS["fsdp"].packages) == []
+def test_backends_of_this_project_alone_miss_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(
+        sys.modules, "megatron", None
+    )  # as Python marks what is not there
+    assert (
+        missing_packages(BACKENDS["engine"].packages)
+        == missing_packages(BACKENDS["fsdp"].packages)
+        == []
+    )
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,10 +33,15 @@ def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "megatron_fsdp" in missing_packages(BACKENDS["megatron_fsdp"].packages)
     monkeypatch.setitem(sys.modules, "megatron", None)
     assert missing_packages(BACKENDS["megatron"].packages) == ["megatron.core"]
-    assert missing_packages(BACKENDS["megatron_fsdp"].packages) == ["megatron.core", "megatron_fsdp"]
+    assert missing_packages(BACKENDS["megatron_fsdp"].packages) == [
+        "megatron.core",
+        "megatron_fsdp",
+    ]
 
 
-def test_an_engine_says_what_it_misses_where_nobody_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_says_what_it_misses_where_nobody_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(sys.modules, "megatron", None)
     backend = MegatronBackend(
         kind="megatron", dtype="float32", micro_batch_tokens_per_rank=64, tensor_parallel=1, sequence_parallel=False,
@@ -36,5 +49,8 @@ def test_an_engine_says_what_it_misses_where_nobody_checked(monkeypatch: pytest.
         recompute="none",
     )  # fmt: skip
     spec = EngineSpec("critic", "/nowhere", "value", backend, None, 1, seed=0)
-    with pytest.raises(EngineError, match=r"critic.backend = megatron needs megatron.core, .*pip install 'verl_ray"):
+    with pytest.raises(
+        EngineError,
+        match=r"critic.backend = megatron needs megatron.core, .*pip install 'verl_ray",
+    ):
         build_engine(spec, device=torch.device("cpu"), rank=0, world_size=1)

@@ -1,4 +1,7 @@
-"""What only a GPU can show: what is placed on the host leaves the device, for other processes too, and comes back."""
+"""Offload that only a GPU can show: memory is free for other processes, too.
+
+What was placed on the host also comes back.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +20,26 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.models.tiny import make_tiny
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+]
 
 
 @pytest.fixture
 def group(tmp_path: Path) -> Iterator[None]:
     meeting = f"file://{tmp_path}/meeting"
-    dist.init_process_group("cpu:gloo,cuda:nccl", init_method=meeting, rank=0, world_size=1)
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl", init_method=meeting, rank=0, world_size=1
+    )
     yield
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [*((kind, "bfloat16") for kind in contract.KINDS), ("megatron", "float32")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"),
+    [*((kind, "bfloat16") for kind in contract.KINDS), ("megatron", "float32")],
+)
 def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     kind: str, dtype: str, group: None, tmp_path: Path
 ) -> None:
@@ -39,7 +50,9 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     )  # fmt: skip
     make_tiny("qwen3", tmp_path / "model", tmp_path / "tokenizer", sizes, seed=0)
     spec: EngineSpec = inputs.Ranks(0, 1, tmp_path).spec(kind, "model", dtype=dtype)
-    engine: Any = build_engine(spec, device=torch.device("cuda", 0), rank=0, world_size=1)
+    engine: Any = build_engine(
+        spec, device=torch.device("cuda", 0), rank=0, world_size=1
+    )
     rows = inputs.rows_of()
     engine.forward_backward(rows, inputs.POLICY)
     engine.optimizer_step()
@@ -53,10 +66,17 @@ def test_what_is_placed_on_the_host_is_released_and_comes_back_to_the_bit(
     engine.place(params="host", optimizer="host")
     engine.place(params="host", optimizer="host")
     released = torch.cuda.mem_get_info()[0] - free
-    assert all(torch.equal(before[place.name].cpu(), value.cpu()) for place, value in engine.shards(names))
-    assert released > 0.95 * 3 * held  # the weights and AdamW's two moments, as the driver of the device sees it
+    assert all(
+        torch.equal(before[place.name].cpu(), value.cpu())
+        for place, value in engine.shards(names)
+    )
+    assert (
+        released > 0.95 * 3 * held
+    )  # the weights and AdamW's two moments, as the driver of the device sees it
     engine.place(params="device", optimizer="device")
-    assert all(torch.equal(before[place.name], value) for place, value in engine.shards(names))
+    assert all(
+        torch.equal(before[place.name], value) for place, value in engine.shards(names)
+    )
     assert engine.forward_backward(rows, inputs.POLICY).loss == loss
     engine.optimizer_step()  # of the weights that compute, not of copies
     assert engine.forward_backward(rows, inputs.POLICY).loss != loss

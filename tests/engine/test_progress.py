@@ -1,4 +1,4 @@
-"""What an engine says of its progress: bytes of weights while it is built, then micro-batches."""
+"""An engine's progress: bytes of weights while it is built, then micro-batches."""
 
 from __future__ import annotations
 
@@ -13,17 +13,25 @@ from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.models.tiny import make_tiny
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.profiling.progress import begin, progress
 
 SIZES = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, intermediate_size=16, tie_embeddings=True
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    intermediate_size=16,
+    tie_embeddings=True,
 )
 
 
 def test_an_engine_counts_what_it_does(tmp_path: Path) -> None:
     character_tokenizer(tmp_path / "tokenizer", "0123456789+=")
-    model = make_tiny("qwen3", tmp_path / "model", tmp_path / "tokenizer", SIZES, seed=0)
+    model = make_tiny(
+        "qwen3", tmp_path / "model", tmp_path / "tokenizer", SIZES, seed=0
+    )
     backend = EngineBackend(**ENGINE | {"micro_batch_tokens_per_rank": 20})
     spec = EngineSpec("actor", str(model), "policy", backend, OPTIMIZER, 10, seed=3)
     begin()
@@ -38,7 +46,7 @@ def test_an_engine_counts_what_it_does(tmp_path: Path) -> None:
         return real(*arguments)
 
     real, engine._run = engine._run, watched  # type: ignore[attr-defined]
-    engine.forward(rows, Outputs(log_probs=True))
+    engine.forward(rows, RequestedOutputs(log_probs=True))
     assert seen == [f"{done} of 3 micro-batches" for done in range(3)]
     assert str(progress()) == "3 of 3 micro-batches"
     engine.forward_backward(rows, POLICY)

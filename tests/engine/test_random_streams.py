@@ -1,4 +1,4 @@
-"""The random stream of an engine in a checkpoint, and where the checkpoint has one of another device."""
+"""The random stream of an engine in a checkpoint, also from another type of device."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def drawn(engine: Any) -> list[float]:
-    with engine._rng_stream():
+    with engine._own_random_numbers():
         return torch.rand(3).tolist()
 
 
@@ -55,4 +55,6 @@ def test_a_gpus_checkpoint_loads_on_a_cpu(folder: Path, tmp_path: Path) -> None:
     assert resumed("cpu") == expected
     first = resumed("cuda")
     assert resumed("cuda") == first  # of (seed, step, rank)
-    assert first != expected and first != drawn(ranks.engine("engine"))  # nor the numbers of step 0 again
+    assert first != expected and first != drawn(
+        ranks.engine("engine")
+    )  # nor the numbers of step 0 again

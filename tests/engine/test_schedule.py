@@ -1,4 +1,4 @@
-"""Learning rates by hand."""
+"""Learning rates, computed by hand."""
 
 import pytest
 
@@ -21,7 +21,10 @@ def config(**settings: object) -> OptimizerConfig:
 
 
 def test_warm_up_then_constant() -> None:
-    rates = [learning_rate(config(schedule="constant", warmup_steps=4), step, 100) for step in range(6)]
+    rates = [
+        learning_rate(config(schedule="constant", warmup_steps=4), step, 100)
+        for step in range(6)
+    ]
     assert rates == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
 
 
@@ -31,7 +34,10 @@ def test_cosine_passes_one_half_in_the_middle_and_stays_at_its_end() -> None:
 
 
 def test_cosine_ends_at_its_floor_and_begins_after_the_warm_up() -> None:
-    rates = [learning_rate(config(min_lr_fraction=0.2, warmup_steps=2), step, 6) for step in (0, 1, 2, 4, 6)]
+    rates = [
+        learning_rate(config(min_lr_fraction=0.2, warmup_steps=2), step, 6)
+        for step in (0, 1, 2, 4, 6)
+    ]
     assert rates == pytest.approx([0.5, 1.0, 1.0, 0.6, 0.2])
 
 

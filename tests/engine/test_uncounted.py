@@ -1,4 +1,4 @@
-"""A row that is not learned from, through an engine: with NaN and infinities in it, the same step to the bit."""
+"""A row of weight 0 in an engine: NaN and infinities in it do not change a step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,22 @@ from verl_ray.engine.build import build_engine
 from verl_ray.models.role_model import HeadKind
 from verl_ray.models.tiny import make_tiny
 
-COLUMNS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
+COLUMNS = (
+    "rollout_log_probs",
+    "old_log_probs",
+    "ref_log_probs",
+    "advantages",
+    "old_values",
+    "returns",
+)
 SIZES = TinyModelConfig(
-    hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, head_size=8, intermediate_size=16, tie_embeddings=True
+    hidden_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_size=8,
+    intermediate_size=16,
+    tie_embeddings=True,
 )
 
 
@@ -36,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def one_step(
     model: Path, head: HeadKind, objective: Objective, rows: TrainingBatch
 ) -> tuple[LossReport, StepReport, list[torch.Tensor]]:
-    """What one optimizer step reports, and the parameters after it."""
+    """Return the report of one optimizer step, and the parameters after it."""
     backend = EngineBackend(**ENGINE | {"micro_batch_tokens_per_rank": 40})
     spec = EngineSpec("actor", str(model), head, backend, OPTIMIZER, 10, seed=3)
     engine = build_engine(spec, device=torch.device("cpu"), rank=0, world_size=1)
@@ -47,7 +60,7 @@ def one_step(
 
 
 def rows_with(bad: float, row: int, weight: float) -> TrainingBatch:
-    """A row of this weight with this in every column that a loss reads, among others."""
+    """Return rows, one of which has this weight and this value in every loss column."""
     rows = rows_of((3, 9, 17, 5))
     place = slice(rows.offsets[row], rows.offsets[row + 1])
     changed = {name: np.array(getattr(rows, name)) for name in COLUMNS}
@@ -59,16 +72,22 @@ def rows_with(bad: float, row: int, weight: float) -> TrainingBatch:
 
 
 @pytest.mark.parametrize(("head", "objective"), [("policy", POLICY), ("value", VALUE)])
-def test_a_row_of_weight_zero_may_hold_anything(model: Path, head: HeadKind, objective: Objective) -> None:
+def test_a_row_of_weight_zero_may_hold_anything(
+    model: Path, head: HeadKind, objective: Objective
+) -> None:
     report, step, weights = one_step(model, head, objective, rows_with(0.5, 2, 0.0))
     for bad in (np.nan, np.inf):
-        found, other_step, others = one_step(model, head, objective, rows_with(bad, 2, 0.0))
+        found, other_step, others = one_step(
+            model, head, objective, rows_with(bad, 2, 0.0)
+        )
         assert (found, other_step) == (report, step) and step.skipped is None
         assert all(torch.equal(*pair) for pair in zip(weights, others, strict=True))
 
 
 @pytest.mark.parametrize(("head", "objective"), [("policy", POLICY), ("value", VALUE)])
-def test_a_nan_in_a_row_that_counts_skips_the_step(model: Path, head: HeadKind, objective: Objective) -> None:
+def test_a_nan_in_a_row_that_counts_skips_the_step(
+    model: Path, head: HeadKind, objective: Objective
+) -> None:
     report, step, _ = one_step(model, head, objective, rows_with(np.nan, 2, 0.25))
     assert step.skipped is not None and "is not finite on rank 0" in step.skipped
     assert np.isnan(report.loss)

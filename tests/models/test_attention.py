@@ -10,7 +10,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import varlen
 
 from verl_ray.data.batch import offsets_of
-from verl_ray.models.attention import BUCKET_LENGTH_RATIO, Layout, attend, attend_packed, plan_layout
+from verl_ray.models.attention import (
+    BUCKET_LENGTH_RATIO,
+    PackedLayout,
+    attend,
+    attend_packed,
+    plan_layout,
+)
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 CPU = torch.device("cpu")
@@ -19,20 +25,36 @@ CPU = torch.device("cpu")
 def projections(tokens: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(tokens)
     return [
-        torch.randn(1, heads, tokens, SIZE, generator=generator, dtype=torch.float64, requires_grad=True)
+        torch.randn(
+            1,
+            heads,
+            tokens,
+            SIZE,
+            generator=generator,
+            dtype=torch.float64,
+            requires_grad=True,
+        )
         for heads in (HEADS, KV_HEADS, KV_HEADS)
     ]
 
 
 def naive(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, lengths: list[int], scale: float
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    lengths: list[int],
+    scale: float,
 ) -> torch.Tensor:
-    """Scores, mask, softmax, sum: row by row and written out."""
+    """Compute scores, mask, softmax and sum, row by row."""
     rows = []
-    for q, k, v in zip(*(x[0].split(lengths, dim=1) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(
+        *(x[0].split(lengths, dim=1) for x in (query, key, value)), strict=True
+    ):
         k, v = (x.repeat_interleave(HEADS // KV_HEADS, dim=0) for x in (k, v))
         future = torch.ones(q.shape[1], q.shape[1], dtype=torch.bool).triu(1)
-        rows.append(((q @ k.mT) * scale).masked_fill(future, -torch.inf).softmax(-1) @ v)
+        rows.append(
+            ((q @ k.mT) * scale).masked_fill(future, -torch.inf).softmax(-1) @ v
+        )
     return torch.cat(rows, dim=1).transpose(0, 1)[None]
 
 
@@ -45,24 +67,39 @@ def test_equals_one_row_at_a_time_with_gradients(lengths: list[int]) -> None:
     expected = naive(*inputs, lengths, 0.3)
     assert weights is None and out.shape == (1, sum(lengths), HEADS, SIZE)
     torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
-    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    cotangent = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     found = torch.autograd.grad(out, inputs, cotangent)
-    for one, other in zip(found, torch.autograd.grad(expected, inputs, cotangent), strict=True):
+    for one, other in zip(
+        found, torch.autograd.grad(expected, inputs, cotangent), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
 
 
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=30))
 @settings(deadline=None)
-def test_buckets_hold_every_token_once_and_rows_of_similar_length(lengths: list[int]) -> None:
+def test_buckets_hold_every_token_once_and_rows_of_similar_length(
+    lengths: list[int],
+) -> None:
     offsets = offsets_of(lengths)
     layout = plan_layout(offsets, CPU, torch.float32)
-    held = np.concatenate([bucket.source[bucket.places].numpy() for bucket in layout.buckets])
+    held = np.concatenate(
+        [bucket.source[bucket.places].numpy() for bucket in layout.buckets]
+    )
     assert sorted(held) == list(range(sum(lengths)))
     if layout.restore is not None:
-        np.testing.assert_array_equal(held[layout.restore.numpy()], np.arange(sum(lengths)))
+        np.testing.assert_array_equal(
+            held[layout.restore.numpy()], np.arange(sum(lengths))
+        )
     for bucket in layout.buckets:
-        assert len(bucket.places) > bucket.shape[0] * bucket.shape[1] * BUCKET_LENGTH_RATIO - bucket.shape[0]
-    assert len(layout.buckets) <= 9  # log2(500): few kernel calls, whatever the number of rows
+        assert (
+            len(bucket.places)
+            > bucket.shape[0] * bucket.shape[1] * BUCKET_LENGTH_RATIO - bucket.shape[0]
+        )
+    assert (
+        len(layout.buckets) <= 9
+    )  # log2(500): few kernel calls, whatever the number of rows
 
 
 def test_rows_of_one_length_need_no_padding_and_no_reordering() -> None:
@@ -73,7 +110,7 @@ def test_rows_of_one_length_need_no_padding_and_no_reordering() -> None:
 
 
 def test_the_kernel_never_sees_another_row() -> None:
-    """Changing the tokens of one row changes the outputs of no other, to the bit."""
+    """Changing the tokens of one row changes the outputs of no other row by a bit."""
     lengths = [3, 30, 4]
     layout = plan_layout(offsets_of(lengths), CPU, torch.float32)
     inputs = [x.detach().float() for x in projections(sum(lengths))]
@@ -81,14 +118,23 @@ def test_the_kernel_never_sees_another_row() -> None:
     for x in inputs:
         x[:, :, 3:33] += 1
     after, _ = attend(torch.nn.Module(), *inputs, None, layout=layout)
-    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(before[:, 33:], after[:, 33:])
+    assert torch.equal(before[:, :3], after[:, :3]) and torch.equal(
+        before[:, 33:], after[:, 33:]
+    )
     assert not torch.equal(before[:, 3:33], after[:, 3:33])
 
 
 def test_without_scaling_it_is_the_usual_one() -> None:
     inputs = projections(6)
-    out, _ = attend(torch.nn.Module(), *inputs, None, layout=plan_layout(offsets_of([6]), CPU, torch.float32))
-    expected = F.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True).transpose(1, 2)
+    out, _ = attend(
+        torch.nn.Module(),
+        *inputs,
+        None,
+        layout=plan_layout(offsets_of([6]), CPU, torch.float32),
+    )
+    expected = F.scaled_dot_product_attention(
+        *inputs, is_causal=True, enable_gqa=True
+    ).transpose(1, 2)
     torch.testing.assert_close(out, expected)
 
 
@@ -101,36 +147,65 @@ def attention_of_2_11(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor,
     max_q: int, max_k: int, *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
 ) -> torch.Tensor:  # fmt: skip
-    """In place of torch 2.11's kernel, which runs on GPUs alone and refuses what has other numbers of heads."""
-    assert query.shape[1] == key.shape[1] == value.shape[1] and window_size == (-1, 0) and max_q == max_k
+    """Stand in for torch 2.11's kernel.
+
+    That kernel runs only on GPUs and refuses different numbers of heads.
+    """
+    assert (
+        query.shape[1] == key.shape[1] == value.shape[1]
+        and window_size == (-1, 0)
+        and max_q == max_k
+    )
     ends = cu_seq_k.tolist()
-    rows = [x.transpose(0, 1)[None].split(np.diff(ends).tolist(), dim=2) for x in (query, key, value)]
-    of_rows = [F.scaled_dot_product_attention(*row, is_causal=True, scale=scale) for row in zip(*rows, strict=True)]
+    rows = [
+        x.transpose(0, 1)[None].split(np.diff(ends).tolist(), dim=2)
+        for x in (query, key, value)
+    ]
+    of_rows = [
+        F.scaled_dot_product_attention(*row, is_causal=True, scale=scale)
+        for row in zip(*rows, strict=True)
+    ]
     return torch.cat(of_rows, dim=2)[0].transpose(0, 1)
 
 
-def test_a_kernel_without_groups_gets_repeated_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_without_groups_gets_repeated_heads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     offsets = offsets_of([3, 9, 1])
     inputs = [x.detach().bfloat16().requires_grad_() for x in projections(13)]
-    expected = attend(torch.nn.Module(), *inputs, None, 0.5, plan_layout(offsets, CPU, torch.bfloat16))[0]
+    expected = attend(
+        torch.nn.Module(), *inputs, None, 0.5, plan_layout(offsets, CPU, torch.bfloat16)
+    )[0]
     (expected.float() ** 2).sum().backward()
     gradients = [x.grad.clone() for x in inputs if x.grad is not None]
 
     monkeypatch.setattr(varlen, "varlen_attn", attention_of_2_11)
-    flash = Layout(torch.as_tensor(offsets, dtype=torch.int32), 9, (), None)
+    flash = PackedLayout(torch.as_tensor(offsets, dtype=torch.int32), 9, (), None)
     again = [x.detach().requires_grad_() for x in inputs]
     found = attend(torch.nn.Module(), *again, None, 0.5, flash)[0]
     (found.float() ** 2).sum().backward()
     assert torch.allclose(found, expected, atol=2e-2)
     for x, gradient in zip(again, gradients, strict=True):
         assert x.grad is not None
-        assert float((x.grad - gradient).norm() / gradient.norm()) < 0.02  # bfloat16 rounds by 0.004
+        assert (
+            float((x.grad - gradient).norm() / gradient.norm()) < 0.02
+        )  # bfloat16 rounds by 0.004
 
 
 def test_the_kernel_of_this_torch_groups_heads_itself() -> None:
-    """Shapes alone, on a pretended GPU: fewer heads of keys go in, and the heads of queries come out."""
+    """Shapes are checked on a pretended GPU.
+
+    Fewer heads of keys go in, and as many heads as the queries have come out.
+    """
     with FakeTensorMode():
-        query, key, value = (torch.empty(13, heads, SIZE, device="cuda") for heads in (HEADS, KV_HEADS, KV_HEADS))
+        query, key, value = (
+            torch.empty(13, heads, SIZE, device="cuda")
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
         bounds = torch.empty(4, dtype=torch.int32, device="cuda")
-        found = attend_packed(query, key, value, Layout(bounds, 9, (), None))
-    assert found.shape == (13, HEADS, SIZE) and found.dtype == torch.bfloat16 and found.device.type == "cuda"
+        found = attend_packed(query, key, value, PackedLayout(bounds, 9, (), None))
+    assert (
+        found.shape == (13, HEADS, SIZE)
+        and found.dtype == torch.bfloat16
+        and found.device.type == "cuda"
+    )

@@ -1,4 +1,7 @@
-"""What only a GPU can show: the variable-length flash kernel computes the attention that the buckets compute."""
+"""The variable-length flash kernel computes the same attention as the buckets.
+
+Only a GPU can show this.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,10 @@ import torch
 from verl_ray.data.batch import offsets_of
 from verl_ray.models.attention import attend, plan_layout
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+]
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
@@ -19,7 +25,9 @@ def test_flash_and_buckets_agree_forward_and_backward(kv_heads: int) -> None:
     torch.manual_seed(0)
     tokens = int(offsets[-1])
     shapes = [(1, heads, tokens, 64) for heads in (4, kv_heads, kv_heads)]
-    inputs = [torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes]
+    inputs = [
+        torch.randn(shape, device=device, dtype=torch.bfloat16) for shape in shapes
+    ]
     found = {}
     for name, dtype in (("flash", torch.bfloat16), ("buckets", torch.float32)):
         layout = plan_layout(offsets, device, dtype)

@@ -6,9 +6,12 @@ import math
 
 import pytest
 import torch
-from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter, load_balancing_loss_func
+from transformers.models.qwen3_moe.modeling_qwen3_moe import (
+    Qwen3MoeTopKRouter,
+    load_balancing_loss_func,
+)
 
-from verl_ray.models.experts import RouterWatch, routing
+from verl_ray.models.experts import RouterWatch, summarize_routing
 
 
 def said(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -18,43 +21,70 @@ def said(logits: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_by_hand() -> None:
     # two tokens that prefer expert 0 with probability 3/4: all of them go there
     one_sided = torch.tensor([[math.log(3.0), 0.0], [math.log(3.0), 0.0]])
-    found = routing([said(one_sided, 1)], torch.tensor([1]))
+    found = summarize_routing([said(one_sided, 1)], torch.tensor([1]))
     assert found.balance.tolist() == pytest.approx([2 * (1 * 0.75 + 0 * 0.25)])
     assert found.load.tolist() == [[2, 0]]
     # one token each way: even, which is top_k
     even = torch.tensor([[math.log(3.0), 0.0], [0.0, math.log(3.0)]])
-    assert routing([said(even, 1)], torch.tensor([1])).balance.tolist() == pytest.approx([1.0])
+    assert summarize_routing(
+        [said(even, 1)], torch.tensor([1])
+    ).balance.tolist() == pytest.approx([1.0])
     # the same two tokens as rows of their own: each is one-sided
-    assert routing([said(even, 1)], torch.tensor([0, 1])).balance.tolist() == pytest.approx([1.5, 1.5])
+    assert summarize_routing(
+        [said(even, 1)], torch.tensor([0, 1])
+    ).balance.tolist() == pytest.approx([1.5, 1.5])
     # of two layers, the mean; the load of each
-    both = routing([said(one_sided, 1), said(even, 1)], torch.tensor([1]))
-    assert both.balance.tolist() == pytest.approx([1.25]) and both.load.tolist() == [[2, 0], [1, 1]]
+    both = summarize_routing([said(one_sided, 1), said(even, 1)], torch.tensor([1]))
+    assert both.balance.tolist() == pytest.approx([1.25]) and both.load.tolist() == [
+        [2, 0],
+        [1, 1],
+    ]
 
 
 def test_tokens_behind_the_last_row_count_for_nothing() -> None:
     logits = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    some, rest = routing([said(logits[:3], 2)], torch.tensor([2])), routing([said(logits, 2)], torch.tensor([2]))
+    some, rest = (
+        summarize_routing([said(logits[:3], 2)], torch.tensor([2])),
+        summarize_routing([said(logits, 2)], torch.tensor([2])),
+    )
     assert torch.equal(some.balance, rest.balance) and torch.equal(some.load, rest.load)
-    nothing = routing([said(logits[:1], 2)], torch.tensor([], dtype=torch.int64))
+    nothing = summarize_routing(
+        [said(logits[:1], 2)], torch.tensor([], dtype=torch.int64)
+    )
     assert nothing.balance.shape == (0,) and not nothing.load.any()
 
 
 def test_of_one_row_it_is_the_loss_of_transformers_and_has_its_gradient() -> None:
-    logits = torch.randn(7, 4, generator=torch.Generator().manual_seed(1), requires_grad=True)
-    ours = routing([said(logits, 2)], torch.tensor([6])).balance[0]
+    logits = torch.randn(
+        7, 4, generator=torch.Generator().manual_seed(1), requires_grad=True
+    )
+    ours = summarize_routing([said(logits, 2)], torch.tensor([6])).balance[0]
     theirs = load_balancing_loss_func((logits,), 4, 2)
     torch.testing.assert_close(ours, theirs)
-    (of_ours,), (of_theirs,) = (torch.autograd.grad(loss, logits) for loss in (ours, theirs))
+    (of_ours,), (of_theirs,) = (
+        torch.autograd.grad(loss, logits) for loss in (ours, theirs)
+    )
     torch.testing.assert_close(of_ours, of_theirs)
     assert float(of_ours.abs().max()) > 1e-3
 
 
 def test_routers_are_heard_only_while_somebody_listens() -> None:
-    config = type("Sizes", (), {"num_experts_per_tok": 1, "num_experts": 2, "norm_topk_prob": True, "hidden_size": 3})
+    config = type(
+        "Sizes",
+        (),
+        {
+            "num_experts_per_tok": 1,
+            "num_experts": 2,
+            "norm_topk_prob": True,
+            "hidden_size": 3,
+        },
+    )
     router = Qwen3MoeTopKRouter(config)
     watch = RouterWatch(torch.nn.Sequential(router))
     router(torch.ones(4, 3))
-    with watch.listening() as heard:
+    with watch.recording() as heard:
         router(torch.ones(5, 3))
     router(torch.ones(6, 3))
-    assert [(logits.shape, chosen.shape) for logits, chosen in heard] == [((5, 2), (5, 1))]
+    assert [(logits.shape, chosen.shape) for logits, chosen in heard] == [
+        ((5, 2), (5, 1))
+    ]

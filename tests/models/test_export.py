@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_ray.models.export import write_tensors
-from verl_ray.models.weights import INDEX, CheckpointReader
+from verl_ray.models.tensor_sources import INDEX, CheckpointReader
 from verl_ray.weight_sync.manifest import Parameter
 
 TENSORS = {
@@ -21,24 +21,34 @@ TENSORS = {
     "c": torch.full((4, 1, 2), 7.0),
     "scalar": torch.tensor(3.0),
 }
-PARAMETERS = [Parameter(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), None) for name, t in TENSORS.items()]
+PARAMETERS = [
+    Parameter(name, tuple(t.shape), str(t.dtype).removeprefix("torch."), None)
+    for name, t in TENSORS.items()
+]
 
 
 def test_one_file(tmp_path: Path) -> None:
     write_tensors(tmp_path, PARAMETERS, TENSORS.values())
     found = load_file(tmp_path / "model.safetensors")
     assert found.keys() == TENSORS.keys()
-    assert all(torch.equal(found[name], value) and found[name].dtype == value.dtype for name, value in TENSORS.items())
+    assert all(
+        torch.equal(found[name], value) and found[name].dtype == value.dtype
+        for name, value in TENSORS.items()
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
 
 
 def test_several_files_with_an_index(tmp_path: Path) -> None:
-    write_tensors(tmp_path, PARAMETERS, TENSORS.values(), max_file_bytes=34)  # 24 + 10, 32 and 4 bytes
+    write_tensors(
+        tmp_path, PARAMETERS, TENSORS.values(), max_file_bytes=34
+    )  # 24 + 10, 32 and 4 bytes
     index = json.loads((tmp_path / INDEX).read_text())
     assert {name: file[6:11] for name, file in index["weight_map"].items()} == {
         "a": "00001", "b.weight": "00001", "c": "00002", "scalar": "00003",
     }  # fmt: skip
-    assert set(index["weight_map"].values()) == {f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)}
+    assert set(index["weight_map"].values()) == {
+        f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)
+    }
     assert index["metadata"]["total_size"] == 24 + 10 + 32 + 4
     reader = CheckpointReader(str(tmp_path))
     assert all(torch.equal(reader[name], value) for name, value in TENSORS.items())

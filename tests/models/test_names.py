@@ -1,4 +1,4 @@
-"""Parameters of modules against tensors of checkpoints: by hand, and that every element has one place."""
+"""Parameters of modules and tensors of checkpoints: every element has one place."""
 
 from __future__ import annotations
 
@@ -8,33 +8,46 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_ray.models.names import Piece, is_adapter, pieces
+from verl_ray.models.names import CheckpointTensor, checkpoint_tensors, is_adapter
 
 EXPERTS = "model.layers.3.mlp.experts"
 
 
 def test_most_parameters_are_one_tensor_under_their_own_name() -> None:
-    assert pieces("model.norm.weight", (7,)) == (Piece("model.norm.weight", (0,), (7,), (7,)),)
-    adapted = pieces("model.layers.0.self_attn.q_proj.base_layer.weight", (4, 6))
-    assert [piece.name for piece in adapted] == ["model.layers.0.self_attn.q_proj.weight"]
+    assert checkpoint_tensors("model.norm.weight", (7,)) == (
+        CheckpointTensor("model.norm.weight", (0,), (7,), (7,)),
+    )
+    adapted = checkpoint_tensors(
+        "model.layers.0.self_attn.q_proj.base_layer.weight", (4, 6)
+    )
+    assert [piece.name for piece in adapted] == [
+        "model.layers.0.self_attn.q_proj.weight"
+    ]
 
 
 def test_an_adapter_is_no_part_of_the_model() -> None:
     name = "model.layers.0.self_attn.q_proj.lora_A.default.weight"
-    assert is_adapter(name) and pieces(name, (2, 4)) == ()
+    assert is_adapter(name) and checkpoint_tensors(name, (2, 4)) == ()
     assert not is_adapter("model.layers.0.self_attn.q_proj.base_layer.weight")
 
 
 def test_experts_are_apart_in_a_checkpoint() -> None:
-    gates = pieces(f"{EXPERTS}.gate_up_proj", (2, 6, 5))
+    gates = checkpoint_tensors(f"{EXPERTS}.gate_up_proj", (2, 6, 5))
     assert [(piece.name, piece.start, piece.shape) for piece in gates] == [
         (f"{EXPERTS}.0.gate_proj.weight", (0, 0, 0), (3, 5)),
         (f"{EXPERTS}.0.up_proj.weight", (0, 3, 0), (3, 5)),
         (f"{EXPERTS}.1.gate_proj.weight", (1, 0, 0), (3, 5)),
         (f"{EXPERTS}.1.up_proj.weight", (1, 3, 0), (3, 5)),
     ]
-    assert pieces(f"{EXPERTS}.gate_up_proj", (2, 6, 5), (slice(1, 2), slice(0, 3), slice(0, 5))) == gates[2:]
-    downs = pieces(f"{EXPERTS}.down_proj", (2, 5, 3))
+    assert (
+        checkpoint_tensors(
+            f"{EXPERTS}.gate_up_proj",
+            (2, 6, 5),
+            (slice(1, 2), slice(0, 3), slice(0, 5)),
+        )
+        == gates[2:]
+    )
+    downs = checkpoint_tensors(f"{EXPERTS}.down_proj", (2, 5, 3))
     assert [(piece.name, piece.shape) for piece in downs] == [
         (f"{EXPERTS}.0.down_proj.weight", (5, 3)),
         (f"{EXPERTS}.1.down_proj.weight", (5, 3)),
@@ -42,16 +55,23 @@ def test_experts_are_apart_in_a_checkpoint() -> None:
 
 
 def test_a_box_meets_a_piece_here_and_there() -> None:
-    up = pieces(f"{EXPERTS}.gate_up_proj", (2, 6, 5))[3]  # expert 1, rows 3 to 6
+    up = checkpoint_tensors(f"{EXPERTS}.gate_up_proj", (2, 6, 5))[
+        3
+    ]  # expert 1, rows 3 to 6
     here, there = up.overlap((slice(1, 2), slice(2, 5), slice(0, 5)))
-    assert here == (slice(0, 1), slice(1, 3), slice(0, 5)) and there == (slice(0, 2), slice(0, 5))
-    _, nothing = up.overlap((slice(0, 1), slice(0, 6), slice(0, 5)))  # the other expert's rank
+    assert here == (slice(0, 1), slice(1, 3), slice(0, 5)) and there == (
+        slice(0, 2),
+        slice(0, 5),
+    )
+    _, nothing = up.overlap(
+        (slice(0, 1), slice(0, 6), slice(0, 5))
+    )  # the other expert's rank
     assert nothing == (slice(0, 0), slice(0, 0))
 
 
 @st.composite
 def sharded(draw: st.DrawFn) -> tuple[str, tuple[int, ...], int, list[int]]:
-    """A parameter, the dim that it is cut along, and where."""
+    """Generate a parameter, the dimension that it is cut along, and the cuts."""
     count, rows, columns = (draw(st.integers(1, 5)) for _ in range(3))
     name, shape = draw(
         st.sampled_from(
@@ -73,15 +93,21 @@ def test_however_a_parameter_is_cut_its_tensors_are_put_together(
 ) -> None:
     name, shape, dim, cuts = case
     whole = torch.arange(float(torch.Size(shape).numel())).view(shape)
-    tensors = {piece.name: torch.full(piece.shape, -1.0) for piece in pieces(name, shape)}
+    tensors = {
+        piece.name: torch.full(piece.shape, -1.0)
+        for piece in checkpoint_tensors(name, shape)
+    }
     for first, last in pairwise(cuts):
-        box = tuple(slice(first, last) if d == dim else slice(0, side) for d, side in enumerate(shape))
+        box = tuple(
+            slice(first, last) if d == dim else slice(0, side)
+            for d, side in enumerate(shape)
+        )
         local = whole[box]
-        for piece in pieces(name, shape, box):
+        for piece in checkpoint_tensors(name, shape, box):
             here, there = piece.overlap(box)
             part = tensors[piece.name][there]
             assert bool((part == -1).all())  # nobody else's
             tensors[piece.name][there] = local[here].reshape(part.shape)
-    for piece in pieces(name, shape):
+    for piece in checkpoint_tensors(name, shape):
         here, _ = piece.overlap(tuple(slice(0, side) for side in shape))
         assert torch.equal(tensors[piece.name], whole[here].view(piece.shape))

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.weights import INDEX, CheckpointReader, fill, materialize, parameters_on_meta
+from verl_ray.models.tensor_sources import INDEX, CheckpointReader
+from verl_ray.models.weights import fill, materialize, parameters_on_meta
 
 NOTHING: frozenset[str] = frozenset()
 
@@ -42,19 +43,32 @@ def test_a_directory_of_one_file_or_of_several_reads_alike(tmp_path: Path) -> No
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir(), two.mkdir()
     save_file(tensors(), one / "model.safetensors")
-    places = {"body.weight": "a.safetensors", "kept": "a.safetensors", "score.weight": "b.safetensors"}
+    places = {
+        "body.weight": "a.safetensors",
+        "kept": "a.safetensors",
+        "score.weight": "b.safetensors",
+    }
     for file in ("a.safetensors", "b.safetensors"):
-        save_file({name: tensors()[name] for name, place in places.items() if place == file}, two / file)
-    save_file({"stale": torch.zeros(1)}, two / "stale.safetensors")  # not in the index: not read
+        save_file(
+            {name: tensors()[name] for name, place in places.items() if place == file},
+            two / file,
+        )
+    save_file(
+        {"stale": torch.zeros(1)}, two / "stale.safetensors"
+    )  # not in the index: not read
     (two / INDEX).write_text(json.dumps({"weight_map": places}))
     for folder in (one, two):
         reader = CheckpointReader(str(folder))
         assert set(reader) == set(tensors()) and len(reader) == 3
-        assert all(torch.equal(reader[name], value) for name, value in tensors().items())
+        assert all(
+            torch.equal(reader[name], value) for name, value in tensors().items()
+        )
 
 
 def test_what_is_missing_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"model\.path: there is no directory .*nowhere"):
+    with pytest.raises(
+        ModelError, match=r"model\.path: there is no directory .*nowhere"
+    ):
         CheckpointReader(str(tmp_path / "nowhere"))
     with pytest.raises(ModelError, match=r"lacks any \.safetensors file"):
         CheckpointReader(str(tmp_path))
@@ -76,15 +90,25 @@ def test_a_new_parameter_comes_from_its_name_and_the_seed_alone() -> None:
             self.other = nn.Linear(2, 1, bias=False)
 
     def head(net: Net, seed: int, std: float = 1.0) -> torch.Tensor:
-        checkpoint = {name: value for name, value in tensors().items() if name != "score.weight"}
-        fill(net, stored(checkpoint), new={"score.weight": std, "other.weight": 1.0}, unused=NOTHING, seed=seed)
+        checkpoint = {
+            name: value for name, value in tensors().items() if name != "score.weight"
+        }
+        fill(
+            net,
+            stored(checkpoint),
+            new={"score.weight": std, "other.weight": 1.0},
+            unused=NOTHING,
+            seed=seed,
+        )
         return net.score.weight.detach().clone()
 
     first = head(Net(), 0)
     torch.rand(3)  # whatever the process has drawn before
     assert torch.equal(first, head(Net(), 0))
     wider = Wider()
-    assert torch.equal(first, head(wider, 0)) and not torch.equal(wider.other.weight, wider.score.weight)
+    assert torch.equal(first, head(wider, 0)) and not torch.equal(
+        wider.other.weight, wider.score.weight
+    )
     assert not torch.equal(first, head(Net(), 1))
     torch.testing.assert_close(head(Net(), 0, 0.02), first * 0.02)
 
@@ -92,9 +116,18 @@ def test_a_new_parameter_comes_from_its_name_and_the_seed_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda t: t.pop("body.weight"), r"does not fit Net: missing \['body.weight'\], unexpected none"),
-        (lambda t: t.update(extra=torch.zeros(1)), r"missing none, unexpected \['extra'\]"),
-        (lambda t: t.update({"body.weight": torch.zeros(3, 2)}), r"body.weight has shape \(3, 2\), expected \(2, 2\)"),
+        (
+            lambda t: t.pop("body.weight"),
+            r"does not fit Net: missing \['body.weight'\], unexpected none",
+        ),
+        (
+            lambda t: t.update(extra=torch.zeros(1)),
+            r"missing none, unexpected \['extra'\]",
+        ),
+        (
+            lambda t: t.update({"body.weight": torch.zeros(3, 2)}),
+            r"body.weight has shape \(3, 2\), expected \(2, 2\)",
+        ),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused(change, message) -> None:
@@ -105,13 +138,25 @@ def test_a_checkpoint_that_does_not_fit_is_refused(change, message) -> None:
 
 
 def test_what_may_be_left_aside_is() -> None:
-    fill(Net(), stored(tensors() | {"lm_head": torch.zeros(1)}), new={}, unused=frozenset({"lm_head"}), seed=0)
+    fill(
+        Net(),
+        stored(tensors() | {"lm_head": torch.zeros(1)}),
+        new={},
+        unused=frozenset({"lm_head"}),
+        seed=0,
+    )
 
 
 def test_a_tied_parameter_may_be_in_the_checkpoint_twice() -> None:
     net = Net()
     net.tied = net.body
-    fill(net, stored(tensors() | {"tied.weight": torch.zeros(2, 2)}), new={}, unused=NOTHING, seed=0)
+    fill(
+        net,
+        stored(tensors() | {"tied.weight": torch.zeros(2, 2)}),
+        new={},
+        unused=NOTHING,
+        seed=0,
+    )
     assert net.body.weight.tolist() == [[1, 2], [3, 4]]
 
 
@@ -125,10 +170,16 @@ def test_a_module_without_memory_is_filled_and_keeps_what_it_computed() -> None:
 
     with parameters_on_meta():
         net = Ties()
-    assert all(parameter.is_meta for parameter in net.parameters()) and net.head.weight is net.body.weight
+    assert (
+        all(parameter.is_meta for parameter in net.parameters())
+        and net.head.weight is net.body.weight
+    )
     assert net.derived.tolist() == [3, 3]
     assert not nn.Linear(1, 1).weight.is_meta  # nothing is left behind
     materialize(net, torch.device("cpu"))
     net.head.weight = net.body.weight
     fill(net, stored(tensors()), new={}, unused=NOTHING, seed=0)
-    assert net.head.weight.tolist() == [[1, 2], [3, 4]] and net.derived.tolist() == [3, 3]
+    assert net.head.weight.tolist() == [[1, 2], [3, 4]] and net.derived.tolist() == [
+        3,
+        3,
+    ]

@@ -1,4 +1,4 @@
-"""What log-probs and entropy are by definition, and what an implementation does meanwhile."""
+"""Log-probs and entropy by definition, and a watch over what an implementation does."""
 
 from __future__ import annotations
 
@@ -11,16 +11,29 @@ from torch.utils._pytree import tree_leaves
 
 
 def naive(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float | Tensor
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float | Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs and entropy in float64, all at once."""
-    logits = hidden.double() @ weight.double().T + (0 if bias is None else bias.double())
-    log_p = torch.log_softmax(logits / (temperature if isinstance(temperature, float) else temperature[:, None]), -1)
+    """Compute log-probs and entropy in float64, all at once."""
+    logits = hidden.double() @ weight.double().T + (
+        0 if bias is None else bias.double()
+    )
+    log_p = torch.log_softmax(
+        logits
+        / (temperature if isinstance(temperature, float) else temperature[:, None]),
+        -1,
+    )
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
 class Watch(TorchDispatchMode):
-    """Remembers the largest tensor that any operation made, the largest float32 one, and the collectives."""
+    """A record of the largest tensors that operations made, and of the collectives.
+
+    The largest tensor of any type and the largest float32 one are recorded.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,7 +41,11 @@ class Watch(TorchDispatchMode):
         self.collectives: list[str] = []
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":

@@ -1,6 +1,7 @@
-"""What each of three ranks, and of the first two of them, finds with its slice of a head, left in a file.
+"""The findings of three ranks, and of the first two, with their slices of a head.
 
-`main` is a rank of test_vocab_parallel.py, which judges the findings.
+`main` is a rank of test_vocab_parallel.py. It leaves its findings in a file, which that
+checks.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ SIZES = (2, 3)
 
 @dataclass(frozen=True)
 class Case:
-    """A head and what is asked of it. `cuts` are the bounds of the slices of each size of a group."""
+    """A head and how it is computed.
+
+    `cuts` are the bounds of the slices for each size of a group.
+    """
 
     name: str
     tokens: int = 23
@@ -45,7 +49,7 @@ class Case:
     entropy: bool = True
 
     def bounds(self, size: int) -> list[tuple[int, int]]:
-        """First row and end of each rank's slice."""
+        """Return the first row and the end of each rank's slice."""
         bounds = list(itertools.pairwise((0, *self.cuts[size - 2], self.vocabulary)))
         return bounds[::-1] if self.backwards else bounds
 
@@ -57,7 +61,9 @@ def _drawn(seed: int) -> Case:
         f"drawn {seed}",
         tokens=tokens,
         vocabulary=vocabulary,
-        cuts=tuple(tuple(sorted(draw.sample(range(1, vocabulary), size - 1))) for size in SIZES),
+        cuts=tuple(
+            tuple(sorted(draw.sample(range(1, vocabulary), size - 1))) for size in SIZES
+        ),
         backwards=draw.random() < 0.5,
         temperature=draw.choice([1.0, 0.6, "per token"]),
         chunk=draw.choice([None, draw.randint(1, tokens)]),
@@ -68,14 +74,19 @@ def _drawn(seed: int) -> Case:
 
 GRID = [
     Case(
-        f"{kept=} {chunk=} {temperature=} {entropy=}", kept=kept, chunk=chunk, temperature=temperature, entropy=entropy
+        f"{kept=} {chunk=} {temperature=} {entropy=}",
+        kept=kept,
+        chunk=chunk,
+        temperature=temperature,
+        entropy=entropy,
     )
     for kept in (True, False)
     for chunk in (5, None)
     for temperature in (1.0, 0.7, "per token")
     for entropy in (True, False)
 ]
-# Slices whose share is 0 in float32; logits so large that a float32 logsumexp of them keeps two digits after the point.
+# Slices whose share is 0 in float32; logits so large that a float32 logsumexp of them
+# keeps two digits after the point.
 HARD = [
     Case(f"{numbers} {kept=}", numbers=numbers, kept=kept, chunk=5)
     for numbers in ("far apart", "far from zero")
@@ -88,7 +99,15 @@ HALF = [
     for kept in (True, False) for autocast in (True, False)
 ]  # fmt: skip
 LARGE = [
-    Case(f"large {kept=}", tokens=64, hidden=4, vocabulary=500, cuts=((240,), (230, 460)), kept=kept, chunk=6)
+    Case(
+        f"large {kept=}",
+        tokens=64,
+        hidden=4,
+        vocabulary=500,
+        cuts=((240,), (230, 460)),
+        kept=kept,
+        chunk=6,
+    )
     for kept in (True, False)
 ]
 EMPTY = [Case("no tokens", tokens=0)]
@@ -106,35 +125,63 @@ class Inputs:
 
 
 def inputs(case: Case) -> Inputs:
-    """The same on every rank, and for the judge."""
+    """Return the inputs, which are the same on every rank and in the checks."""
     torch.manual_seed(0)
-    shapes = (case.tokens, case.hidden), (case.vocabulary, case.hidden), (case.vocabulary,)
+    shapes = (
+        (case.tokens, case.hidden),
+        (case.vocabulary, case.hidden),
+        (case.vocabulary,),
+    )
     hidden, weight, bias = (torch.randn(*shape) for shape in shapes)
     if case.numbers != "normal":  # whole numbers, so that the logits are exact
-        hidden, weight, bias = hidden.mul(2).round(), weight.mul(2).round(), bias.mul(2).round()
+        hidden, weight, bias = (
+            hidden.mul(2).round(),
+            weight.mul(2).round(),
+            bias.mul(2).round(),
+        )
     if case.numbers == "far apart":
         weight, bias = weight * 50, bias * 50
     if case.numbers == "far from zero":
         bias = bias + 2**15
     targets = torch.randint(case.vocabulary, (case.tokens,))
-    temperature = torch.linspace(0.5, 2.0, case.tokens) if case.temperature == "per token" else case.temperature
+    temperature = (
+        torch.linspace(0.5, 2.0, case.tokens)
+        if case.temperature == "per token"
+        else case.temperature
+    )
     slopes = torch.randn(2, case.tokens)
-    return Inputs(hidden.to(case.dtype), weight.to(case.dtype), bias.to(case.dtype), targets, temperature, slopes)
+    return Inputs(
+        hidden.to(case.dtype),
+        weight.to(case.dtype),
+        bias.to(case.dtype),
+        targets,
+        temperature,
+        slopes,
+    )
 
 
 def outputs_of(found: HeadOutputs) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in vars(found).items() if value is not None}
+    return {
+        name: value.detach() for name, value in vars(found).items() if value is not None
+    }
 
 
 def learn(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
-    """Outputs, gradients of this rank, and what the passes did."""
+    """Return outputs, gradients of this rank, and what the passes did."""
     first, end = case.bounds(dist.get_world_size(group))[dist.get_rank(group)]
     given = inputs(case)
-    hidden, weight, bias = given.hidden, given.weight[first:end].clone(), given.bias[first:end].clone()
+    hidden, weight, bias = (
+        given.hidden,
+        given.weight[first:end].clone(),
+        given.bias[first:end].clone(),
+    )
     for tensor in (hidden, weight, bias):
         tensor.requires_grad_()
     module.KEPT_LOGITS = 2**40 if case.kept else 0
-    with Watch() as forward, torch.autocast("cpu", torch.bfloat16, enabled=case.autocast):
+    with (
+        Watch() as forward,
+        torch.autocast("cpu", torch.bfloat16, enabled=case.autocast),
+    ):
         outputs = head_log_probs(
             hidden, weight, given.targets, bias=bias, vocabulary=VocabularySlice(group, first),
             temperature=given.temperature, with_entropy=case.entropy, with_greedy=True, chunk_tokens=case.chunk,
@@ -153,7 +200,7 @@ def learn(case: Case, group: dist.ProcessGroup) -> dict[str, Any]:
 
 
 def by_hand(group: dist.ProcessGroup, backwards: bool) -> dict[str, Tensor]:
-    """Odds 2 : 3 : 1 : 3 : 3 of five tokens, for each of them."""
+    """Return inputs with odds 2 : 3 : 1 : 3 : 3 of five tokens, for each of them."""
     case = Case("by hand", vocabulary=5, cuts=((2,), (1, 3)), backwards=backwards)
     first, end = case.bounds(dist.get_world_size(group))[dist.get_rank(group)]
     odds = torch.tensor([2.0, 3, 1, 3, 3])[first:end, None]
@@ -166,7 +213,10 @@ def by_hand(group: dist.ProcessGroup, backwards: bool) -> dict[str, Tensor]:
 
 def find(group: dist.ProcessGroup) -> dict[str, Any]:
     found: dict[str, Any] = {case.name: learn(case, group) for case in CASES}
-    return found | {"by hand": by_hand(group, False), "by hand, backwards": by_hand(group, True)}
+    return found | {
+        "by hand": by_hand(group, False),
+        "by hand, backwards": by_hand(group, True),
+    }
 
 
 def main(rank: int, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Estimators of the divergence: by hand, on arrays and tensors alike, unbiased, and without overflow."""
+"""Estimators of the divergence: by hand, on arrays and tensors, without overflow."""
 
 from __future__ import annotations
 
@@ -15,8 +15,12 @@ def test_by_hand() -> None:
     ref_log_probs = np.log(np.array([0.25, 0.5], dtype=np.float32))
     ln2 = 0.693147
     assert k1(log_probs, ref_log_probs) == pytest.approx([ln2, -ln2], abs=1e-6)
-    assert k2(log_probs, ref_log_probs) == pytest.approx([ln2**2 / 2, ln2**2 / 2], abs=1e-6)
-    assert k3(log_probs, ref_log_probs) == pytest.approx([0.5 - 1 + ln2, 2 - 1 - ln2], abs=1e-6)
+    assert k2(log_probs, ref_log_probs) == pytest.approx(
+        [ln2**2 / 2, ln2**2 / 2], abs=1e-6
+    )
+    assert k3(log_probs, ref_log_probs) == pytest.approx(
+        [0.5 - 1 + ln2, 2 - 1 - ln2], abs=1e-6
+    )
     assert absolute(log_probs, ref_log_probs) == pytest.approx([ln2, ln2], abs=1e-6)
 
 
@@ -25,14 +29,18 @@ def test_arrays_and_tensors_agree_and_keep_their_kind(name: str) -> None:
     rng = np.random.default_rng(0)
     log_probs, ref_log_probs = rng.normal(size=(2, 50)).astype(np.float32)
     array = KL_ESTIMATORS[name].function(log_probs, ref_log_probs)
-    tensor = KL_ESTIMATORS[name].function(torch.from_numpy(log_probs), torch.from_numpy(ref_log_probs))
+    tensor = KL_ESTIMATORS[name].function(
+        torch.from_numpy(log_probs), torch.from_numpy(ref_log_probs)
+    )
     assert array.dtype == np.float32 and tensor.dtype == torch.float32
     np.testing.assert_allclose(array, tensor.numpy(), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("name", "bias"), [("k1", 0.0), ("k3", 0.0), ("k2", 0.01)])
-def test_mean_over_the_whole_distribution_is_the_divergence(name: str, bias: float) -> None:
-    """Expectation taken exactly, over all outcomes, not by sampling."""
+def test_mean_over_the_whole_distribution_is_the_divergence(
+    name: str, bias: float
+) -> None:
+    """The expectation is exact, over all outcomes, not sampled."""
     p, q = np.array([0.5, 0.3, 0.2]), np.array([0.4, 0.4, 0.2])
     divergence = float((p * np.log(p / q)).sum())
     estimate = float((p * KL_ESTIMATORS[name].function(np.log(p), np.log(q))).sum())
@@ -40,13 +48,20 @@ def test_mean_over_the_whole_distribution_is_the_divergence(name: str, bias: flo
 
 
 def test_gradient_of_k2_is_that_of_the_divergence_and_of_k1_is_none() -> None:
-    """Expected gradients over all outcomes, with the sampled outcomes held fixed as in a loss."""
+    """Expected gradients are taken over all outcomes.
+
+    The sampled outcomes are held fixed, as in a loss.
+    """
     logits = torch.tensor([0.3, -0.2, 0.1], dtype=torch.float64, requires_grad=True)
     ref = torch.log_softmax(torch.tensor([0.0, 0.5, -0.5], dtype=torch.float64), 0)
     log_p = torch.log_softmax(logits, 0)
-    (exact,) = torch.autograd.grad((log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True)
+    (exact,) = torch.autograd.grad(
+        (log_p.exp() * (log_p - ref)).sum(), logits, retain_graph=True
+    )
     p = log_p.detach().exp()
-    (of_k2,) = torch.autograd.grad((p * k2(log_p, ref)).sum(), logits, retain_graph=True)
+    (of_k2,) = torch.autograd.grad(
+        (p * k2(log_p, ref)).sum(), logits, retain_graph=True
+    )
     (of_k1,) = torch.autograd.grad((p * k1(log_p, ref)).sum(), logits)
     torch.testing.assert_close(of_k2, exact)
     torch.testing.assert_close(of_k1, torch.zeros_like(of_k1))

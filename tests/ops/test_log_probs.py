@@ -1,4 +1,4 @@
-"""Log-probs, entropy and their gradients against the naive float64 computation, and the promise about memory."""
+"""Log-probs, entropy and gradients against naive float64, and the bound on memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,27 @@ T, H, V = 23, 8, 37
 
 
 @pytest.fixture(params=["kept", "recomputed"])
-def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Both ways of the head: logits kept for the backward pass, and recomputed by chunk."""
+def path(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[str]:
+    """Take both paths: logits kept for the backward pass, and recomputed by chunk."""
     monkeypatch.setattr(module, "KEPT_LOGITS", 2**40 if request.param == "kept" else 0)
     yield request.param
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(0)
-    hidden, weight, bias = (torch.randn(*shape, generator=generator).to(dtype) for shape in ((T, H), (V, H), (V,)))
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype)
+        for shape in ((T, H), (V, H), (V,))
+    )
     targets = torch.randint(V, (T,), generator=generator)
-    return hidden.requires_grad_(), weight.requires_grad_(), bias.requires_grad_(), targets
+    return (
+        hidden.requires_grad_(),
+        weight.requires_grad_(),
+        bias.requires_grad_(),
+        targets,
+    )
 
 
 def test_numbers_by_hand() -> None:
@@ -35,12 +45,17 @@ def test_numbers_by_hand() -> None:
     targets = torch.tensor([0, 1])
     colder = head_log_probs(logits, torch.eye(2), targets, temperature=0.5)
     assert colder.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 17])  # 16 : 1
-    outputs = head_log_probs(logits, torch.eye(2), targets, with_entropy=True, with_greedy=True)
+    outputs = head_log_probs(
+        logits, torch.eye(2), targets, with_entropy=True, with_greedy=True
+    )
     assert outputs.log_probs.exp().tolist() == pytest.approx([1 / 2, 1 / 5])
     assert outputs.entropy is not None and outputs.greedy is not None
     # H(4/5, 1/5) = log 5 - 0.8 log 4
     assert outputs.entropy.tolist() == pytest.approx([0.693147, 0.500402], abs=1e-6)
-    assert outputs.greedy.tolist() == [True, False]  # the first of equals is the greedy one
+    assert outputs.greedy.tolist() == [
+        True,
+        False,
+    ]  # the first of equals is the greedy one
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 23, 64, None])
@@ -50,37 +65,61 @@ def test_head_equals_the_naive_float64_computation(
     path: str, chunk: int | None, temperature: float | str, with_entropy: bool
 ) -> None:
     hidden, weight, bias, targets = inputs()
-    divisor = torch.linspace(0.5, 2.0, T) if isinstance(temperature, str) else temperature
+    divisor = (
+        torch.linspace(0.5, 2.0, T) if isinstance(temperature, str) else temperature
+    )
     slopes = torch.randn(2, T, generator=torch.Generator().manual_seed(1))
 
     expected, expected_entropy = naive(hidden, weight, bias, targets, divisor)
-    loss = (expected * slopes[0]).sum() + ((expected_entropy * slopes[1]).sum() if with_entropy else 0)
+    loss = (expected * slopes[0]).sum() + (
+        (expected_entropy * slopes[1]).sum() if with_entropy else 0
+    )
     expected_grads = torch.autograd.grad(loss, (hidden, weight, bias))
 
     outputs = head_log_probs(
-        hidden, weight, targets, bias=bias, temperature=divisor, with_entropy=with_entropy, chunk_tokens=chunk
+        hidden,
+        weight,
+        targets,
+        bias=bias,
+        temperature=divisor,
+        with_entropy=with_entropy,
+        chunk_tokens=chunk,
     )
     loss = (outputs.log_probs * slopes[0]).sum()
     assert (outputs.entropy is not None) == with_entropy and outputs.greedy is None
     if outputs.entropy is not None:
         assert outputs.entropy.dtype == torch.float32
-        torch.testing.assert_close(outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(
+            outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5
+        )
         loss = loss + (outputs.entropy * slopes[1]).sum()
     assert outputs.log_probs.dtype == torch.float32
-    torch.testing.assert_close(outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
-    for grad, expected_grad in zip(torch.autograd.grad(loss, (hidden, weight, bias)), expected_grads, strict=True):
+    torch.testing.assert_close(
+        outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5
+    )
+    for grad, expected_grad in zip(
+        torch.autograd.grad(loss, (hidden, weight, bias)), expected_grads, strict=True
+    ):
         torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("chunk", [4, None])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_logits_equal_the_naive_float64_computation(chunk: int | None, temperature: float) -> None:
-    logits = torch.randn(T, V, generator=torch.Generator().manual_seed(2)).mul(5).requires_grad_()
+def test_logits_equal_the_naive_float64_computation(
+    chunk: int | None, temperature: float
+) -> None:
+    logits = (
+        torch.randn(T, V, generator=torch.Generator().manual_seed(2))
+        .mul(5)
+        .requires_grad_()
+    )
     targets, slopes = torch.arange(T) % V, torch.linspace(-1, 1, T)
     expected, _ = naive(logits, torch.eye(V), None, targets, temperature)
     (expected_grad,) = torch.autograd.grad((expected * slopes).sum(), logits)
     kept = logits.detach().clone()
-    found = head_log_probs(logits, torch.eye(V), targets, temperature=temperature, chunk_tokens=chunk).log_probs
+    found = head_log_probs(
+        logits, torch.eye(V), targets, temperature=temperature, chunk_tokens=chunk
+    ).log_probs
     (grad,) = torch.autograd.grad((found * slopes).sum(), logits)
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(grad, expected_grad, rtol=1e-5, atol=1e-5)
@@ -103,8 +142,12 @@ def test_bfloat16_is_softmaxed_in_float32(path: str) -> None:
     expected, expected_entropy = naive(logits, torch.eye(V), None, targets, 1.0)
     outputs = head_log_probs(hidden, weight, targets, with_entropy=True, chunk_tokens=5)
     assert outputs.entropy is not None
-    torch.testing.assert_close(outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        outputs.log_probs.double(), expected, rtol=1e-5, atol=1e-5
+    )
+    torch.testing.assert_close(
+        outputs.entropy.double(), expected_entropy, rtol=1e-5, atol=1e-5
+    )
     outputs.log_probs.sum().backward()
     exact, _ = naive(hidden, weight, None, targets, 1.0)
     expected_grad = torch.autograd.grad(exact.sum(), weight)[0]
@@ -112,12 +155,19 @@ def test_bfloat16_is_softmaxed_in_float32(path: str) -> None:
     torch.testing.assert_close(weight.grad, expected_grad, rtol=0.05, atol=0.05)
 
 
-def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """600 tokens with the same gradient, one chunk each: a bfloat16 sum stops growing at 256 of them."""
+def test_weight_gradient_does_not_lose_late_chunks_in_bfloat16(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There are 600 tokens with the same gradient, one chunk each.
+
+    A bfloat16 sum stops growing at 256 of them.
+    """
     monkeypatch.setattr(module, "KEPT_LOGITS", 0)
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.ones(600, 1, dtype=torch.bfloat16)
-    head_log_probs(hidden, weight, torch.zeros(600, dtype=torch.int64), chunk_tokens=1).log_probs.sum().backward()
+    head_log_probs(
+        hidden, weight, torch.zeros(600, dtype=torch.int64), chunk_tokens=1
+    ).log_probs.sum().backward()
     assert weight.grad is not None
     assert weight.grad[:, 0].tolist() == pytest.approx([300, -300], rel=0.01)
 
@@ -126,11 +176,19 @@ def test_autocast_gives_forward_and_backward_the_same_logits(path: str) -> None:
     hidden, weight, _, targets = inputs()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         found = head_log_probs(hidden, weight, targets, with_entropy=True)
-    expected = head_log_probs(hidden.bfloat16(), weight.bfloat16(), targets, with_entropy=True)
+    expected = head_log_probs(
+        hidden.bfloat16(), weight.bfloat16(), targets, with_entropy=True
+    )
     assert found.entropy is not None and expected.entropy is not None
-    assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(found.entropy, expected.entropy)
-    grads = torch.autograd.grad(found.log_probs.sum() + found.entropy.sum(), (hidden, weight))
-    expected_grads = torch.autograd.grad(expected.log_probs.sum() + expected.entropy.sum(), (hidden, weight))
+    assert torch.equal(found.log_probs, expected.log_probs) and torch.equal(
+        found.entropy, expected.entropy
+    )
+    grads = torch.autograd.grad(
+        found.log_probs.sum() + found.entropy.sum(), (hidden, weight)
+    )
+    expected_grads = torch.autograd.grad(
+        expected.log_probs.sum() + expected.entropy.sum(), (hidden, weight)
+    )
     assert all(torch.equal(a, b) for a, b in zip(grads, expected_grads, strict=True))
 
 
@@ -139,25 +197,42 @@ def test_a_frozen_head_or_frozen_hidden_states(path: str) -> None:
     head_log_probs(hidden, weight.detach(), targets).log_probs.sum().backward()
     head_log_probs(hidden.detach(), weight, targets).log_probs.sum().backward()
     expected, _ = naive(hidden, weight, None, targets, 1.0)
-    for tensor, grad in zip((hidden, weight), torch.autograd.grad(expected.sum(), (hidden, weight)), strict=True):
+    for tensor, grad in zip(
+        (hidden, weight),
+        torch.autograd.grad(expected.sum(), (hidden, weight)),
+        strict=True,
+    ):
         torch.testing.assert_close(tensor.grad, grad, rtol=1e-5, atol=1e-5)
 
 
 def test_no_tokens(path: str) -> None:
     _, weight, _, _ = inputs()
     outputs = head_log_probs(
-        torch.empty(0, H), weight, torch.empty(0, dtype=torch.int64), with_entropy=True, with_greedy=True
+        torch.empty(0, H),
+        weight,
+        torch.empty(0, dtype=torch.int64),
+        with_entropy=True,
+        with_greedy=True,
     )
     outputs.log_probs.sum().backward()
-    assert outputs.log_probs.shape == (0,) and weight.grad is not None and not weight.grad.any()
+    assert (
+        outputs.log_probs.shape == (0,)
+        and weight.grad is not None
+        and not weight.grad.any()
+    )
 
 
 def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -> None:
-    """bfloat16 inputs: the largest float32 tensor is one chunk, in both ways of the head and from given logits.
+    """With bfloat16 inputs, the largest float32 tensor is one chunk.
 
-    Recomputed, no tensor of any kind is larger.
+    This holds on both paths of the head and for given logits. If logits are recomputed,
+    no tensor of any type is larger.
     """
-    hidden, weight, targets = torch.randn(64, 4).bfloat16(), torch.randn(50, 4).bfloat16(), torch.zeros(64).long()
+    hidden, weight, targets = (
+        torch.randn(64, 4).bfloat16(),
+        torch.randn(50, 4).bfloat16(),
+        torch.zeros(64).long(),
+    )
     for kept in (0, 2**40):
         monkeypatch.setattr(module, "KEPT_LOGITS", kept)
         with Watch() as seen:
@@ -172,7 +247,7 @@ def test_no_float32_copy_of_all_logits_exists(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_nothing_makes_the_host_wait_for_the_device(path: str) -> None:
-    """On the meta device there is nothing to read, so that any `.item()` or branch on a value raises."""
+    """On the meta device any `.item()` or branch on a value raises."""
     hidden, weight, bias, targets = (tensor.detach().to("meta") for tensor in inputs())
     outputs = head_log_probs(
         hidden.requires_grad_(), weight, targets, bias=bias, temperature=torch.ones(T, device="meta"),
@@ -185,7 +260,8 @@ def test_nothing_makes_the_host_wait_for_the_device(path: str) -> None:
 def test_misuse_is_named() -> None:
     hidden, weight, _, targets = inputs()
     with pytest.raises(
-        EngineError, match=r"width 8 per target; found rows of shape \(23, 8\) and targets of shape \(22,"
+        EngineError,
+        match=r"width 8 per target; found rows of shape \(23, 8\) and targets of shape \(22,",
     ):
         head_log_probs(hidden, weight, targets[1:])
     for temperature in (0.0, -1.0, float("nan")):

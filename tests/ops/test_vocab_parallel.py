@@ -1,4 +1,7 @@
-"""Slices of a head on two and three ranks against the float64 formula, and how much they send and hold."""
+"""Slices of a head on two and three ranks against the float64 formula.
+
+What they send and hold is checked, too.
+"""
 
 from __future__ import annotations
 
@@ -28,37 +31,68 @@ Found = dict[int, list[dict[str, Any]]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank of a group found, by the size of the group."""
+    """The findings of each rank of a group, by the size of the group."""
     folder = tmp_path_factory.mktemp("slices")
-    run_ranks(slices.__name__, [[(rank,) for rank in range(slices.WORLD)]], folder, deadline_s=slices.DEADLINE_S + 30)
-    everyone = [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(slices.WORLD)]
-    return {size: [everyone[rank][size] for rank in range(size)] for size in slices.SIZES}
+    run_ranks(
+        slices.__name__,
+        [[(rank,) for rank in range(slices.WORLD)]],
+        folder,
+        deadline_s=slices.DEADLINE_S + 30,
+    )
+    everyone = [
+        torch.load(folder / f"found_{rank}.pt", weights_only=False)
+        for rank in range(slices.WORLD)
+    ]
+    return {
+        size: [everyone[rank][size] for rank in range(size)] for size in slices.SIZES
+    }
 
 
 def close(found: Tensor, expected: Tensor, within: float = EXACT) -> None:
-    """Relative to the largest, and to 1."""
+    """Compare relative to the largest number, and to 1."""
     largest = max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
-    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=within * largest)
+    torch.testing.assert_close(
+        found.double(), expected.double(), rtol=0, atol=within * largest
+    )
 
 
 def whole_gradients(case: Case, ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """The parts of hidden's gradient summed, the slices of the others in the order of the vocabulary."""
-    parts = [rank[case.name]["gradients"] for rank in (ranks[::-1] if case.backwards else ranks)]
-    whole = {name: torch.cat([part[name] for part in parts]) for name in ("weight", "bias")}
-    return whole | {"hidden": torch.stack([part["hidden"].double() for part in parts]).sum(0)}
+    """Sum the parts of hidden's gradient, and join the slices of the others."""
+    parts = [
+        rank[case.name]["gradients"]
+        for rank in (ranks[::-1] if case.backwards else ranks)
+    ]
+    whole = {
+        name: torch.cat([part[name] for part in parts]) for name in ("weight", "bias")
+    }
+    return whole | {
+        "hidden": torch.stack([part["hidden"].double() for part in parts]).sum(0)
+    }
 
 
-@pytest.mark.parametrize("case", [*slices.GRID, *slices.HARD, *slices.DRAWN], ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "case", [*slices.GRID, *slices.HARD, *slices.DRAWN], ids=lambda case: case.name
+)
 @pytest.mark.parametrize("size", slices.SIZES)
-def test_slices_together_equal_the_naive_float64_computation(found: Found, size: int, case: Case) -> None:
+def test_slices_together_equal_the_naive_float64_computation(
+    found: Found, size: int, case: Case
+) -> None:
     given = slices.inputs(case)
-    learning = {name: getattr(given, name).double().requires_grad_() for name in ("hidden", "weight", "bias")}
+    learning = {
+        name: getattr(given, name).double().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+    }
     log_probs, entropy = naive(*learning.values(), given.targets, given.temperature)
-    loss = (log_probs * given.slopes[0]).sum() + ((entropy * given.slopes[1]).sum() if case.entropy else 0)
+    loss = (log_probs * given.slopes[0]).sum() + (
+        (entropy * given.slopes[1]).sum() if case.entropy else 0
+    )
     loss.backward()
     for rank in found[size]:
         outputs = rank[case.name]["outputs"]
-        assert outputs["log_probs"].dtype == torch.float32 and ("entropy" in outputs) == case.entropy
+        assert (
+            outputs["log_probs"].dtype == torch.float32
+            and ("entropy" in outputs) == case.entropy
+        )
         close(outputs["log_probs"], log_probs.detach())
         if case.entropy:
             close(outputs["entropy"], entropy.detach())
@@ -71,11 +105,16 @@ def test_slices_together_equal_the_naive_float64_computation(found: Found, size:
 @pytest.mark.parametrize("name", ["by hand", "by hand, backwards"])
 @pytest.mark.parametrize("size", slices.SIZES)
 def test_numbers_by_hand(found: Found, size: int, name: str) -> None:
-    """Odds 2 : 3 : 1 : 3 : 3, so twelve parts. H = log 12 - (2 log 2 + 9 log 3) / 12. Of the three most probable
-    tokens, which are in two slices, the first is the greedy one."""
+    """The odds are 2 : 3 : 1 : 3 : 3, so there are twelve parts.
+
+    H = log 12 - (2 log 2 + 9 log 3) / 12. Of the three most probable tokens, which are
+    in two slices, the first is the greedy one.
+    """
     for rank in found[size]:
         outputs = rank[name]
-        assert outputs["log_probs"].exp().tolist() == pytest.approx([2 / 12, 3 / 12, 1 / 12, 3 / 12, 3 / 12])
+        assert outputs["log_probs"].exp().tolist() == pytest.approx(
+            [2 / 12, 3 / 12, 1 / 12, 3 / 12, 3 / 12]
+        )
         assert outputs["entropy"].tolist() == pytest.approx([1.5454231] * 5, abs=1e-6)
         assert outputs["greedy"].tolist() == [False, True, False, False, False]
 
@@ -86,7 +125,10 @@ def test_all_ranks_have_the_same_bits(found: Found, size: int) -> None:
     for case in slices.CASES:
         for other in others:
             for name, value in first[case.name]["outputs"].items():
-                assert torch.equal(value, other[case.name]["outputs"][name]), (case.name, name)
+                assert torch.equal(value, other[case.name]["outputs"][name]), (
+                    case.name,
+                    name,
+                )
 
 
 @pytest.mark.parametrize("size", slices.SIZES)
@@ -94,7 +136,9 @@ def test_greedy_is_that_of_the_whole_head(found: Found, size: int) -> None:
     """`far apart` has whole numbers as logits, and so equals among them."""
     for case in [*slices.GRID, *slices.HARD, *slices.DRAWN]:
         given = slices.inputs(case)
-        expected = linear(given.hidden, given.weight, given.bias).argmax(-1) == given.targets
+        expected = (
+            linear(given.hidden, given.weight, given.bias).argmax(-1) == given.targets
+        )
         assert torch.equal(found[size][0][case.name]["outputs"]["greedy"], expected)
 
 
@@ -102,18 +146,32 @@ def test_greedy_is_that_of_the_whole_head(found: Found, size: int) -> None:
 @pytest.mark.parametrize("size", slices.SIZES)
 def test_bfloat16_is_softmaxed_in_float32(found: Found, size: int, case: Case) -> None:
     given = slices.inputs(case)
-    hidden, weight, bias = (tensor.bfloat16() for tensor in (given.hidden, given.weight, given.bias))
-    logits = torch.cat([linear(hidden, weight[at:end], bias[at:end]) for at, end in case.bounds(size)], dim=1)
-    log_probs, entropy = naive(logits, torch.eye(case.vocabulary), None, given.targets, 1.0)
+    hidden, weight, bias = (
+        tensor.bfloat16() for tensor in (given.hidden, given.weight, given.bias)
+    )
+    logits = torch.cat(
+        [linear(hidden, weight[at:end], bias[at:end]) for at, end in case.bounds(size)],
+        dim=1,
+    )
+    log_probs, entropy = naive(
+        logits, torch.eye(case.vocabulary), None, given.targets, 1.0
+    )
     outputs = found[size][0][case.name]["outputs"]
     close(outputs["log_probs"], log_probs)
     close(outputs["entropy"], entropy)
 
-    learning = {name: getattr(given, name).double().requires_grad_() for name in ("hidden", "weight", "bias")}
+    learning = {
+        name: getattr(given, name).double().requires_grad_()
+        for name in ("hidden", "weight", "bias")
+    }
     exact, exact_entropy = naive(*learning.values(), given.targets, 1.0)
-    ((exact * given.slopes[0]).sum() + (exact_entropy * given.slopes[1]).sum()).backward()
+    (
+        (exact * given.slopes[0]).sum() + (exact_entropy * given.slopes[1]).sum()
+    ).backward()
     for rank in found[size]:
-        assert {gradient.dtype for gradient in rank[case.name]["gradients"].values()} == {case.dtype}
+        assert {
+            gradient.dtype for gradient in rank[case.name]["gradients"].values()
+        } == {case.dtype}
     for name, gradient in whole_gradients(case, found[size]).items():
         expected = learning[name].grad
         assert expected is not None
@@ -121,34 +179,46 @@ def test_bfloat16_is_softmaxed_in_float32(found: Found, size: int, case: Case) -
 
 
 @pytest.mark.parametrize("size", slices.SIZES)
-def test_one_collective_forward_and_none_backward_whatever_the_chunks(found: Found, size: int) -> None:
+def test_one_collective_forward_and_none_backward_whatever_the_chunks(
+    found: Found, size: int
+) -> None:
     for rank in found[size]:
         assert {rank[case.name]["collectives"] for case in slices.CASES} == {(1, 0)}
 
 
 @pytest.mark.parametrize("case", slices.LARGE, ids=lambda case: case.name)
 @pytest.mark.parametrize("size", slices.SIZES)
-def test_nothing_is_larger_than_a_chunk_of_the_slice_or_its_kept_logits(found: Found, size: int, case: Case) -> None:
+def test_nothing_is_larger_than_a_chunk_of_the_slice_or_its_kept_logits(
+    found: Found, size: int, case: Case
+) -> None:
     assert case.chunk is not None
     for rank, (first, end) in zip(found[size], case.bounds(size), strict=True):
         most = (case.tokens if case.kept else case.chunk) * (end - first)
-        sent = size * 5 * case.tokens  # log-prob, entropy, best token, its logit and its log-prob
+        sent = (
+            size * 5 * case.tokens
+        )  # log-prob, entropy, best token, its logit and its log-prob
         assert rank[case.name]["numel"] == max(most, sent)
 
 
 @pytest.mark.parametrize("size", slices.SIZES)
 def test_no_tokens(found: Found, size: int) -> None:
     for rank in found[size]:
-        assert all(value.shape == (0,) for value in rank["no tokens"]["outputs"].values())
-        assert not any(gradient.any() for gradient in rank["no tokens"]["gradients"].values())
+        assert all(
+            value.shape == (0,) for value in rank["no tokens"]["outputs"].values()
+        )
+        assert not any(
+            gradient.any() for gradient in rank["no tokens"]["gradients"].values()
+        )
 
 
-# ------------------------------------------------------------------------------------------------- a group of one
+# ----------------------------------------------------------------------- a group of one
 
 
 @pytest.fixture
 def alone(tmp_path: Path) -> Iterator[dist.ProcessGroup]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
@@ -158,9 +228,17 @@ def test_one_slice_is_the_whole_head_bit_by_bit(alone: dist.ProcessGroup) -> Non
     given = slices.inputs(Case("one slice"))
     results = []
     for vocabulary in (None, VocabularySlice(alone, 0)):
-        hidden, weight = given.hidden.clone().requires_grad_(), given.weight.clone().requires_grad_()
+        hidden, weight = (
+            given.hidden.clone().requires_grad_(),
+            given.weight.clone().requires_grad_(),
+        )
         outputs = head_log_probs(
-            hidden, weight, given.targets, vocabulary=vocabulary, with_entropy=True, with_greedy=True
+            hidden,
+            weight,
+            given.targets,
+            vocabulary=vocabulary,
+            with_entropy=True,
+            with_greedy=True,
         )
         assert outputs.entropy is not None
         (outputs.log_probs.sum() + outputs.entropy.sum()).backward()
@@ -171,11 +249,24 @@ def test_one_slice_is_the_whole_head_bit_by_bit(alone: dist.ProcessGroup) -> Non
 
 def test_a_target_in_no_slice_has_no_probability(alone: dist.ProcessGroup) -> None:
     found = head_log_probs(
-        torch.zeros(3, 1), torch.zeros(2, 1), torch.tensor([1, 2, 4]), vocabulary=VocabularySlice(alone, 2)
+        torch.zeros(3, 1),
+        torch.zeros(2, 1),
+        torch.tensor([1, 2, 4]),
+        vocabulary=VocabularySlice(alone, 2),
     )
-    assert found.log_probs.tolist() == pytest.approx([-torch.inf, -0.6931472, -torch.inf])
+    assert found.log_probs.tolist() == pytest.approx(
+        [-torch.inf, -0.6931472, -torch.inf]
+    )
 
 
 def test_misuse_is_named(alone: dist.ProcessGroup) -> None:
-    with pytest.raises(EngineError, match=r"slice of the language head has no rows; each rank needs one or more"):
-        head_log_probs(torch.ones(1, 2), torch.ones(0, 2), torch.zeros(1).long(), vocabulary=VocabularySlice(alone, 7))
+    with pytest.raises(
+        EngineError,
+        match=r"slice of the language head has no rows; each rank needs one or more",
+    ):
+        head_log_probs(
+            torch.ones(1, 2),
+            torch.ones(0, 2),
+            torch.zeros(1).long(),
+            vocabulary=VocabularySlice(alone, 7),
+        )

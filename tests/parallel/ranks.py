@@ -1,6 +1,7 @@
-"""What each of four ranks finds as one of a group of four, then as one of two groups of two, left in a file.
+"""The findings of four ranks as one group of four, then as two groups of two.
 
-`main` is a rank of test_ulysses.py, which judges the findings.
+`main` is a rank of test_ulysses.py. It leaves its findings in a file, which that
+checks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from tests.models.loading import load_role_model
 from verl_ray.data.batch import offsets_of
 from verl_ray.models.attention import plan_layout
 from verl_ray.models.role_model import HeadKind, PackedRows, RoleModel
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 
@@ -30,30 +31,38 @@ LENGTHS = (5, 9, 2, 13, 17, 1)
 ALL = tuple(range(len(LENGTHS)))
 ROWS = {2: ((0, 1, 5, 2, 3), (4,)), 4: ((2, 0, 1), (4,), (), (5, 3))}
 """The rows that each rank is given where they are its own, by the size of the group."""
-WANTED: dict[HeadKind, Outputs] = {
-    "policy": Outputs(log_probs=True, entropy=True, greedy=True),
-    "value": Outputs(values=True, scores=True),
+WANTED: dict[HeadKind, RequestedOutputs] = {
+    "policy": RequestedOutputs(log_probs=True, entropy=True, greedy=True),
+    "value": RequestedOutputs(values=True, scores=True),
 }
 
 
 def packed(rows: Given) -> PackedTokens:
-    """Some of the rows; without any, one token that nobody reads, as an engine packs it. The last token of a row and
-    every third one are read, never the first."""
+    """Pack some of the rows; without any, one token that is not selected.
+
+    The last token of a row and every third one are selected, never the first.
+    """
     if not rows:
         nothing, token = np.empty(0, np.int64), np.zeros(1, np.int64)
         return PackedTokens(token, token, nothing, nothing, nothing, offsets_of([1]))
     tokens = [(np.arange(LENGTHS[row]) * 5 + row * 3) % 14 for row in rows]
     offsets = offsets_of([LENGTHS[row] for row in rows])
-    flat, positions = np.concatenate(tokens), np.concatenate([np.arange(LENGTHS[row]) for row in rows])
+    flat, positions = (
+        np.concatenate(tokens),
+        np.concatenate([np.arange(LENGTHS[row]) for row in rows]),
+    )
     read = np.isin(np.arange(len(flat)), offsets[1:] - 1) | (positions % 3 == 2)
     read = np.flatnonzero(read & (positions > 0))
     return PackedTokens(flat, positions, read - 1, flat[read], offsets[1:] - 1, offsets)
 
 
 def weights(rows: PackedTokens, given: Given) -> tuple[torch.Tensor, torch.Tensor]:
-    """How much each token that is read, and each row, counts: told by its place in its row, and its row."""
-    at = np.searchsorted(rows.ends, rows.before)
-    place = rows.before - rows.offsets[at] + 7.0 * np.array(given, np.int64)[at]
+    """Return the weight of each selected token and each row.
+
+    It follows from the token's place in its row, and from the row.
+    """
+    at = np.searchsorted(rows.last_tokens, rows.predecessors)
+    place = rows.predecessors - rows.offsets[at] + 7.0 * np.array(given, np.int64)[at]
     of_tokens = torch.from_numpy(np.cos(place)).float()
     return of_tokens, torch.from_numpy(np.sin(1.0 + np.array(given))).float()
 
@@ -65,7 +74,10 @@ def compute(model: RoleModel, manager: ShardingManager, given: Given) -> TokenOu
         torch.from_numpy(own.tokens)[None],
         torch.from_numpy(own.positions)[None],
         plan_layout(own.offsets, CPU, torch.float32, manager.exchange),
-        *(torch.from_numpy(part) for part in (own.before, own.targets, own.ends)),
+        *(
+            torch.from_numpy(part)
+            for part in (own.predecessors, own.targets, own.last_tokens)
+        ),
     )
     outputs: TokenOutputs = model(inputs, WANTED[model.kind])
     return manager.postprocess(outputs)
@@ -75,16 +87,23 @@ def loss_of(outputs: TokenOutputs, given: Given) -> torch.Tensor:
     of_tokens, of_rows = weights(packed(given), given)
     total = torch.zeros(())
     for name in ("log_probs", "entropy", "values", "scores"):
-        value, weight = getattr(outputs, name), of_rows if name == "scores" else of_tokens
+        value, weight = (
+            getattr(outputs, name),
+            of_rows if name == "scores" else of_tokens,
+        )
         if value is not None:
             total = total + (weight * value * (1 + value)).sum()
     return total
 
 
 def learn(
-    folder: Path, head: HeadKind, manager: ShardingManager, given: Given, group: dist.ProcessGroup | None = None
+    folder: Path,
+    head: HeadKind,
+    manager: ShardingManager,
+    given: Given,
+    group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Outputs of the rows that this rank gave, its loss, and the sum of the group's gradients."""
+    """Return this rank's outputs and loss, and the group's summed gradients."""
     model = load_role_model(str(folder / "model"), head, seed=3, device=CPU)
     with manager:
         found = compute(model, manager, given)
@@ -93,12 +112,19 @@ def learn(
     gradients = {name: p.grad for name, p in model.hf.named_parameters()}
     for gradient in gradients.values() if group else ():
         dist.all_reduce(gradient, group=group)
-    outputs = {name: value.detach() for name, value in vars(found).items() if value is not None}
+    outputs = {
+        name: value.detach() for name, value in vars(found).items() if value is not None
+    }
     return {"outputs": outputs, "loss": loss.detach(), "gradients": gradients}
 
 
-def nested(folder: Path, manager: UlyssesManager, given: Given, others: Given) -> dict[str, Any]:
-    """Other rows inside, of other sizes, while these are on their way; one block inside ends by an exception."""
+def nested(
+    folder: Path, manager: UlyssesManager, given: Given, others: Given
+) -> dict[str, Any]:
+    """Run rows of other sizes in an inner block while the outer ones are in flight.
+
+    One inner block ends with an exception.
+    """
     model = load_role_model(str(folder / "model"), "policy", seed=3, device=CPU)
     found: dict[str, Any] = {}
 
@@ -149,6 +175,8 @@ def main(rank: int, folder: Path) -> None:
     four = dist.group.WORLD
     two, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     assert four is not None and two is not None
-    torch.save({4: find(folder, four), 2: find(folder, two)}, folder / f"found_{rank}.pt")
+    torch.save(
+        {4: find(folder, four), 2: find(folder, two)}, folder / f"found_{rank}.pt"
+    )
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,7 @@
-"""The manager's contract: on a group of one, and on groups of two and four against one rank that has everything."""
+"""The manager's contract on groups of one, two and four ranks.
+
+The reference is one rank that has everything.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +31,14 @@ pytestmark = pytest.mark.ranks
 ROWS = PackedTokens(
     tokens=np.array([5, 6, 7, 8, 9]),
     positions=np.array([0, 1, 2, 0, 1]),
-    before=np.array([0, 1, 3]),
+    predecessors=np.array([0, 1, 3]),
     targets=np.array([6, 7, 9]),
-    ends=np.array([2, 4]),
+    last_tokens=np.array([2, 4]),
     offsets=np.array([0, 3, 5]),
 )
-OUTPUTS = TokenOutputs(log_probs=torch.tensor([1.0, 2.0, 3.0]), greedy=torch.tensor([True, False, True]))
+OUTPUTS = TokenOutputs(
+    log_probs=torch.tensor([1.0, 2.0, 3.0]), greedy=torch.tensor([True, False, True])
+)
 
 
 EXACT = 1e-5
@@ -42,20 +47,28 @@ Found = dict[int, list[list[dict[str, Any]]]]
 
 @pytest.fixture(params=[True, False], ids=["same rows", "own rows"])
 def manager(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[UlyssesManager]:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1
+    )
     assert dist.group.WORLD is not None
     yield UlyssesManager(dist.group.WORLD, same_rows=request.param)
     dist.destroy_process_group()
 
 
 def same(left: PackedTokens, right: PackedTokens) -> bool:
-    return all(np.array_equal(value, vars(right)[name]) for name, value in vars(left).items())
+    return all(
+        np.array_equal(value, vars(right)[name]) for name, value in vars(left).items()
+    )
 
 
 def test_without_peers_nothing_is_done() -> None:
     plain = ShardingManager()
     with plain:
-        assert plain.preprocess(ROWS) is ROWS and plain.postprocess(OUTPUTS) is OUTPUTS and plain.exchange is None
+        assert (
+            plain.preprocess(ROWS) is ROWS
+            and plain.postprocess(OUTPUTS) is OUTPUTS
+            and plain.exchange is None
+        )
 
 
 def test_what_was_sliced_is_put_together_again(manager: UlyssesManager) -> None:
@@ -63,7 +76,9 @@ def test_what_was_sliced_is_put_together_again(manager: UlyssesManager) -> None:
         assert same(manager.preprocess(ROWS), ROWS)
         found = manager.postprocess(OUTPUTS)
         assert manager.exchange is not None and manager.exchange.tokens == 5
-    assert torch.equal(found.log_probs, OUTPUTS.log_probs) and torch.equal(found.greedy, OUTPUTS.greedy)
+    assert torch.equal(found.log_probs, OUTPUTS.log_probs) and torch.equal(
+        found.greedy, OUTPUTS.greedy
+    )
     assert found.greedy.dtype == torch.bool and found.values is None
 
 
@@ -94,7 +109,7 @@ def test_an_exception_leaves_nothing_behind(manager: UlyssesManager) -> None:
         manager.postprocess(OUTPUTS)
 
 
-# -------------------------------------------------------------------------------------------- several real ranks
+# ------------------------------------------------------------------- several real ranks
 
 
 @pytest.fixture(scope="module")
@@ -111,17 +126,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> Found:
-    """What each rank of a group found, of each group, by the size of the group."""
-    run_ranks(ranks.__name__, [[(rank,) for rank in range(ranks.WORLD)]], folder, deadline_s=ranks.DEADLINE_S + 30)
-    everyone = [torch.load(folder / f"found_{rank}.pt", weights_only=False) for rank in range(ranks.WORLD)]
+    """The findings of each rank of each group, by the size of the group."""
+    run_ranks(
+        ranks.__name__,
+        [[(rank,) for rank in range(ranks.WORLD)]],
+        folder,
+        deadline_s=ranks.DEADLINE_S + 30,
+    )
+    everyone = [
+        torch.load(folder / f"found_{rank}.pt", weights_only=False)
+        for rank in range(ranks.WORLD)
+    ]
     return {
-        size: [[one[size] for one in everyone[first : first + size]] for first in range(0, ranks.WORLD, size)]
+        size: [
+            [one[size] for one in everyone[first : first + size]]
+            for first in range(0, ranks.WORLD, size)
+        ]
         for size in ranks.ROWS
     }
 
 
 def close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Relative to the largest, and to 1."""
+    """Compare relative to the largest number, and to 1."""
     largest = max(1.0, float(expected.abs().max())) if expected.numel() else 0.0
     torch.testing.assert_close(found, expected, rtol=0, atol=EXACT * largest)
 
@@ -142,7 +168,7 @@ def check_gradients(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @functools.cache
 def alone(folder: Path, head: HeadKind, given: ranks.Given) -> dict[str, Any]:
-    """What one rank that has these rows to itself finds."""
+    """Return the findings of one rank that has these rows to itself."""
     return ranks.learn(folder, head, ShardingManager(), given)
 
 
@@ -160,7 +186,9 @@ def test_each_rank_gets_the_outputs_of_its_own_rows_and_all_of_them_the_gradient
 
 @pytest.mark.parametrize("head", ranks.WANTED)
 @pytest.mark.parametrize("size", ranks.ROWS)
-def test_of_the_same_rows_each_rank_gets_all_outputs(folder: Path, found: Found, size: int, head: HeadKind) -> None:
+def test_of_the_same_rows_each_rank_gets_all_outputs(
+    folder: Path, found: Found, size: int, head: HeadKind
+) -> None:
     for group in found[size]:
         for rank in group:
             check_outputs(rank[f"{head}, same rows"], alone(folder, head, ranks.ALL))
@@ -168,10 +196,18 @@ def test_of_the_same_rows_each_rank_gets_all_outputs(folder: Path, found: Found,
 
 
 @pytest.mark.parametrize("size", ranks.ROWS)
-def test_other_rows_inside_do_not_disturb_those_on_their_way(folder: Path, found: Found, size: int) -> None:
+def test_other_rows_inside_do_not_disturb_those_on_their_way(
+    folder: Path, found: Found, size: int
+) -> None:
     given = ranks.ROWS[size]
     for group in found[size]:
         for number, rank in enumerate(group):
-            close(rank["nested"]["outside"], alone(folder, "policy", given[number])["outputs"]["log_probs"])
-            close(rank["nested"]["inside"], alone(folder, "policy", given[number - 1])["outputs"]["log_probs"])
+            close(
+                rank["nested"]["outside"],
+                alone(folder, "policy", given[number])["outputs"]["log_probs"],
+            )
+            close(
+                rank["nested"]["inside"],
+                alone(folder, "policy", given[number - 1])["outputs"]["log_probs"],
+            )
             assert rank["nested"]["exchange left"] is None

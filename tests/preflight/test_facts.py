@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from controllers.compose.composition import compose
-from tests.preflight.found import BIG, ppo
+from tests.preflight.configs import BIG, ppo
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.preflight.facts import facts_here, facts_of, has_chat_template
@@ -22,7 +22,14 @@ from verl_ray.preflight.facts import facts_here, facts_of, has_chat_template
         ({"chat_template.jinja": ""}, False),
         ({"additional_chat_templates/tool_use.jinja": "{{ messages }}"}, True),
         ({"tokenizer_config.json": "{{ messages }}"}, True),
-        ({"tokenizer_config.json": [{"name": "default", "template": "{{ messages }}"}]}, True),
+        (
+            {
+                "tokenizer_config.json": [
+                    {"name": "default", "template": "{{ messages }}"}
+                ]
+            },
+            True,
+        ),
         ({"tokenizer_config.json": None}, False),
     ],
 )
@@ -34,9 +41,15 @@ def test_a_chat_template_is_found_as_transformers_does(
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         if path.suffix == ".json":
-            content = json.dumps(json.loads(path.read_text()) | {"chat_template": content})
+            content = json.dumps(
+                json.loads(path.read_text()) | {"chat_template": content}
+            )
         path.write_text(str(content))
-    assert has_chat_template(str(tmp_path)) is bool(load_tokenizer(tmp_path).chat_template) is expected
+    assert (
+        has_chat_template(str(tmp_path))
+        is bool(load_tokenizer(tmp_path).chat_template)
+        is expected
+    )
 
 
 def test_a_directory_that_says_nothing_has_no_template(tmp_path: Path) -> None:
@@ -46,27 +59,46 @@ def test_a_directory_that_says_nothing_has_no_template(tmp_path: Path) -> None:
 
 
 def test_of_several_nodes_the_smallest_counts(model: Path, data: Path) -> None:
-    found = facts_of(ppo(model, data), cores=[8, 2], gpus=[4, 0], checkpoint="/c", learns=False)
-    assert (found.nodes, found.cores, found.gpus, found.checkpoint, found.learns) == (2, 2, 4, "/c", False)
+    found = facts_of(
+        ppo(model, data), cores=[8, 2], gpus=[4, 0], checkpoint="/c", learns=False
+    )
+    assert (found.nodes, found.cores, found.gpus, found.checkpoint, found.learns) == (
+        2,
+        2,
+        4,
+        "/c",
+        False,
+    )
     assert found.sent_bytes == 4 * 120
-    supervised = compose("sft", [f"model.path={model}", "data.train_path=t", "data.validation_path=v"])
+    supervised = compose(
+        "sft", [f"model.path={model}", "data.train_path=t", "data.validation_path=v"]
+    )
     assert facts_here(supervised, BIG).sent_bytes == 0
 
 
 def test_what_the_run_will_make_is_known(tmp_path: Path) -> None:
     found = facts_here(compose("quickstart", [f"run.dir={tmp_path}"]), None)
-    assert (found.has_chat_template, found.checkpoint, found.nodes, found.gpus) == (False, None, 1, 0)
+    assert (found.has_chat_template, found.checkpoint, found.nodes, found.gpus) == (
+        False,
+        None,
+        1,
+        0,
+    )
     assert found.sent_bytes > 10**6
 
 
-def test_the_newest_checkpoint_is_found(tmp_path: Path, model: Path, data: Path) -> None:
+def test_the_newest_checkpoint_is_found(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     store = CheckpointStore(tmp_path / "checkpoints", keep=2)
     for step in (3, 4):
         with store.writing(step, {}, {}, ["actor"]) as folder:
             (folder / "actor").mkdir()
             (folder / "actor" / "shard").write_bytes(b"1")
     config = ppo(model, data, f"run.dir={tmp_path}")
-    assert facts_here(config, BIG).checkpoint == str(tmp_path / "checkpoints" / "step_00000004")
+    assert facts_here(config, BIG).checkpoint == str(
+        tmp_path / "checkpoints" / "step_00000004"
+    )
     for path in (tmp_path / "checkpoints").glob("step_*/manifest.json"):
         path.write_text("torn")
     assert facts_here(config, BIG).checkpoint is None  # why, the run says as it starts

@@ -1,4 +1,6 @@
-"""Everything that must be there is found missing under its own key: inputs, folders, graders."""
+"""Everything that must be there is found missing under its own key: inputs, folders,
+graders.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,13 @@ import pytest
 
 from controllers.command_line import main
 from controllers.compose.composition import compose
-from tests.preflight.found import BIG, NO_GAIN, found, ppo
-from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, Findings, preflight
+from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
+from verl_ray.preflight.findings import (
+    INPUTS_COMPLETE,
+    INPUTS_STARTED,
+    Findings,
+    preflight,
+)
 
 PORT = "rollout.endpoint.port"
 
@@ -21,20 +28,33 @@ def test_nothing_to_complain_about(model: Path, data: Path) -> None:
     assert (findings.problems, findings.warnings) == ([], [])
 
 
-def test_a_torch_outside_the_table_is_named(monkeypatch: pytest.MonkeyPatch, model: Path, data: Path) -> None:
+def test_a_torch_outside_the_table_is_named(
+    monkeypatch: pytest.MonkeyPatch, model: Path, data: Path
+) -> None:
     installed = {"torch": "2.12.0", "vllm": "0.32.0"}
     monkeypatch.setattr(importlib.metadata, "version", installed.__getitem__)
-    told = found(preflight(ppo(model, data), BIG))
-    assert "torch 2.12.0 is not supported" in told["the environment"] and set(told) == {"the environment"}
+    told = problems_by_key(preflight(ppo(model, data), BIG))
+    assert "torch 2.12.0 is not supported" in told["the environment"] and set(told) == {
+        "the environment"
+    }
 
 
 def test_what_the_run_makes_itself_is_not_missing(tmp_path: Path) -> None:
-    assert preflight(compose("quickstart", [f"run.dir={tmp_path}/run"]), BIG).problems == []
+    assert (
+        preflight(compose("quickstart", [f"run.dir={tmp_path}/run"]), BIG).problems
+        == []
+    )
     own = compose("quickstart", [f"run.dir={tmp_path}/run", "prepare=null"])
-    assert set(found(preflight(own, BIG))) == {"model.path", "data.train_path", "data.validation_path"}
+    assert set(problems_by_key(preflight(own, BIG))) == {
+        "model.path",
+        "data.train_path",
+        "data.validation_path",
+    }
 
 
-def test_the_address_of_a_service_holds_no_password(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_address_of_a_service_holds_no_password(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     for url, rule in (
         ("foo", "does not begin with http://"),
         ("http://me:s3cret@h/s", "holds a user name or password"),
@@ -48,9 +68,18 @@ def test_a_reward_function_of_the_users_own_is_found_without_running_it(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
     grader = tmp_path / "grader.py"
-    grader.write_text("raise SystemExit\ndef grade(response, answer, **rest):\n    return 1.0\n")
-    assert preflight(ppo(model, data, f"reward.functions.default={grader}:grade"), BIG).problems == []
-    messages = found(preflight(ppo(model, data, f"reward.functions.default={grader}:grad"), BIG))
+    grader.write_text(
+        "raise SystemExit\ndef grade(response, answer, **rest):\n    return 1.0\n"
+    )
+    assert (
+        preflight(
+            ppo(model, data, f"reward.functions.default={grader}:grade"), BIG
+        ).problems
+        == []
+    )
+    messages = problems_by_key(
+        preflight(ppo(model, data, f"reward.functions.default={grader}:grad"), BIG)
+    )
     assert "grade" in messages["reward.functions.default"]
 
 
@@ -58,29 +87,52 @@ def test_an_endpoint_that_cannot_be_opened_or_is_open_to_everybody(
     model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def endpoint(*changes: str) -> Findings:
-        changed = [f"rollout.endpoint.{change}" for change in ("enabled=true", *changes)]
+        changed = [
+            f"rollout.endpoint.{change}" for change in ("enabled=true", *changes)
+        ]
         return preflight(ppo(model, data, *changed, "rollout.num_replicas=2"), BIG)
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        problems = found(endpoint(f"port={port - 1}"))
-        assert f"nobody can listen on 127.0.0.1 port {port} here: Address already in use" in problems[PORT]
-        config = ppo(model, data, "rollout.endpoint.enabled=true", f"rollout.endpoint.port={port}")
-        assert preflight(config, None).problems == []  # a cluster's machines are not this one
+        problems = problems_by_key(endpoint(f"port={port - 1}"))
+        assert (
+            f"nobody can listen on 127.0.0.1 port {port} here: Address already in use"
+            in problems[PORT]
+        )
+        config = ppo(
+            model,
+            data,
+            "rollout.endpoint.enabled=true",
+            f"rollout.endpoint.port={port}",
+        )
+        assert (
+            preflight(config, None).problems == []
+        )  # a cluster's machines are not this one
     assert endpoint("port=0").problems == endpoint("port=0").warnings == []
-    assert "Cannot assign requested address" in found(endpoint("port=0", "host=192.0.2.1"))[PORT]
+    assert (
+        "Cannot assign requested address"
+        in problems_by_key(endpoint("port=0", "host=192.0.2.1"))[PORT]
+    )
     (warning,) = endpoint("port=0", "host=0.0.0.0").warnings
-    assert "rollout.endpoint.host=0.0.0.0: everybody who can reach this address may use" in warning
+    assert (
+        "rollout.endpoint.host=0.0.0.0: everybody who can reach this address may use"
+        in warning
+    )
     monkeypatch.delenv("CLIENTS_TOKEN", raising=False)
     asking = ("port=0", "host=0.0.0.0", "token_env=CLIENTS_TOKEN")
-    assert "no such environment variable" in found(endpoint(*asking))["rollout.endpoint.token_env"]
+    assert (
+        "no such environment variable"
+        in problems_by_key(endpoint(*asking))["rollout.endpoint.token_env"]
+    )
     monkeypatch.setenv("CLIENTS_TOKEN", "s3cret")
     assert endpoint(*asking).problems == endpoint(*asking).warnings == []
 
 
 def test_a_run_dir_and_a_checkpoint_that_cannot_be(model: Path, data: Path) -> None:
-    blocked = ppo(model, data, f"run.dir={data}/notes.txt/run", f"run.resume={data}/gone")
-    messages = found(preflight(blocked, BIG))
+    blocked = ppo(
+        model, data, f"run.dir={data}/notes.txt/run", f"run.resume={data}/gone"
+    )
+    messages = problems_by_key(preflight(blocked, BIG))
     assert "cannot be written to" in messages["run.dir"]
     assert "no such checkpoint" in messages["run.resume"]
 
@@ -90,7 +142,7 @@ def test_inputs_that_no_run_has_made_are_not_written_over(tmp_path: Path) -> Non
     (tmp_path / "inputs").mkdir()
     assert preflight(config, BIG).problems == []
     (tmp_path / "inputs" / "mine.txt").write_text("mine")
-    assert "no run has made" in found(preflight(config, BIG))["run.dir"]
+    assert "no run has made" in problems_by_key(preflight(config, BIG))["run.dir"]
     (tmp_path / "inputs" / INPUTS_STARTED).touch()
     assert preflight(config, BIG).problems == []
 
@@ -102,7 +154,8 @@ def test_a_model_that_training_makes_cannot_be_evaluated_before(
     assert main(["evaluate", run]) == 2
     err = capsys.readouterr().err
     assert (
-        f"model.path = {tmp_path}/run/inputs/model\n    rule: training makes this model, and there is none yet" in err
+        f"model.path = {tmp_path}/run/inputs/model\n    rule: training makes this model, and there is none yet"
+        in err
     )
     assert "run.dir of a finished run; or prepare=null with model.path" in err
     (tmp_path / "run" / "inputs").mkdir(parents=True)

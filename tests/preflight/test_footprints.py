@@ -1,4 +1,6 @@
-"""Bytes of one rank, by hand: a model of 2 layers of 10 million parameters, and 4 million beside them."""
+"""Bytes of one rank, by hand: a model of 2 layers of 10 million parameters, and 4
+million beside them.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +9,58 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import compose
-from verl_ray.backends.base import Bytes
+from verl_ray.backends.base import BytesPerPart
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.preflight.footprints import Work, engine_footprint, footprint
+from verl_ray.preflight.footprints import Workload, engine_footprint, footprint
 from verl_ray.preflight.model_sizes import ModelSize
 from verl_ray.profiling.flops import ModelShape
 
 M = 10**6
 SHAPE = ModelShape(
-    num_layers=2, hidden_size=100, num_heads=4, num_kv_heads=2, head_size=50, intermediate_size=300, vocab_size=1000
+    num_layers=2,
+    hidden_size=100,
+    num_heads=4,
+    num_kv_heads=2,
+    head_size=50,
+    intermediate_size=300,
+    vocab_size=1000,
 )
 MODEL = ModelSize(
-    parameters=24 * M, of_experts=0, in_layers=20 * M, largest_layer=10 * M, adapter=M, shape=SHAPE, tied=False
+    parameters=24 * M,
+    in_experts=0,
+    in_layers=20 * M,
+    largest_layer=10 * M,
+    adapter=M,
+    shape=SHAPE,
+    tied=False,
 )
-WORK = Work(tokens=1000, read=500, batches=1)
+WORK = Workload(tokens=1000, logit_tokens=500, batches=1)
 
 
 def config(*overrides: str) -> RLConfig:
-    found = compose("ppo", ["model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl", *overrides])
+    found = compose(
+        "ppo",
+        [
+            "model.path=/m",
+            "data.train_path=/t.jsonl",
+            "data.validation_path=/v.jsonl",
+            *overrides,
+        ],
+    )
     assert isinstance(found, RLConfig)
     return found
 
 
-def of_actor(*overrides: str, work: Work = WORK, model: ModelSize = MODEL, device: str = "cpu") -> Any:
+def of_actor(
+    *overrides: str,
+    work: Workload = WORK,
+    model: ModelSize = MODEL,
+    device: str = "cpu",
+) -> Any:
     return footprint(config(*overrides).actor, model, work, work, device)
 
 
-def in_millions(sizes: Bytes) -> dict[str, float]:
+def in_millions(sizes: BytesPerPart) -> dict[str, float]:
     return {part: size / M for part, size in sizes.items() if size}
 
 
@@ -41,75 +68,138 @@ def in_millions(sizes: Bytes) -> dict[str, float]:
     ("overrides", "held", "gradients"),
     [
         ((), {"weights": 96, "optimizer": 192}, 96),
-        (("actor.num_ranks=2",), {"weights": 96, "optimizer": 192, "gradients": 96}, 0),  # the buckets of DDP stay
-        (("backend=fsdp", "actor.num_ranks=4"), {"weights": 24, "optimizer": 48}, 24),
-        (("backend=fsdp", "actor.num_ranks=4", "backend.sharding=none"), {"weights": 96, "optimizer": 192}, 96),
         (
-            ("backend=fsdp", "actor.num_ranks=4", "backend.sharding=hybrid", "backend.shard_size=2"),
+            ("actor.num_ranks=2",),
+            {"weights": 96, "optimizer": 192, "gradients": 96},
+            0,
+        ),  # the buckets of DDP stay
+        (("backend=fsdp", "actor.num_ranks=4"), {"weights": 24, "optimizer": 48}, 24),
+        (
+            ("backend=fsdp", "actor.num_ranks=4", "backend.sharding=none"),
+            {"weights": 96, "optimizer": 192},
+            96,
+        ),
+        (
+            (
+                "backend=fsdp",
+                "actor.num_ranks=4",
+                "backend.sharding=hybrid",
+                "backend.shard_size=2",
+            ),
             {"weights": 48, "optimizer": 96},
             48,
         ),
-        (("actor.lora.rank=2",), {"weights": 104, "optimizer": 16}, 8),  # 2 million of the adapter learn
         (
-            ("backend=megatron", "actor.num_ranks=4", "backend.tensor_parallel=2", "backend.dtype=bfloat16"),
-            {"weights": 24, "gradients": 48, "optimizer": 72},  # 2 + 4 of 12 million; 12 of a quarter
+            ("actor.lora.rank=2",),
+            {"weights": 104, "optimizer": 16},
+            8,
+        ),  # 2 million of the adapter learn
+        (
+            (
+                "backend=megatron",
+                "actor.num_ranks=4",
+                "backend.tensor_parallel=2",
+                "backend.dtype=bfloat16",
+            ),
+            {
+                "weights": 24,
+                "gradients": 48,
+                "optimizer": 72,
+            },  # 2 + 4 of 12 million; 12 of a quarter
             0,
         ),
         (
-            ("backend=megatron_fsdp", "actor.num_ranks=2", "backend.sharding=optimizer"),
+            (
+                "backend=megatron_fsdp",
+                "actor.num_ranks=2",
+                "backend.sharding=optimizer",
+            ),
             {"weights": 96, "gradients": 96, "optimizer": 96},
             0,
         ),
     ],
 )
-def test_state_between_calls(overrides: tuple[str, ...], held: dict[str, float], gradients: float) -> None:
+def test_state_between_calls(
+    overrides: tuple[str, ...], held: dict[str, float], gradients: float
+) -> None:
     found = of_actor(*overrides)
-    assert in_millions(found.held) == held
+    assert in_millions(found.persistent) == held
     assert found.update["gradients"] / M == gradients
 
 
 def test_a_role_that_does_not_learn_has_weights_alone() -> None:
     found = footprint(config("actor.num_ranks=2").reference, MODEL, WORK, WORK, "cpu")
-    assert in_millions(found.held) == {"weights": 96} and not found.update
+    assert in_millions(found.persistent) == {"weights": 96} and not found.update
 
 
 def test_activations_of_layers_and_head() -> None:
-    # Per token and layer 4 bytes of 6 x 100 (norms), 5 x 200 and 4 x 100 (attention), 4 x 300 (feed-forward): 12,800.
-    # In passing 4 bytes of 2 x 100, 2 x 200 + 2 x 100, 3 x 300: 6,800. 500 x 1000 logits: 4 bytes each, twice with
-    # their gradients, and three times in a chunk.
+    # Per token and layer 4 bytes of 6 x 100 (norms), 5 x 200 and 4 x 100 (attention), 4
+    # x 300 (feed-forward): 12,800. In passing 4 bytes of 2 x 100, 2 x 200 + 2 x 100, 3
+    # x 300: 6,800. 500 x 1000 logits: 4 bytes each, twice with their gradients, and
+    # three times in a chunk.
     layers, passing, logits = 1000 * 12_800, 1000 * 6_800, 500_000 * 4
     assert of_actor().update["activations"] == 2 * layers + max(passing, 5 * logits)
-    assert of_actor().forward["activations"] == max(passing, 4 * logits) + 1000 * 100 * 4
+    assert (
+        of_actor().forward["activations"] == max(passing, 4 * logits) + 1000 * 100 * 4
+    )
     again = of_actor("backend.activation_checkpointing=true").update["activations"]
     assert again == 2 * 1000 * 100 * 4 + layers + max(passing, 5 * logits)
-    stages = of_actor("backend=megatron", "actor.num_ranks=2", "backend.pipeline_parallel=2").update["activations"]
-    assert stages == layers + max(passing, 5 * logits)  # one of two layers, one batch under way
-    assert of_actor(model=ModelSize(M, 0, M, M, 0, None, False)).update["activations"] == 0  # nothing is known
+    stages = of_actor(
+        "backend=megatron", "actor.num_ranks=2", "backend.pipeline_parallel=2"
+    ).update["activations"]
+    assert stages == layers + max(
+        passing, 5 * logits
+    )  # one of two layers, one batch under way
+    assert (
+        of_actor(model=ModelSize(M, 0, M, M, 0, None, False)).update["activations"] == 0
+    )  # nothing is known
 
 
 def test_many_logits_are_not_kept() -> None:
-    """2^27 logits are more than are kept: a chunk of 2^22 at a time, and the gradient of the head in float32."""
-    wide = ModelSize(24 * M, 0, 20 * M, 10 * M, 0, ModelShape(2, 100, 4, 2, 50, 300, 2**17), False)
-    found = of_actor(work=Work(1024, 1024, 1), model=wide).forward["activations"]
+    """2^27 logits are more than are kept: a chunk of 2^22 at a time, and the gradient
+    of the head in float32.
+    """
+    wide = ModelSize(
+        24 * M, 0, 20 * M, 10 * M, 0, ModelShape(2, 100, 4, 2, 50, 300, 2**17), False
+    )
+    found = of_actor(work=Workload(1024, 1024, 1), model=wide).forward["activations"]
     assert found == 3 * 4 * 2**22 + 1024 * 100 * 4
 
 
 def test_buffers_of_what_is_gathered() -> None:
     fsdp = ("backend=fsdp", "actor.num_ranks=4")
-    assert in_millions(of_actor(*fsdp).forward)["buffers"] == 4 * 24  # both layers, and what is beside
+    assert (
+        in_millions(of_actor(*fsdp).forward)["buffers"] == 4 * 24
+    )  # both layers, and what is beside
     on_their_way = 8 * 10  # of a layer, as computed and in float32
     assert of_actor(*fsdp).update["buffers"] / M == 4 * 24 + on_their_way
-    several = of_actor(*fsdp, work=Work(1000, 500, 3)).update["buffers"] / M
-    assert several == 4 * 24 + on_their_way + 4 * 24  # whole gradients from one batch to the next
-    assert of_actor(*fsdp, "backend.accumulate=sharded", work=Work(1000, 500, 3)).update["buffers"] / M == several - 96
-    assert of_actor("backend.dtype=bfloat16").update["buffers"] / M == 2 * 24  # what autocast keeps
+    several = of_actor(*fsdp, work=Workload(1000, 500, 3)).update["buffers"] / M
+    assert (
+        several == 4 * 24 + on_their_way + 4 * 24
+    )  # whole gradients from one batch to the next
+    assert (
+        of_actor(
+            *fsdp, "backend.accumulate=sharded", work=Workload(1000, 500, 3)
+        ).update["buffers"]
+        / M
+        == several - 96
+    )
+    assert (
+        of_actor("backend.dtype=bfloat16").update["buffers"] / M == 2 * 24
+    )  # what autocast keeps
 
 
 def test_a_rollout_engine() -> None:
-    run = config("rollout.kv_cache_gib=2", "rollout.tensor_parallel=2", "rollout.dtype=bfloat16")
+    run = config(
+        "rollout.kv_cache_gib=2", "rollout.tensor_parallel=2", "rollout.dtype=bfloat16"
+    )
     found = engine_footprint(run.rollout, MODEL, 10**6, 10**4, "cuda")
-    assert found.held == {"weights": 24 * M, "cache": 2 << 30}
+    assert found.persistent == {"weights": 24 * M, "cache": 2 << 30}
     # 8192 tokens with 2 bytes of 4 x 100, and half of 2 x 200 + 2 x 100 + 3 x 300
     assert found.forward["activations"] == 8192 * 2 * (400 + 750)
-    fewer = config("rollout.vllm_args={max_num_batched_tokens: 100, max_num_seqs: 8}").rollout
-    assert engine_footprint(fewer, MODEL, 10**6, 10**4, "cpu").forward["activations"] == 100 * 4 * (400 + 1500)
+    fewer = config(
+        "rollout.vllm_args={max_num_batched_tokens: 100, max_num_seqs: 8}"
+    ).rollout
+    assert engine_footprint(fewer, MODEL, 10**6, 10**4, "cpu").forward[
+        "activations"
+    ] == 100 * 4 * (400 + 1500)

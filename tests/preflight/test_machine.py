@@ -9,7 +9,9 @@ from tests.leftovers import left_in_shared_memory
 from verl_ray.preflight.machine import Machine, machine_of
 
 
-def test_with_an_address_the_machine_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_an_address_the_machine_is_not_asked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     assert machine_of(compose("quickstart")) is not None
     assert machine_of(compose("quickstart", ["ray.address=10.0.0.1:6379"])) is None

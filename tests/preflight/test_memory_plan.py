@@ -9,15 +9,18 @@ from pathlib import Path
 import pytest
 
 from controllers.compose.composition import compose
-from tests.preflight.found import NO_GAIN, judged, planned, ppo, settled
+from tests.preflight.configs import NO_GAIN, planned, ppo, settled, with_judge
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.machine import GIB
-from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan, Phase, wire_bytes
+from verl_ray.preflight.memory_plan import PROCESS_BYTES, RESIDENT_BYTES, MemoryPlan
 from verl_ray.preflight.memory_table import memory_table, print_tables
+from verl_ray.preflight.role_memory import Phase, wire_bytes
 
 
 def made(*overrides: str, on_gpus: bool = True) -> MemoryPlan:
-    """Of a run that makes its model, of 789,888 parameters: 256 rows of at most 16 + 8 tokens."""
+    """Of a run that makes its model, of 789,888 parameters: 256 rows of at most 16 + 8
+    tokens.
+    """
     return planned(compose("quickstart", list(overrides)), on_gpus=on_gpus)
 
 
@@ -26,28 +29,50 @@ CACHE = GIB // 16
 
 
 def held(found: MemoryPlan, role: str) -> dict[Phase, int]:
-    return {phase: sum(found.uses[role][phase].held.values()) for phase in found.phases}
+    return {
+        phase: sum(found.by_role[role][phase].persistent.values())
+        for phase in found.phases
+    }
 
 
 def test_roles_that_share_gpus_take_turns_with_the_rollout_engine() -> None:
     found, weights = made(), 4 * PARAMETERS
-    assert held(found, "actor") == {"generate": 0, "measure": 3 * weights, "learn": 3 * weights, "publish": weights}
-    assert sum(found.uses["actor"]["publish"].host.values()) == 2 * weights  # the sync does not read the optimizer
+    assert held(found, "actor") == {
+        "generate": 0,
+        "measure": 3 * weights,
+        "learn": 3 * weights,
+        "publish": weights,
+    }
+    assert (
+        sum(found.by_role["actor"]["publish"].on_host.values()) == 2 * weights
+    )  # the sync does not read the optimizer
     assert held(found, "critic")["publish"] == held(found, "reference")["publish"] == 0
-    assert sum(found.uses["actor"]["generate"].host.values()) == 3 * weights
-    assert held(found, "rollout") == {"generate": weights + CACHE, "measure": 0, "learn": 0, "publish": weights}
+    assert sum(found.by_role["actor"]["generate"].on_host.values()) == 3 * weights
+    assert held(found, "rollout") == {
+        "generate": weights + CACHE,
+        "measure": 0,
+        "learn": 0,
+        "publish": weights,
+    }
 
 
 def test_what_leaves_a_shared_gpu_is_what_the_configuration_says() -> None:
     weights = 4 * PARAMETERS
     for offload, stays in (("all", 0), ("optimizer", weights), ("none", 3 * weights)):
         found = made(f"placement.offload={offload}")
-        generate = found.uses["actor"]["generate"]
-        assert sum(generate.held.values()) == stays and sum(generate.host.values()) == 3 * weights - stays
+        generate = found.by_role["actor"]["generate"]
+        assert (
+            sum(generate.persistent.values()) == stays
+            and sum(generate.on_host.values()) == 3 * weights - stays
+        )
         assert held(found, "actor")["learn"] == 3 * weights
-        assert sum(found.uses["reference"]["generate"].held.values()) == (0 if offload == "all" else weights)
-        sent = found.uses["actor"]["publish"]
-        assert sum(sent.held.values()) == (3 * weights if offload == "none" else weights)
+        assert sum(found.by_role["reference"]["generate"].persistent.values()) == (
+            0 if offload == "all" else weights
+        )
+        sent = found.by_role["actor"]["publish"]
+        assert sum(sent.persistent.values()) == (
+            3 * weights if offload == "none" else weights
+        )
         assert held(found, "critic")["publish"] == stays
 
 
@@ -59,49 +84,90 @@ def test_what_sleeps_is_what_the_configuration_says() -> None:
         phases = held(made(f"rollout.sleep={sleep}"), "rollout")
         assert (phases["learn"], phases["publish"]) == (in_learn, in_publish)
     apart = made("placement=separate")
-    assert held(apart, "rollout")["learn"] == weights + CACHE  # its devices are its own: it never sleeps
+    assert (
+        held(apart, "rollout")["learn"] == weights + CACHE
+    )  # its devices are its own: it never sleeps
     assert held(apart, "actor")["generate"] == 3 * weights
 
 
 def test_ddps_buckets_leave_but_host_parameters_stay() -> None:
     in_ddp = made("actor.num_ranks=2")
-    assert held(in_ddp, "actor")["learn"] == 16 * PARAMETERS  # weights, two moments, gradients in buckets
-    assert held(in_ddp, "actor")["generate"] == 0 and in_ddp.uses["actor"]["generate"].host.get("gradients", 0) == 0
+    assert (
+        held(in_ddp, "actor")["learn"] == 16 * PARAMETERS
+    )  # weights, two moments, gradients in buckets
+    assert (
+        held(in_ddp, "actor")["generate"] == 0
+        and in_ddp.by_role["actor"]["generate"].on_host.get("gradients", 0) == 0
+    )
     assert held(in_ddp, "actor")["publish"] == 4 * PARAMETERS  # the weights alone
     megatron = made("backend=megatron", "placement.offload=optimizer")
-    assert held(megatron, "actor")["generate"] == held(megatron, "actor")["publish"] == 4 * PARAMETERS
+    assert (
+        held(megatron, "actor")["generate"]
+        == held(megatron, "actor")["publish"]
+        == 4 * PARAMETERS
+    )
     package = made("backend=megatron_fsdp", "backend.sharding=none")
-    assert held(package, "actor")["publish"] == 8 * PARAMETERS  # with its buffers of gradients
+    assert (
+        held(package, "actor")["publish"] == 8 * PARAMETERS
+    )  # with its buffers of gradients
     found = made("backend=fsdp", "backend.host_parameters=true")
     assert set(held(found, "actor").values()) == {0}
-    assert sum(found.uses["actor"]["learn"].host.values()) == 16 * PARAMETERS  # gradients, too
+    assert (
+        sum(found.by_role["actor"]["learn"].on_host.values()) == 16 * PARAMETERS
+    )  # gradients, too
 
 
-def test_a_device_holds_all_that_share_it_and_roles_of_one_process_compute_in_turn() -> None:
+def test_a_device_holds_all_that_share_it_and_roles_of_one_process_compute_in_turn() -> (
+    None
+):
     found = made()
-    uses = {role: found.uses[role]["learn"] for role in ("actor", "critic", "reference")}
+    uses = {
+        role: found.by_role[role]["learn"] for role in ("actor", "critic", "reference")
+    }
     working = [sum(use.working.values()) for use in uses.values()]
-    together = sum(sum(use.held.values()) for use in uses.values()) + max(working)
+    together = sum(sum(use.persistent.values()) for use in uses.values()) + max(working)
     assert found.predicted("actor", "learn") == together - max(working) + working[0]
-    assert found.device("learn") == together + 2 * (GIB // 2)  # and a context of each of two processes
-    # 3 x 4 bytes of the actor and the critic each, 4 of the reference, and gradients of one of them
-    assert found.device("learn", certain=True) == (12 + 12 + 4 + 4) * PARAMETERS
+    assert found.device_bytes("learn") == together + 2 * (
+        GIB // 2
+    )  # and a context of each of two processes
+    # 3 x 4 bytes of the actor and the critic each, 4 of the reference, and gradients of
+    # one of them
+    assert found.device_bytes("learn", certain=True) == (12 + 12 + 4 + 4) * PARAMETERS
     apart = made("placement=separate")
-    assert apart.device("learn", certain=True) == CACHE + 4 * PARAMETERS  # the cache is more than the actor's 16
+    assert (
+        apart.device_bytes("learn", certain=True) == CACHE + 4 * PARAMETERS
+    )  # the cache is more than the actor's 16
 
 
 def test_on_a_cpu_everything_is_the_hosts_on_all_ranks() -> None:
     found = made("actor.num_ranks=2", on_gpus=False)
-    assert found.device("learn") == 0
-    processes = 2 * PROCESS_BYTES["trainer"] + PROCESS_BYTES["rollout"] + PROCESS_BYTES["reward"]
-    # With two ranks each holds gradients of the actor and the critic, in buckets that stay.
+    assert found.device_bytes("learn") == 0
+    processes = (
+        2 * PROCESS_BYTES["trainer"]
+        + PROCESS_BYTES["rollout"]
+        + PROCESS_BYTES["reward"]
+    )
+    # With two ranks each holds gradients of the actor and the critic, in buckets that
+    # stay.
     state = 2 * (16 + 16 + 4) * PARAMETERS + 4 * PARAMETERS + CACHE
-    assert found.machine("learn", certain=True) == found.machine("measure", certain=True) == processes + state
-    assert found.machine("learn") > processes + state
+    assert (
+        found.host_bytes("learn", certain=True)
+        == found.host_bytes("measure", certain=True)
+        == processes + state
+    )
+    assert found.host_bytes("learn") > processes + state
     # What was needed for an update is kept; and the actor has the wire open.
-    kept = max(sum(use.working.values()) for role in ("actor", "critic") for use in found.uses[role].values())
+    kept = max(
+        sum(use.working.values())
+        for role in ("actor", "critic")
+        for use in found.by_role[role].values()
+    )
     every = RESIDENT_BYTES["trainer"] + (16 + 16 + 4 + 4) * PARAMETERS + kept
-    assert found.predicted("reference", "publish") == found.predicted("actor", "learn") == every
+    assert (
+        found.predicted("reference", "publish")
+        == found.predicted("actor", "learn")
+        == every
+    )
 
 
 def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
@@ -110,13 +176,25 @@ def test_the_wire_is_open_where_weights_are_written_and_read() -> None:
     assert wire_bytes(config) == 2 * 4 * PARAMETERS
     apart = settled(compose("quickstart", ["rollout.sync.transport=broadcast"]))
     assert isinstance(apart, RLConfig) and wire_bytes(apart) == 0
-    # Of two slots one bucket fills one; of buckets of 1 MiB, two are full; what was sent last is kept beside them.
-    small, changes = "rollout.sync.bucket_mib=1", ("rollout.sync.transport=broadcast", "rollout.sync.delta=true")
-    cases = (((), 4 * PARAMETERS), ((small,), 2 << 20), ((small, *changes), (2 << 20) + 4 * PARAMETERS))
+    # Of two slots one bucket fills one; of buckets of 1 MiB, two are full; what was
+    # sent last is kept beside them.
+    small, changes = (
+        "rollout.sync.bucket_mib=1",
+        ("rollout.sync.transport=broadcast", "rollout.sync.delta=true"),
+    )
+    cases = (
+        ((), 4 * PARAMETERS),
+        ((small,), 2 << 20),
+        ((small, *changes), (2 << 20) + 4 * PARAMETERS),
+    )
     for overrides, mapped in cases:
         found = made(*overrides, on_gpus=False)
-        assert {found.uses["actor"][phase].of("buffers") for phase in found.phases} == {mapped}
-        assert found.uses["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128  # and the head, packed
+        assert {
+            found.by_role["actor"][phase].of("buffers") for phase in found.phases
+        } == {mapped}
+        assert (
+            found.by_role["rollout"]["learn"].of("buffers") == mapped + 4 * 14 * 128
+        )  # and the head, packed
 
 
 def test_a_wire_between_devices_takes_their_memory() -> None:
@@ -126,7 +204,9 @@ def test_a_wire_between_devices_takes_their_memory() -> None:
         "generate": 2 << 20, "measure": 3 * weights + (2 << 20), "learn": 3 * weights + (2 << 20),
         "publish": weights + (2 << 20),
     }  # fmt: skip
-    assert held(shared, "rollout")["publish"] == weights  # the actor's memory is read where it is
+    assert (
+        held(shared, "rollout")["publish"] == weights
+    )  # the actor's memory is read where it is
     apart = made("rollout.sync.transport=broadcast", bucket, "placement=separate")
     assert held(apart, "actor")["generate"] == 3 * weights + (2 << 20)
     assert held(apart, "rollout")["publish"] == weights + CACHE + (2 << 20)
@@ -139,32 +219,60 @@ def test_32b_is_published_on_gpus_of_80_gb(tmp_path: Path) -> None:
     path.mkdir()
     (path / "config.json").write_text(json.dumps({"max_position_embeddings": 4096}))
     (path / "tokenizer.json").write_text("{}")
-    tensors = {f"model.layers.{i}.weight": {"dtype": "BF16", "shape": [500_000_000]} for i in range(64)}
-    header = json.dumps({name: {**one, "data_offsets": [0, 0]} for name, one in tensors.items()}).encode()
-    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)  # 32 billion, without the numbers
+    tensors = {
+        f"model.layers.{i}.weight": {"dtype": "BF16", "shape": [500_000_000]}
+        for i in range(64)
+    }
+    header = json.dumps(
+        {name: {**one, "data_offsets": [0, 0]} for name, one in tensors.items()}
+    ).encode()
+    (path / "model.safetensors").write_bytes(
+        struct.pack("<Q", len(header)) + header
+    )  # 32 billion, without the numbers
 
     ranks = ("actor.num_ranks=8", "rollout.num_replicas=8")
-    settings = ["backend=fsdp", *ranks, "rollout.dtype=bfloat16", "rollout.kv_cache_gib=8"]
+    settings = [
+        "backend=fsdp",
+        *ranks,
+        "rollout.dtype=bfloat16",
+        "rollout.kv_cache_gib=8",
+    ]
     config = ppo(path, tmp_path, *settings)
     assert isinstance(config, RLConfig) and config.has_critic and config.has_reference
 
-    # A rank has an eighth of the weights, 16 GB in float32, and twice as much of moments; an engine all, in bfloat16.
+    # A rank has an eighth of the weights, 16 GB in float32, and twice as much of
+    # moments; an engine all, in bfloat16.
     shard, engine = 16 * 10**9, 64 * 10**9
     found = planned(config, on_gpus=True)
-    assert found.device("publish", certain=True) == shard + engine
-    assert found.device("generate", certain=True) == engine + 8 * GIB
-    moved = sum(found.uses[role]["publish"].of("optimizer") for role in ("actor", "critic"))
-    assert moved == 4 * shard and found.machine("publish") > 8 * (moved + 2 * shard)  # on the host, of eight ranks
+    assert found.device_bytes("publish", certain=True) == shard + engine
+    assert found.device_bytes("generate", certain=True) == engine + 8 * GIB
+    moved = sum(
+        found.by_role[role]["publish"].of("optimizer") for role in ("actor", "critic")
+    )
+    assert moved == 4 * shard and found.host_bytes("publish") > 8 * (
+        moved + 2 * shard
+    )  # on the host, of eight ranks
     group = planned(ppo(path, tmp_path, "algorithm=grpo", *settings), on_gpus=True)
-    assert group.fullest(on_device=True, certain=True)[1] == shard + engine  # before, it was 128 GB
+    assert (
+        group.fullest(on_device=True, certain=True)[1] == shard + engine
+    )  # before, it was 128 GB
 
 
-def test_graders_that_are_models_work_while_rollouts_are_drawn(model: Path, data: Path) -> None:
-    found = planned(judged(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True)
+def test_graders_that_are_models_work_while_rollouts_are_drawn(
+    model: Path, data: Path
+) -> None:
+    found = planned(
+        with_judge(model, data, model, "reward.engine.kv_cache_gib=3"), on_gpus=True
+    )
     assert held(found, "reward") == dict.fromkeys(found.phases, 3 * GIB + 4 * 120)
-    graded = planned(ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True)
-    assert held(graded, "reward")["generate"] == 480  # its weights stay on the device
-    assert not graded.is_told("reward", "generate") or graded.predicted("reward", "generate") > 0
+    scored = planned(
+        ppo(model, data, "reward=model", f"reward.model.path={model}"), on_gpus=True
+    )
+    assert held(scored, "reward")["generate"] == 480  # its weights stay on the device
+    assert (
+        not scored.is_measured("reward", "generate")
+        or scored.predicted("reward", "generate") > 0
+    )
 
 
 def test_a_supervised_run_has_two_phases(model: Path, data: Path) -> None:
@@ -174,19 +282,30 @@ def test_a_supervised_run_has_two_phases(model: Path, data: Path) -> None:
         on_gpus=False,
     )  # fmt: skip
     assert found.phases == ("measure", "learn")
-    assert found.fullest(on_device=False, certain=True) == ("learn", PROCESS_BYTES["trainer"] + 16 * 120)
+    assert found.fullest(on_device=False, certain=True) == (
+        "learn",
+        PROCESS_BYTES["trainer"] + 16 * 120,
+    )
 
 
 def test_what_a_process_cannot_tell_is_not_asked() -> None:
-    assert made(on_gpus=False).is_told("rollout", "publish")
-    assert not made().is_told("rollout", "publish") and made().is_told("rollout", "generate")
-    assert not made("rollout.tensor_parallel=2", on_gpus=False).is_told("rollout", "generate")
-    assert not made("reward=http", "reward.url=http://h/s", NO_GAIN).is_told("reward", "generate")
+    assert made(on_gpus=False).is_measured("rollout", "publish")
+    assert not made().is_measured("rollout", "publish") and made().is_measured(
+        "rollout", "generate"
+    )
+    assert not made("rollout.tensor_parallel=2", on_gpus=False).is_measured(
+        "rollout", "generate"
+    )
+    assert not made("reward=http", "reward.url=http://h/s", NO_GAIN).is_measured(
+        "reward", "generate"
+    )
 
 
 def test_the_table_names_the_fullest_phase(capsys: pytest.CaptureFixture[str]) -> None:
     print_tables(memory_table(made(on_gpus=False)))
     out = capsys.readouterr().out
     assert "predicted: the machine is fullest in the phase generate, 1.4" in out
-    (row,) = [line.split() for line in out.splitlines() if line.split()[:1] == ["reference"]]
+    (row,) = [
+        line.split() for line in out.splitlines() if line.split()[:1] == ["reference"]
+    ]
     assert row[1:5] == ["3.01", "-", "-", "-"] and row[-1] == row[-2] == "3.01"

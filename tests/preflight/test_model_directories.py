@@ -10,23 +10,30 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from controllers.compose.composition import compose
-from tests.preflight.found import BIG, NO_GAIN, found, judged, ppo
+from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, Machine
-from verl_ray.preflight.model_directories import tensor_shapes
+from verl_ray.preflight.model_files import tensor_shapes
 
 
 def test_parameters_are_counted_from_the_headers(model: Path) -> None:
     assert sum(math.prod(shape) for shape in tensor_shapes(str(model)).values()) == 120
 
 
-def test_an_incomplete_model_directory_says_what_it_lacks(tmp_path: Path, data: Path) -> None:
-    assert "no readable config.json" in found(preflight(ppo(tmp_path, data), BIG))["model.path"]
+def test_an_incomplete_model_directory_says_what_it_lacks(
+    tmp_path: Path, data: Path
+) -> None:
+    assert (
+        "no readable config.json"
+        in problems_by_key(preflight(ppo(tmp_path, data), BIG))["model.path"]
+    )
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 1000}')
-    messages = [problem.rule for problem in preflight(ppo(tmp_path, data), BIG).problems]
+    messages = [
+        problem.rule for problem in preflight(ppo(tmp_path, data), BIG).problems
+    ]
     assert messages == [
         "this directory has no *.safetensors",
         "this directory has no tokenizer",
@@ -35,24 +42,43 @@ def test_an_incomplete_model_directory_says_what_it_lacks(tmp_path: Path, data: 
 
 
 def test_tensors_of_another_model_are_told_apart(tmp_path: Path, data: Path) -> None:
-    """Each family's own directory, and what is said of it under the config.json of others."""
+    """Each family's own directory, and what is said of it under the config.json of
+    others.
+    """
     sizes = TinyModelConfig(
         hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=32,
         tie_embeddings=True,
     )  # fmt: skip
     character_tokenizer(tmp_path / "tokenizer", "0123456789")
     made = {
-        family: make_tiny(family, tmp_path / family, tmp_path / "tokenizer", sizes, seed=0)  # type: ignore[arg-type]
+        family: make_tiny(
+            family, tmp_path / family, tmp_path / "tokenizer", sizes, seed=0
+        )  # type: ignore[arg-type]
         for family in ("llama", "qwen2", "qwen3", "qwen3_moe")
     }
-    of = {family: json.loads((path / "config.json").read_text()) for family, path in made.items()}
+    of = {
+        family: json.loads((path / "config.json").read_text())
+        for family, path in made.items()
+    }
     long = {"max_position_embeddings": 4096, "hidden_act": "silu"}
 
     def said(tensors: str, **settings: object) -> str | None:
         (made[tensors] / "config.json").write_text(json.dumps(settings | long))
-        inputs = [f"model.path={made[tensors]}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
-        findings = preflight(compose("sft", [*inputs, "run.evaluate_every=0", "backend=megatron"]), BIG)
-        return found(findings).get("model.path", "").partition("describes: ")[2].partition(" |")[0] or None
+        inputs = [
+            f"model.path={made[tensors]}",
+            f"data.train_path={data}/train.jsonl",
+            "data.validation_path=null",
+        ]
+        findings = preflight(
+            compose("sft", [*inputs, "run.evaluate_every=0", "backend=megatron"]), BIG
+        )
+        return (
+            problems_by_key(findings)
+            .get("model.path", "")
+            .partition("describes: ")[2]
+            .partition(" |")[0]
+            or None
+        )
 
     assert [said(family, **of[family]) for family in made] == [None] * 4
     layer = "model.layers.0."
@@ -75,139 +101,276 @@ def test_tensors_of_another_model_are_told_apart(tmp_path: Path, data: Path) -> 
         assert said(tensors, **told) == expected
 
 
-def test_a_role_with_a_model_of_its_own_is_checked_under_its_key(model: Path, data: Path) -> None:
-    messages = found(preflight(ppo(model, data, f"critic.model.path={model}s"), BIG))
+def test_a_role_with_a_model_of_its_own_is_checked_under_its_key(
+    model: Path, data: Path
+) -> None:
+    messages = problems_by_key(
+        preflight(ppo(model, data, f"critic.model.path={model}s"), BIG)
+    )
     assert list(messages) == ["critic.model.path"]
     assert f"Did you mean {model}?" in messages["critic.model.path"]
 
 
-def test_a_reward_model_gives_one_number_per_text(tmp_path: Path, model: Path, data: Path) -> None:
+def test_a_reward_model_gives_one_number_per_text(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     def classifier(labels: int) -> Path:
         directory = tmp_path / f"{labels} labels"
         directory.mkdir()
         for name in ("config.json", "tokenizer.json", "model-1.safetensors"):
             (directory / name).write_bytes((model / name).read_bytes())
-        save_file({"score.weight": np.zeros((labels, 8), np.float32)}, directory / "model-2.safetensors")
+        save_file(
+            {"score.weight": np.zeros((labels, 8), np.float32)},
+            directory / "model-2.safetensors",
+        )
         return directory
 
     one, two = classifier(1), classifier(2)
-    graded = ("reward=model", f"reward.model.path={one}")
-    for roles in (graded, (f"critic.model.path={one}",), (*graded, f"critic.model.path={one}")):
+    scored = ("reward=model", f"reward.model.path={one}")
+    for roles in (
+        scored,
+        (f"critic.model.path={one}",),
+        (*scored, f"critic.model.path={one}"),
+    ):
         assert preflight(ppo(model, data, *roles), BIG).problems == []
     for key, path, rule in (
-        ("reward.model.path", model, "this model has no score.weight: it is no reward model"),
-        ("reward.model.path", two, "this model gives 2 numbers per text (labels), and a score is one"),
-        ("critic.model.path", two, "this model gives 2 numbers per text (labels), and a score is one"),
+        (
+            "reward.model.path",
+            model,
+            "this model has no score.weight: it is no reward model",
+        ),
+        (
+            "reward.model.path",
+            two,
+            "this model gives 2 numbers per text (labels), and a score is one",
+        ),
+        (
+            "critic.model.path",
+            two,
+            "this model gives 2 numbers per text (labels), and a score is one",
+        ),
     ):
-        (problem,) = preflight(ppo(model, data, *graded, f"{key}={path}"), BIG).problems
+        (problem,) = preflight(ppo(model, data, *scored, f"{key}={path}"), BIG).problems
         assert (problem.key, problem.value, problem.rule) == (key, str(path), rule)
         assert "one label; `train --config-name reward_model` makes one" in problem.fix
-    mixed = ppo(model, data, "reward=mixed", f"reward.components.model.model.path={model}")
-    assert list(found(preflight(mixed, BIG))) == ["reward.components.model.model.path"]
+    mixed = ppo(
+        model, data, "reward=mixed", f"reward.components.model.model.path={model}"
+    )
+    assert list(problems_by_key(preflight(mixed, BIG))) == [
+        "reward.components.model.model.path"
+    ]
 
 
 def test_the_model_that_a_run_makes_is_no_reward_model(tmp_path: Path) -> None:
-    own = compose("quickstart", [f"run.dir={tmp_path}/run", "reward=model", "reward.model.path=${model.path}", NO_GAIN])
-    assert "it is no reward model" in found(preflight(own, BIG))["reward.model.path"]
+    own = compose(
+        "quickstart",
+        [
+            f"run.dir={tmp_path}/run",
+            "reward=model",
+            "reward.model.path=${model.path}",
+            NO_GAIN,
+        ],
+    )
+    assert (
+        "it is no reward model"
+        in problems_by_key(preflight(own, BIG))["reward.model.path"]
+    )
 
 
 def test_a_reward_model_starts_from_a_language_model(model: Path, data: Path) -> None:
-    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
+    inputs = [
+        f"model.path={model}",
+        f"data.train_path={data}/train.jsonl",
+        f"data.validation_path={data}/test.jsonl",
+    ]
     assert preflight(compose("reward_model", inputs), BIG).problems == []
 
 
-def test_a_critic_reads_the_actors_tokens(tmp_path: Path, model: Path, data: Path) -> None:
-    """A reward model has tokens of its own; a critic that starts from it reads rollouts as they are."""
+def test_a_critic_reads_the_actors_tokens(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    """A reward model has tokens of its own; a critic that starts from it reads rollouts
+    as they are.
+    """
 
     def numbering(name: str, vocabulary: object, *added: str) -> Path:
         directory = tmp_path / name
         directory.mkdir()
         for file in ("config.json", "model-1.safetensors"):
             (directory / file).write_bytes((model / file).read_bytes())
-        extra = [{"content": content, "id": number} for number, content in enumerate(added, start=2)]
+        extra = [
+            {"content": content, "id": number}
+            for number, content in enumerate(added, start=2)
+        ]
         tokenizer = {"model": {"vocab": vocabulary}, "added_tokens": extra}
         (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
         return directory
 
-    actor, wider = numbering("actor", {"a": 0, "b": 1}), numbering("wider", {"a": 0, "b": 1}, "<pad>")
-    pieces, other = numbering("pieces", [["a", -1.0], ["b", -2.0]]), numbering("other", {"b": 0, "a": 1})
+    actor, wider = (
+        numbering("actor", {"a": 0, "b": 1}),
+        numbering("wider", {"a": 0, "b": 1}, "<pad>"),
+    )
+    pieces, other = (
+        numbering("pieces", [["a", -1.0], ["b", -2.0]]),
+        numbering("other", {"b": 0, "a": 1}),
+    )
     for path in (wider, pieces):
-        assert preflight(ppo(actor, data, f"critic.model.path={path}"), BIG).problems == []
+        assert (
+            preflight(ppo(actor, data, f"critic.model.path={path}"), BIG).problems == []
+        )
     for key in ("critic.model.path", "reference.model.path"):
-        messages = found(preflight(ppo(actor, data, f"{key}={other}"), BIG))
-        assert list(messages) == [key] and "its tokenizer numbers them otherwise" in messages[key]
-    assert list(found(preflight(ppo(wider, data, f"critic.model.path={actor}"), BIG))) == ["critic.model.path"]
+        messages = problems_by_key(preflight(ppo(actor, data, f"{key}={other}"), BIG))
+        assert (
+            list(messages) == [key]
+            and "its tokenizer numbers them otherwise" in messages[key]
+        )
+    assert list(
+        problems_by_key(preflight(ppo(wider, data, f"critic.model.path={actor}"), BIG))
+    ) == ["critic.model.path"]
 
 
-def test_a_judge_is_checked_under_its_own_keys(model: Path, data: Path, tmp_path: Path) -> None:
-    assert preflight(judged(model, data, model), BIG).problems == []
-    assert list(found(preflight(judged(model, data, model.with_name("gone")), BIG))) == ["reward.model.path"]
-    messages = found(preflight(judged(model, data, model, "reward.engine.tensor_parallel=3"), BIG))
-    assert "4 attention heads" in messages["reward.engine.tensor_parallel"] and len(messages) == 1
-    messages = found(preflight(judged(model, data, model, "reward.max_prompt_tokens=1537"), BIG))
+def test_a_judge_is_checked_under_its_own_keys(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    assert preflight(with_judge(model, data, model), BIG).problems == []
+    assert list(
+        problems_by_key(
+            preflight(with_judge(model, data, model.with_name("gone")), BIG)
+        )
+    ) == ["reward.model.path"]
+    messages = problems_by_key(
+        preflight(
+            with_judge(model, data, model, "reward.engine.tensor_parallel=3"), BIG
+        )
+    )
+    assert (
+        "4 attention heads" in messages["reward.engine.tensor_parallel"]
+        and len(messages) == 1
+    )
+    messages = problems_by_key(
+        preflight(with_judge(model, data, model, "reward.max_prompt_tokens=1537"), BIG)
+    )
     assert messages["reward.max_prompt_tokens"].startswith(
         "the judge has 2048 positions, and question and answer may have 2049 tokens | Lower it or "
         "reward.max_response_tokens by 1 in all"
     )
-    messages = found(preflight(judged(model, data, model, "reward.engine.vllm_args.enforce_eager=false"), BIG))
-    assert "may not change on a CPU" in messages["reward.engine.vllm_args.enforce_eager"]
-    for name in ("tokenizer.json", "model-1.safetensors"):
-        (tmp_path / name).write_bytes((model / name).read_bytes())
-    settings = {"num_attention_heads": 8, "hidden_size": 128, "max_position_embeddings": 2048}
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert "head size is 16" in found(preflight(judged(model, data, tmp_path), BIG))["reward.model.path"]
-
-
-def test_the_model_that_a_run_makes_may_judge(tmp_path: Path) -> None:
-    own = ["reward=judge", "reward.model.path=${model.path}", f"run.dir={tmp_path}/run", NO_GAIN]
-    assert preflight(compose("quickstart", own), BIG).problems == []
-
-
-def test_the_rollout_engine_fits_the_model(tmp_path: Path, model: Path, data: Path) -> None:
-    messages = found(preflight(ppo(model, data, "rollout.tensor_parallel=3"), BIG))
+    messages = problems_by_key(
+        preflight(
+            with_judge(
+                model, data, model, "reward.engine.vllm_args.enforce_eager=false"
+            ),
+            BIG,
+        )
+    )
     assert (
-        "4 attention heads" in messages["rollout.tensor_parallel"] and "2 or 4" in messages["rollout.tensor_parallel"]
+        "may not change on a CPU" in messages["reward.engine.vllm_args.enforce_eager"]
     )
     for name in ("tokenizer.json", "model-1.safetensors"):
         (tmp_path / name).write_bytes((model / name).read_bytes())
-    settings = {"num_attention_heads": 8, "hidden_size": 128, "max_position_embeddings": 2048}
+    settings = {
+        "num_attention_heads": 8,
+        "hidden_size": 128,
+        "max_position_embeddings": 2048,
+    }
     (tmp_path / "config.json").write_text(json.dumps(settings))
-    assert "head size is 16" in found(preflight(ppo(tmp_path, data), BIG))["model.path"]
+    assert (
+        "head size is 16"
+        in problems_by_key(preflight(with_judge(model, data, tmp_path), BIG))[
+            "reward.model.path"
+        ]
+    )
+
+
+def test_the_model_that_a_run_makes_may_judge(tmp_path: Path) -> None:
+    own = [
+        "reward=judge",
+        "reward.model.path=${model.path}",
+        f"run.dir={tmp_path}/run",
+        NO_GAIN,
+    ]
+    assert preflight(compose("quickstart", own), BIG).problems == []
+
+
+def test_the_rollout_engine_fits_the_model(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    messages = problems_by_key(
+        preflight(ppo(model, data, "rollout.tensor_parallel=3"), BIG)
+    )
+    assert (
+        "4 attention heads" in messages["rollout.tensor_parallel"]
+        and "2 or 4" in messages["rollout.tensor_parallel"]
+    )
+    for name in ("tokenizer.json", "model-1.safetensors"):
+        (tmp_path / name).write_bytes((model / name).read_bytes())
+    settings = {
+        "num_attention_heads": 8,
+        "hidden_size": 128,
+        "max_position_embeddings": 2048,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    assert (
+        "head size is 16"
+        in problems_by_key(preflight(ppo(tmp_path, data), BIG))["model.path"]
+    )
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(ppo(tmp_path, data), on_gpu).problems == []
 
 
 def test_ranks_that_share_out_heads_must_be_able_to(model: Path, data: Path) -> None:
     changes = ["backend=fsdp", "actor.num_ranks=6", "backend.sequence_parallel=3"]
-    told = found(preflight(ppo(model, data, *changes), BIG))
+    told = problems_by_key(preflight(ppo(model, data, *changes), BIG))
     assert told["actor.backend.sequence_parallel"] == (
         "these ranks share out the model's 4 attention heads and 4 key-value heads | Use 1 or 2."
     )
-    assert not preflight(ppo(model, data, *changes[:2], "backend.sequence_parallel=2"), BIG).problems
+    assert not preflight(
+        ppo(model, data, *changes[:2], "backend.sequence_parallel=2"), BIG
+    ).problems
 
 
-def described(folder: Path, model: Path, family: str, *tensors: tuple[str, tuple[int, ...]]) -> Path:
+def described(
+    folder: Path, model: Path, family: str, *tensors: tuple[str, tuple[int, ...]]
+) -> Path:
     """A directory whose files say that it is such a model, with these tensors."""
     folder.mkdir()
     (folder / "tokenizer.json").write_bytes((model / "tokenizer.json").read_bytes())
     settings = json.loads((model / "config.json").read_text()) | {"model_type": family}
     (folder / "config.json").write_text(json.dumps(settings))
     layer = "model.layers.0.self_attn"
-    every = {"model.embed_tokens.weight": (9, 8), f"{layer}.q_proj.weight": (8, 8), f"{layer}.q_norm.weight": (8,)}
+    every = {
+        "model.embed_tokens.weight": (9, 8),
+        f"{layer}.q_proj.weight": (8, 8),
+        f"{layer}.q_norm.weight": (8,),
+    }
     save_file(
-        {name: np.zeros(shape, np.float32) for name, shape in (every | dict(tensors)).items()}, folder / "m.safetensors"
+        {
+            name: np.zeros(shape, np.float32)
+            for name, shape in (every | dict(tensors)).items()
+        },
+        folder / "m.safetensors",
     )
     return folder
 
 
-def test_families_that_are_not_computed_are_refused_by_name(tmp_path: Path, model: Path, data: Path) -> None:
+def test_families_that_are_not_computed_are_refused_by_name(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     for family in ("gemma", "llama", "qwen2", "qwen3"):
-        assert preflight(ppo(described(tmp_path / family, model, family), data), BIG).problems == []
-    messages = found(preflight(ppo(described(tmp_path / "other", model, "gemma2"), data), BIG))
+        assert (
+            preflight(
+                ppo(described(tmp_path / family, model, family), data), BIG
+            ).problems
+            == []
+        )
+    messages = problems_by_key(
+        preflight(ppo(described(tmp_path / "other", model, "gemma2"), data), BIG)
+    )
     assert messages["model.path"].startswith(
         "this is a 'gemma2' model, which is not computed here | Take one of gemma, "
     )
-    assert preflight(judged(model, data, tmp_path / "other"), BIG).problems == []  # vLLM alone runs a judge
+    assert (
+        preflight(with_judge(model, data, tmp_path / "other"), BIG).problems == []
+    )  # vLLM alone runs a judge
 
 
 def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
@@ -217,51 +380,86 @@ def test_experts_fit_the_rollout_engine_and_their_settings_belong_to_them(
     assert preflight(ppo(experts, data), BIG).problems == []
     settings = json.loads((experts / "config.json").read_text())
     (experts / "config.json").write_text(json.dumps(settings | {"hidden_size": 48}))
-    assert found(preflight(ppo(experts, data), BIG)) == {
+    assert problems_by_key(preflight(ppo(experts, data), BIG)) == {
         "model.path": "the model's hidden size is 48, which the rollout engine's experts do not take on a CPU | "
         "Take a multiple of 32, or a GPU; supervised runs train this one on a CPU, too."
     }
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(ppo(experts, data), on_gpu).problems == []
-    supervised = [f"model.path={experts}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
+    supervised = [
+        f"model.path={experts}",
+        f"data.train_path={data}/train.jsonl",
+        "data.validation_path=null",
+    ]
     supervised.append("run.evaluate_every=0")
-    assert preflight(compose("sft", [*supervised, "actor.expert_balance=0.1"]), BIG).problems == []
+    assert (
+        preflight(
+            compose("sft", [*supervised, "actor.expert_balance=0.1"]), BIG
+        ).problems
+        == []
+    )
     cut = ["backend=fsdp", "actor.num_ranks=2", "backend.sequence_parallel=2"]
-    assert list(found(preflight(compose("sft", [*supervised, *cut]), BIG))) == ["actor.backend.sequence_parallel"]
-    messages = found(preflight(ppo(model, data, "critic.expert_balance=0.1"), BIG))
+    assert list(
+        problems_by_key(preflight(compose("sft", [*supervised, *cut]), BIG))
+    ) == ["actor.backend.sequence_parallel"]
+    messages = problems_by_key(
+        preflight(ppo(model, data, "critic.expert_balance=0.1"), BIG)
+    )
     assert messages == {
         "critic.expert_balance": f"this setting would be ignored: {model} has no experts | Set it to null."
     }
 
 
-def test_adapters_are_put_on_linear_layers(tmp_path: Path, model: Path, data: Path) -> None:
-    router, inner = ("model.layers.0.mlp.gate.weight", (4, 8)), ("model.layers.0.mlp.experts.0.up_proj.weight", (6, 8))
+def test_adapters_are_put_on_linear_layers(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    router, inner = (
+        ("model.layers.0.mlp.gate.weight", (4, 8)),
+        ("model.layers.0.mlp.experts.0.up_proj.weight", (6, 8)),
+    )
     experts = described(tmp_path / "experts", model, "qwen3_moe", router, inner)
     fine = ppo(experts, data, "actor.lora.rank=4", "actor.lora.targets=[q_proj]")
     assert preflight(fine, BIG).problems == []
     for target in ("up_proj", "gate", "q_norm", "embed_tokens"):
-        asked = ppo(experts, data, "actor.lora.rank=4", f"actor.lora.targets=[q_proj,{target}]")
-        told = found(preflight(asked, BIG))
-        assert told == {"actor.lora.targets": f"{target}: no linear layer of {experts} has this name | It has q_proj."}
+        asked = ppo(
+            experts, data, "actor.lora.rank=4", f"actor.lora.targets=[q_proj,{target}]"
+        )
+        told = problems_by_key(preflight(asked, BIG))
+        assert told == {
+            "actor.lora.targets": f"{target}: no linear layer of {experts} has this name | It has q_proj."
+        }
 
 
-def test_tied_embeddings_are_not_gathered_apart(tmp_path: Path, model: Path, data: Path) -> None:
+def test_tied_embeddings_are_not_gathered_apart(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     tied = described(tmp_path / "tied", model, "llama")
     untied = described(tmp_path / "untied", model, "llama", ("lm_head.weight", (9, 8)))
     apart = ["backend=fsdp", "backend.embedding_units=true"]
     assert preflight(ppo(untied, data, *apart), BIG).problems == []
-    assert set(found(preflight(ppo(tied, data, *apart), BIG))) == {
+    assert set(problems_by_key(preflight(ppo(tied, data, *apart), BIG))) == {
         "actor.backend.embedding_units", "reference.backend.embedding_units",
     }  # fmt: skip
 
 
 def test_the_model_that_a_run_makes_is_known_before_it_is_there(tmp_path: Path) -> None:
     def told(*overrides: str) -> dict[str, str]:
-        return found(preflight(compose("quickstart", [f"run.dir={tmp_path}/run", NO_GAIN, *overrides]), BIG))
+        return problems_by_key(
+            preflight(
+                compose("quickstart", [f"run.dir={tmp_path}/run", NO_GAIN, *overrides]),
+                BIG,
+            )
+        )
 
     assert told("actor.lora.rank=4") == {}
-    assert told("actor.lora.rank=4", "actor.lora.targets=[nothing]").keys() == {"actor.lora.targets"}
+    assert told("actor.lora.rank=4", "actor.lora.targets=[nothing]").keys() == {
+        "actor.lora.targets"
+    }
     cut = told("backend=fsdp", "actor.num_ranks=3", "backend.sequence_parallel=3")
-    assert cut.keys() == {f"{role}.backend.sequence_parallel" for role in ("actor", "critic", "reference")}
-    assert "actor.backend.embedding_units" in told("backend=fsdp", "backend.embedding_units=true")
+    assert cut.keys() == {
+        f"{role}.backend.sequence_parallel" for role in ("actor", "critic", "reference")
+    }
+    assert "actor.backend.embedding_units" in told(
+        "backend=fsdp", "backend.embedding_units=true"
+    )
     assert told("critic.expert_balance=0.1").keys() == {"critic.expert_balance"}

@@ -13,7 +13,9 @@ from verl_ray.preflight.model_sizes import size_of
 
 @pytest.mark.parametrize("tie", [True, False])
 @pytest.mark.parametrize("head", ["policy", "value"])
-def test_what_is_said_of_a_model_before_it_is_made_is_true_of_it(tmp_path: Path, tie: bool, head: str) -> None:
+def test_what_is_said_of_a_model_before_it_is_made_is_true_of_it(
+    tmp_path: Path, tie: bool, head: str
+) -> None:
     from verl_ray.data.arithmetic import ALPHABET
     from verl_ray.data.tokenizers import character_tokenizer
     from verl_ray.models.tiny import make_tiny_qwen3
@@ -24,12 +26,18 @@ def test_what_is_said_of_a_model_before_it_is_made_is_true_of_it(tmp_path: Path,
     )  # fmt: skip
     character_tokenizer(tmp_path / "tokenizer", ALPHABET)
     made = make_tiny_qwen3(tmp_path / "model", tmp_path / "tokenizer", shape, seed=0)
-    planned = [f"prepare.model.{name}={value}" for name, value in shape.model_dump().items()]
+    planned = [
+        f"prepare.model.{name}={value}" for name, value in shape.model_dump().items()
+    ]
     config = compose("quickstart", planned)
     adapted = ("q_proj", "down_proj")
     before = size_of(config.model.path, config, head, adapted)  # type: ignore[arg-type]
     assert before == size_of(str(made), config, head, adapted)  # type: ignore[arg-type]
-    # 2 layers: 2 x 48 x (128 + 64) of attention, norms of 2 x 32, 3 x 48 x 80 of feed-forward, norms of 2 x 48.
-    assert before.largest_layer == 2 * 48 * 192 + 64 + 3 * 48 * 80 + 96 and before.in_layers == 2 * before.largest_layer
-    assert before.beside == 48 + 14 * 48 * (1 if tie or head == "value" else 2)
+    # 2 layers: 2 x 48 x (128 + 64) of attention, norms of 2 x 32, 3 x 48 x 80 of
+    # feed-forward, norms of 2 x 48.
+    assert (
+        before.largest_layer == 2 * 48 * 192 + 64 + 3 * 48 * 80 + 96
+        and before.in_layers == 2 * before.largest_layer
+    )
+    assert before.outside_layers == 48 + 14 * 48 * (1 if tie or head == "value" else 2)
     assert before.adapter == 2 * (48 + 128 + 80 + 48) and before.tied == tie

@@ -10,39 +10,73 @@ import pytest
 from safetensors.numpy import save_file
 
 from controllers.compose.composition import compose
-from tests.preflight.found import BIG, NO_GAIN, found, judged, ppo
+from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, MIB, Machine
 
 
 def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
     three = Machine(cores=8, gpus=3, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    message = found(preflight(judged(model, data, model, "reward.engine.num_replicas=3"), three))
-    assert "needs 4 GPUs (actor 1 + reward 3), and this machine has 3" in message["reward.engine.num_replicas"]
-    assert preflight(judged(model, data, model, "reward.engine.num_replicas=2"), three).problems == []
+    message = problems_by_key(
+        preflight(with_judge(model, data, model, "reward.engine.num_replicas=3"), three)
+    )
+    assert (
+        "needs 4 GPUs (actor 1 + reward 3), and this machine has 3"
+        in message["reward.engine.num_replicas"]
+    )
+    assert (
+        preflight(
+            with_judge(model, data, model, "reward.engine.num_replicas=2"), three
+        ).problems
+        == []
+    )
 
-    # Caches of 1 GiB for the rollout engine and 5 for the judge, and 1.2 GiB of processes: trainer, rollout, judge.
+    # Caches of 1 GiB for the rollout engine and 5 for the judge, and 1.2 GiB of
+    # processes: trainer, rollout, judge.
     caches = ("rollout.kv_cache_gib=1.0", "reward.engine.kv_cache_gib=5.0")
     for memory, problems in ((7 * GIB, ["model.path"]), (8 * GIB, [])):
         small = Machine(cores=8, gpus=0, memory_bytes=memory, shm_free_bytes=8 * GIB)
-        assert list(found(preflight(judged(model, data, model, *caches), small))) == problems
+        assert (
+            list(
+                problems_by_key(
+                    preflight(with_judge(model, data, model, *caches), small)
+                )
+            )
+            == problems
+        )
     small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    replicas = ["reward=judge", "reward.model.path=${model.path}", "reward.engine.num_replicas=64"]
+    replicas = [
+        "reward=judge",
+        "reward.model.path=${model.path}",
+        "reward.engine.num_replicas=64",
+    ]
     many = compose("quickstart", [*replicas, NO_GAIN])
-    message = found(preflight(many, small))["reward.engine.num_replicas"]
+    message = problems_by_key(preflight(many, small))["reward.engine.num_replicas"]
     assert "66 processes (trainer 1 + rollout 1 + judge 64)" in message
 
 
-def test_a_model_that_is_not_the_policys_takes_no_room_in_its_engine(tmp_path: Path, model: Path, data: Path) -> None:
+def test_a_model_that_is_not_the_policys_takes_no_room_in_its_engine(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     large = tmp_path / "large"
     large.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (large / name).write_bytes((model / name).read_bytes())
-    save_file({"a": np.zeros(10**7, np.uint8)}, large / "model.safetensors")  # 0.037 GiB as float32
+    save_file(
+        {"a": np.zeros(10**7, np.uint8)}, large / "model.safetensors"
+    )  # 0.037 GiB as float32
     caches = "rollout.kv_cache_gib=0.0625"
-    # Processes 1 GiB, cache 0.0625, reference 0.037; the rollout engine holds the policy, which is small.
-    small = Machine(cores=8, gpus=0, memory_bytes=int(1.12 * GIB), shm_free_bytes=8 * GIB)
-    assert preflight(ppo(model, data, f"reference.model.path={large}", caches), small).problems == []
+    # Processes 1 GiB, cache 0.0625, reference 0.037; the rollout engine holds the
+    # policy, which is small.
+    small = Machine(
+        cores=8, gpus=0, memory_bytes=int(1.12 * GIB), shm_free_bytes=8 * GIB
+    )
+    assert (
+        preflight(
+            ppo(model, data, f"reference.model.path={large}", caches), small
+        ).problems
+        == []
+    )
     assert preflight(ppo(large, data, caches), small).problems != []
 
 
@@ -50,56 +84,93 @@ def test_more_threads_than_cores_is_a_warning_on_a_cpu(model: Path, data: Path) 
     two = Machine(cores=2, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
     assert preflight(ppo(model, data, "actor.num_ranks=2"), two).warnings == []
     (warning,) = preflight(ppo(model, data, "placement=separate"), two).warnings
-    assert "4 threads compute at once (actor 1 + critic 1 + reference 1 + rollout 1" in warning
+    assert (
+        "4 threads compute at once (actor 1 + critic 1 + reference 1 + rollout 1"
+        in warning
+    )
 
 
 def test_ranks_without_rows_are_a_warning(model: Path, data: Path) -> None:
     overrides = ["actor.num_ranks=4", "actor.mini_batch_size=2"]
     warnings = preflight(ppo(model, data, *overrides), BIG).warnings
-    assert warnings[0].startswith("actor.num_ranks=4 share mini-batches of 2 rows: 2 ranks have nothing to do")
+    assert warnings[0].startswith(
+        "actor.num_ranks=4 share mini-batches of 2 rows: 2 ranks have nothing to do"
+    )
 
 
 def test_ranks_that_share_their_rows_idle_together(model: Path, data: Path) -> None:
     overrides = ["backend=fsdp", "actor.num_ranks=8", "backend.sequence_parallel=2"]
-    idle = preflight(ppo(model, data, *overrides, "actor.mini_batch_size=2"), BIG).warnings
-    assert idle[0].startswith("actor.num_ranks=8 share mini-batches of 2 rows: 4 ranks have nothing to do")
-    assert preflight(ppo(model, data, *overrides, "actor.mini_batch_size=4"), BIG).warnings == []
+    idle = preflight(
+        ppo(model, data, *overrides, "actor.mini_batch_size=2"), BIG
+    ).warnings
+    assert idle[0].startswith(
+        "actor.num_ranks=8 share mini-batches of 2 rows: 4 ranks have nothing to do"
+    )
+    assert (
+        preflight(ppo(model, data, *overrides, "actor.mini_batch_size=4"), BIG).warnings
+        == []
+    )
 
 
 def test_more_gpus_than_there_are_is_a_problem(model: Path, data: Path) -> None:
     four = Machine(cores=8, gpus=4, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
     assert preflight(ppo(model, data, "actor.num_ranks=4"), four).problems == []
-    config = ppo(model, data, "placement=separate", "rollout.num_replicas=2", "rollout.tensor_parallel=2")
-    message = found(preflight(config, four))["rollout.num_replicas"]
-    assert "needs 7 GPUs (actor 1 + critic 1 + reference 1 + rollout 4), and this machine has 4" in message
+    config = ppo(
+        model,
+        data,
+        "placement=separate",
+        "rollout.num_replicas=2",
+        "rollout.tensor_parallel=2",
+    )
+    message = problems_by_key(preflight(config, four))["rollout.num_replicas"]
+    assert (
+        "needs 7 GPUs (actor 1 + critic 1 + reference 1 + rollout 4), and this machine has 4"
+        in message
+    )
     assert "Lower it by 3" in message
 
 
 def test_tensor_parallel_engines_do_not_share_a_gpu(model: Path, data: Path) -> None:
     eight = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    message = found(preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight))["rollout.tensor_parallel"]
+    message = problems_by_key(
+        preflight(ppo(model, data, "rollout.tensor_parallel=2"), eight)
+    )["rollout.tensor_parallel"]
     assert "shares exactly one GPU" in message and "placement=separate" in message
-    assert preflight(ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight).problems == []
+    assert (
+        preflight(
+            ppo(model, data, "rollout.tensor_parallel=2", "placement=separate"), eight
+        ).problems
+        == []
+    )
     assert preflight(ppo(model, data, "rollout.tensor_parallel=2"), BIG).problems == []
 
 
 def test_an_engine_argument_that_is_fixed_on_a_cpu(model: Path, data: Path) -> None:
     config = ppo(model, data, "rollout.vllm_args.enforce_eager=false")
-    assert "may not change on a CPU" in found(preflight(config, BIG))["rollout.vllm_args.enforce_eager"]
+    assert (
+        "may not change on a CPU"
+        in problems_by_key(preflight(config, BIG))["rollout.vllm_args.enforce_eager"]
+    )
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=2 * GIB, shm_free_bytes=GIB)
     assert preflight(config, on_gpu).problems == []
 
 
 def test_device_memory_is_not_shared_without_devices(model: Path, data: Path) -> None:
     config = ppo(model, data, "rollout.sync.transport=cuda_ipc")
-    assert "this machine has none" in found(preflight(config, BIG))["rollout.sync.transport"]
+    assert (
+        "this machine has none"
+        in problems_by_key(preflight(config, BIG))["rollout.sync.transport"]
+    )
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
     assert preflight(config, on_gpu).problems == []
 
 
 def test_nothing_leaves_a_gpu_where_there_is_none(model: Path, data: Path) -> None:
     config = ppo(model, data, "placement.offload=optimizer")
-    assert "it frees GPUs, and this machine has none" in found(preflight(config, BIG))["placement.offload"]
+    assert (
+        "it frees GPUs, and this machine has none"
+        in problems_by_key(preflight(config, BIG))["placement.offload"]
+    )
     on_gpu = Machine(cores=8, gpus=8, memory_bytes=8 * GIB, shm_free_bytes=GIB)
     assert preflight(config, on_gpu).problems == []
     assert preflight(ppo(model, data, "placement.offload=none"), BIG).problems == []
@@ -110,11 +181,13 @@ def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -
     large.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (large / name).write_bytes((model / name).read_bytes())
-    save_file({"a": np.zeros(10**8, np.uint8)}, large / "model.safetensors")  # 381 MiB as float32
+    save_file(
+        {"a": np.zeros(10**8, np.uint8)}, large / "model.safetensors"
+    )  # 381 MiB as float32
 
     def problems(*overrides: str, shm: int) -> list[str]:
         machine = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=shm)
-        return list(found(preflight(ppo(large, data, *overrides), machine)))
+        return list(problems_by_key(preflight(ppo(large, data, *overrides), machine)))
 
     # 128 MiB of rows, and two buckets, each a twelfth of the model
     assert problems(shm=200 * MIB) == []
@@ -127,30 +200,56 @@ def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -
 @pytest.mark.parametrize(
     ("override", "key", "processes"),
     [
-        ("actor.num_ranks=64", "actor.num_ranks", "66 processes (trainer 64 + rollout 1 + reward 1)"),
-        ("reward.num_ranks=64", "reward.num_ranks", "66 processes (trainer 1 + rollout 1 + reward 64)"),
-        ("rollout.num_replicas=64", "rollout.num_replicas", "66 processes (trainer 1 + rollout 64 + reward 1)"),
+        (
+            "actor.num_ranks=64",
+            "actor.num_ranks",
+            "66 processes (trainer 64 + rollout 1 + reward 1)",
+        ),
+        (
+            "reward.num_ranks=64",
+            "reward.num_ranks",
+            "66 processes (trainer 1 + rollout 1 + reward 64)",
+        ),
+        (
+            "rollout.num_replicas=64",
+            "rollout.num_replicas",
+            "66 processes (trainer 1 + rollout 64 + reward 1)",
+        ),
     ],
 )
-def test_processes_take_memory_of_their_own(override: str, key: str, processes: str) -> None:
+def test_processes_take_memory_of_their_own(
+    override: str, key: str, processes: str
+) -> None:
     small = Machine(cores=64, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=8 * GIB)
-    message = found(preflight(compose("quickstart", [override]), small))[key]
+    message = problems_by_key(preflight(compose("quickstart", [override]), small))[key]
     assert processes in message and "This machine has 8.0 GiB: use fewer" in message
     assert preflight(compose("quickstart"), small).problems == []
 
 
 def test_the_model_that_a_run_will_make_is_counted(tmp_path: Path) -> None:
     small = Machine(cores=8, gpus=0, memory_bytes=8 * GIB, shm_free_bytes=64 * GIB)
-    wide = [f"run.dir={tmp_path}/run", "prepare.model.hidden_size=4096", "prepare.model.intermediate_size=16384"]
-    assert "at least" in found(preflight(compose("quickstart", wide), small))["model.path"]
+    wide = [
+        f"run.dir={tmp_path}/run",
+        "prepare.model.hidden_size=4096",
+        "prepare.model.intermediate_size=16384",
+    ]
+    assert (
+        "at least"
+        in problems_by_key(preflight(compose("quickstart", wide), small))["model.path"]
+    )
 
 
 def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> None:
     small = Machine(cores=8, gpus=0, memory_bytes=GIB, shm_free_bytes=32 * 2**20)
-    messages = found(preflight(ppo(model, data), small))
-    # 256 rows x 1536 tokens x 32 bytes are 12 MiB: Ray's floor of 128 MiB is what counts.
-    assert "about 128 MiB" in messages["/dev/shm"] and "--shm-size" in messages["/dev/shm"]
-    assert "at least 3.0 GiB" in messages["model.path"]  # the key-value cache, and 1 GiB of three processes
+    messages = problems_by_key(preflight(ppo(model, data), small))
+    # 256 rows x 1536 tokens x 32 bytes are 12 MiB: Ray's floor of 128 MiB is what
+    # counts.
+    assert (
+        "about 128 MiB" in messages["/dev/shm"] and "--shm-size" in messages["/dev/shm"]
+    )
+    assert (
+        "at least 3.0 GiB" in messages["model.path"]
+    )  # the key-value cache, and 1 GiB of three processes
     # A cluster is asked for its own.
     assert preflight(ppo(model, data), None).problems == []
 
@@ -162,56 +261,122 @@ def large_model(folder: Path, model: Path, *tensors: str) -> Path:
         (folder / name).write_bytes((model / name).read_bytes())
     weight = {"dtype": "F32", "shape": [6000, 10_000], "data_offsets": [0, 240_000_000]}
     header = json.dumps(dict.fromkeys(tensors, weight)).encode()
-    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)  # which is all that is read
+    (folder / "model.safetensors").write_bytes(
+        len(header).to_bytes(8, "little") + header
+    )  # which is all that is read
     return folder
 
 
-def test_frozen_weights_need_neither_moments_nor_checkpoints(tmp_path: Path, model: Path, data: Path) -> None:
+def test_frozen_weights_need_neither_moments_nor_checkpoints(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
     """60 million parameters: 16 bytes each where all learn, 4 where an adapter does."""
-    large = large_model(tmp_path / "large", model, "model.layers.0.self_attn.q_proj.weight")
+    large = large_model(
+        tmp_path / "large", model, "model.layers.0.self_attn.q_proj.weight"
+    )
     small = Machine(cores=64, gpus=0, memory_bytes=GIB, shm_free_bytes=64 * GIB)
-    inputs = [f"model.path={large}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
-    for more, problems in (((), ["model.path"]), (("actor.lora.rank=4", "actor.lora.targets=[q_proj]"), [])):
+    inputs = [
+        f"model.path={large}",
+        f"data.train_path={data}/train.jsonl",
+        "data.validation_path=null",
+    ]
+    for more, problems in (
+        ((), ["model.path"]),
+        (("actor.lora.rank=4", "actor.lora.targets=[q_proj]"), []),
+    ):
         config = compose("sft", [*inputs, "run.evaluate_every=0", *more])
-        assert list(found(preflight(config, small))) == problems
+        assert list(problems_by_key(preflight(config, small))) == problems
 
 
 @pytest.mark.parametrize(
     ("overrides", "rest", "experts"),
     [
         ((), 16, 16),  # weight, gradient and two moments in float32
-        (("backend.dtype=bfloat16",), 18, 18),  # a weight of 2 bytes, beside the one that is stepped
+        (
+            ("backend.dtype=bfloat16",),
+            18,
+            18,
+        ),  # a weight of 2 bytes, beside the one that is stepped
         (("actor.num_ranks=4",), 40, 40),  # 4 x (weight + gradient) + moments
         (("actor.num_ranks=4", "backend.dtype=bfloat16"), 36, 36),  # 4 x (2 + 4) + 12
         (("actor.num_ranks=4", "backend.tensor_parallel=2"), 24, 40),
-        (("actor.num_ranks=4", "backend.tensor_parallel=2", "backend.pipeline_parallel=2"), 16, 24),
-        (("actor.num_ranks=4", "backend.expert_parallel=2", "backend.expert_tensor_parallel=2"), 40, 16),
+        (
+            (
+                "actor.num_ranks=4",
+                "backend.tensor_parallel=2",
+                "backend.pipeline_parallel=2",
+            ),
+            16,
+            24,
+        ),
+        (
+            (
+                "actor.num_ranks=4",
+                "backend.expert_parallel=2",
+                "backend.expert_tensor_parallel=2",
+            ),
+            40,
+            16,
+        ),
     ],
 )
 def test_megatron_cuts_weights_by_layout_and_shares_moments_out(
-    tmp_path: Path, model: Path, data: Path, overrides: tuple[str, ...], rest: int, experts: int
+    tmp_path: Path,
+    model: Path,
+    data: Path,
+    overrides: tuple[str, ...],
+    rest: int,
+    experts: int,
 ) -> None:
-    """Bytes over all ranks per parameter, of 60 million in experts and as many in the rest."""
-    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.experts.0.up_proj.weight")
+    """Bytes over all ranks per parameter, of 60 million in experts and as many in the
+    rest.
+    """
+    names = (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.experts.0.up_proj.weight",
+    )
     large = large_model(tmp_path / "large", model, *names)
-    inputs = [f"model.path={large}", f"data.train_path={data}/train.jsonl", "data.validation_path=null"]
-    config = compose("sft", [*inputs, "run.evaluate_every=0", "backend=megatron", *overrides])
-    needed = 60_000_000 * (rest + experts) + 0.3 * GIB * config.model_roles["actor"].num_ranks
+    inputs = [
+        f"model.path={large}",
+        f"data.train_path={data}/train.jsonl",
+        "data.validation_path=null",
+    ]
+    config = compose(
+        "sft", [*inputs, "run.evaluate_every=0", "backend=megatron", *overrides]
+    )
+    needed = (
+        60_000_000 * (rest + experts)
+        + 0.3 * GIB * config.model_roles["actor"].num_ranks
+    )
     for memory, problems in ((needed - MIB, ["model.path"]), (needed + MIB, [])):
-        small = Machine(cores=64, gpus=0, memory_bytes=int(memory), shm_free_bytes=64 * GIB)
-        assert list(found(preflight(config, small))) == problems
+        small = Machine(
+            cores=64, gpus=0, memory_bytes=int(memory), shm_free_bytes=64 * GIB
+        )
+        assert list(problems_by_key(preflight(config, small))) == problems
 
 
-def test_a_gpu_that_cannot_hold_a_role_is_a_problem(tmp_path: Path, model: Path, data: Path) -> None:
-    """120 million parameters: 8 caches apart, the actor's update needs 16 bytes each, beside the critic's 12 and the
-    reference's 4."""
-    names = ("model.layers.0.self_attn.q_proj.weight", "model.layers.0.mlp.up_proj.weight")
-    config = ppo(large_model(tmp_path / "large", model, *names), data, "rollout.kv_cache_gib=0.5")
+def test_a_gpu_that_cannot_hold_a_role_is_a_problem(
+    tmp_path: Path, model: Path, data: Path
+) -> None:
+    """120 million parameters: 8 caches apart, the actor's update needs 16 bytes each,
+    beside the critic's 12 and the reference's 4.
+    """
+    names = (
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.up_proj.weight",
+    )
+    config = ppo(
+        large_model(tmp_path / "large", model, *names), data, "rollout.kv_cache_gib=0.5"
+    )
     needed = 120_000_000 * (16 + 12 + 4)
     for memory, problems in ((needed - MIB, ["model.path"]), (needed + MIB, [])):
         machine = Machine(8, 1, 64 * GIB, 64 * GIB, gpu_memory_bytes=memory)
-        messages = found(preflight(config, machine))
+        messages = problems_by_key(preflight(config, machine))
         assert list(messages) == problems
-    assert found(preflight(config, Machine(8, 1, 64 * GIB, 64 * GIB))) == {}  # nobody says how large it is
-    small = found(preflight(config, Machine(8, 1, 4 * GIB, 64 * GIB)))  # 28 bytes each wait on the host: 3.1 GiB
+    assert (
+        problems_by_key(preflight(config, Machine(8, 1, 64 * GIB, 64 * GIB))) == {}
+    )  # nobody says how large it is
+    small = problems_by_key(
+        preflight(config, Machine(8, 1, 4 * GIB, 64 * GIB))
+    )  # 28 bytes each wait on the host: 3.1 GiB
     assert "what models keep on the host (generate)" in small["model.path"]

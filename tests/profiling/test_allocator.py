@@ -1,47 +1,68 @@
-"""Which processes have expandable segments, and that what is exported lies outside of them."""
+"""Expandable segments: the processes that use them, and exports that avoid them."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from verl_ray.cluster.host import process_environment
-from verl_ray.cluster.messages import Seat
+from verl_ray.cluster.environment import process_environment
+from verl_ray.cluster.messages import RankSpec
 from verl_ray.profiling.allocator import exportable, is_expandable
 
 
-def seat(device: str, *, process_group: bool) -> Seat:
-    return Seat("actor", 0, 1, device, 2, process_group, "logs", 1)
+def rank_spec(device: str, *, process_group: bool) -> RankSpec:
+    return RankSpec("actor", 0, 1, device, 2, process_group, "logs", 1)
 
 
 def test_trainers_on_gpus_have_segments_that_grow() -> None:
-    def settings(device: str, process_group: bool, **given: str) -> str | None:
-        return process_environment(seat(device, process_group=process_group), given).get("PYTORCH_ALLOC_CONF")
+    def settings(device: str, process_group: bool, **inherited: str) -> str | None:
+        return process_environment(
+            rank_spec(device, process_group=process_group), inherited
+        ).get("PYTORCH_ALLOC_CONF")
 
     assert settings("cuda:0", True) == "expandable_segments:True"
     assert settings("cpu", True) is None
     assert settings("cuda:0", False) is None  # a rollout engine, which sleeps
-    assert settings("cuda:0", True, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512") is None  # the user's say
-    assert settings("cuda:0", True, PYTORCH_ALLOC_CONF="expandable_segments:False") is None
-    assert process_environment(seat("cpu", process_group=True), {})["OMP_NUM_THREADS"] == "2"
+    assert (
+        settings("cuda:0", True, PYTORCH_CUDA_ALLOC_CONF="max_split_size_mb:512")
+        is None
+    )  # the user's say
+    assert (
+        settings("cuda:0", True, PYTORCH_ALLOC_CONF="expandable_segments:False") is None
+    )
+    assert (
+        process_environment(rank_spec("cpu", process_group=True), {})["OMP_NUM_THREADS"]
+        == "2"
+    )
 
 
 def test_torch_takes_the_settings_of_its_allocator() -> None:
-    for settings in ("expandable_segments:False", "max_split_size_mb:512, expandable_segments:True"):
+    for settings in (
+        "expandable_segments:False",
+        "max_split_size_mb:512, expandable_segments:True",
+    ):
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def test_what_is_exported_is_not_expandable(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", told.append)
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"):
+    applied: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", applied.append)
+    for name in (
+        "PYTORCH_ALLOC_CONF",
+        "PYTORCH_CUDA_ALLOC_CONF",
+        "PYTORCH_HIP_ALLOC_CONF",
+    ):
         monkeypatch.delenv(name, raising=False)
     with exportable():
         pass
-    assert told == []
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True")
+    assert applied == []
+    monkeypatch.setenv(
+        "PYTORCH_ALLOC_CONF", "max_split_size_mb:512, expandable_segments:True"
+    )
     with pytest.raises(ValueError, match="full"), exportable():
-        assert told == ["expandable_segments:False"]
+        assert applied == ["expandable_segments:False"]
         raise ValueError("full")
-    assert told[1:] == ["max_split_size_mb:512, expandable_segments:True"]
-    assert not is_expandable("expandable_segments:False,roundup_power2_divisions:[256:1,512:2]")
+    assert applied[1:] == ["max_split_size_mb:512, expandable_segments:True"]
+    assert not is_expandable(
+        "expandable_segments:False,roundup_power2_divisions:[256:1,512:2]"
+    )

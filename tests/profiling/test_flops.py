@@ -8,7 +8,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from verl_ray.data.packing import estimated_work
 from verl_ray.errors import ModelError
-from verl_ray.profiling.flops import ModelShape, forward_flops, peak_flops_per_s, training_flops
+from verl_ray.profiling.flops import (
+    ModelShape,
+    forward_flops,
+    peak_flops_per_s,
+    training_flops,
+)
 
 LLAMA_3_8B = {
     "num_hidden_layers": 32,
@@ -28,15 +33,27 @@ def test_the_parameters_of_a_published_model() -> None:
 
 def test_a_layer_by_hand() -> None:
     shape = ModelShape(
-        num_layers=1, hidden_size=2, num_heads=2, num_kv_heads=1, head_size=3, intermediate_size=5, vocab_size=7
+        num_layers=1,
+        hidden_size=2,
+        num_heads=2,
+        num_kv_heads=1,
+        head_size=3,
+        intermediate_size=5,
+        vocab_size=7,
     )
-    # queries 2x6, keys and values 2x3 each, output 6x2; gate, up and down 2x5 each; head 7x2
+    # queries 2x6, keys and values 2x3 each, output 6x2; gate, up and down 2x5 each;
+    # head 7x2
     assert shape.matmul_parameters == (12 + 6 + 6 + 12) + 30 + 14
-    # 3 tokens see 1 + 2 + 3 tokens; for each pair 2 heads x 3 numbers, twice (scores, values), 2 FLOPs each
+    # 3 tokens see 1 + 2 + 3 tokens; for each pair 2 heads x 3 numbers, twice (scores,
+    # values), 2 FLOPs each
     assert forward_flops(shape, np.array([3])) == 2 * 80 * 3 + 6 * (2 * 3 * 2 * 2)
     assert forward_flops(shape, np.array([3, 1])) == 2 * 80 * 4 + 7 * (2 * 3 * 2 * 2)
-    assert forward_flops(shape, np.array([3])) == pytest.approx(160 * estimated_work(np.array([3]), shape.quadratic)[0])
-    assert training_flops(shape, np.array([3])) == 3 * forward_flops(shape, np.array([3]))
+    assert forward_flops(shape, np.array([3])) == pytest.approx(
+        160 * estimated_work(np.array([3]), shape.quadratic)[0]
+    )
+    assert training_flops(shape, np.array([3])) == 3 * forward_flops(
+        shape, np.array([3])
+    )
 
 
 def test_equal_to_what_torch_counts() -> None:
@@ -55,9 +72,12 @@ def test_equal_to_what_torch_counts() -> None:
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.long))
     shape = ModelShape.from_config(config.to_dict())
-    # The eager kernel multiplies the masked half of the pairs too, which the model does not need.
+    # The eager kernel multiplies the masked half of the pairs too, which the model does
+    # not need.
     masked = 4 * 2 * 4 * 32 * (tokens * (tokens - 1) // 2)
-    rotary = counter.get_total_flops() - forward_flops(shape, np.array([tokens])) - masked
+    rotary = (
+        counter.get_total_flops() - forward_flops(shape, np.array([tokens])) - masked
+    )
     assert 0 <= rotary <= 0.001 * counter.get_total_flops()
 
 
@@ -77,7 +97,10 @@ def test_of_experts_those_count_that_a_token_passes_through() -> None:
     assert shape.matmul_parameters == 48 * (attention + chosen + router) + 151936 * 2048
     # with the input embeddings these are the 3.3 billion activated ones of its name
     assert shape.matmul_parameters + 151936 * 2048 == pytest.approx(3.3e9, rel=0.02)
-    renamed = {"num_local_experts" if key == "num_experts" else key: value for key, value in qwen3_30b_a3b.items()}
+    renamed = {
+        "num_local_experts" if key == "num_experts" else key: value
+        for key, value in qwen3_30b_a3b.items()
+    }
     assert ModelShape.from_config(renamed) == shape
     mixed = {**qwen3_30b_a3b, "mlp_only_layers": [0]}
     assert ModelShape.of(mixed, "policy") is None
@@ -86,12 +109,23 @@ def test_of_experts_those_count_that_a_token_passes_through() -> None:
 
 
 def test_a_value_head_is_one_number_and_frozen_weights_need_no_gradient() -> None:
-    policy, value = ModelShape.of(LLAMA_3_8B, "policy"), ModelShape.of(LLAMA_3_8B, "value")
+    policy, value = (
+        ModelShape.of(LLAMA_3_8B, "policy"),
+        ModelShape.of(LLAMA_3_8B, "value"),
+    )
     assert policy is not None and value is not None
     assert policy.matmul_parameters - value.matmul_parameters == 128255 * 4096
-    assert training_flops(policy, np.array([3]), frozen=True) == 2 * forward_flops(policy, np.array([3]))
+    assert training_flops(policy, np.array([3]), frozen=True) == 2 * forward_flops(
+        policy, np.array([3])
+    )
 
 
 def test_a_missing_size_is_named() -> None:
     with pytest.raises(ModelError, match="intermediate_size is None"):
-        ModelShape.from_config({key: value for key, value in LLAMA_3_8B.items() if key != "intermediate_size"})
+        ModelShape.from_config(
+            {
+                key: value
+                for key, value in LLAMA_3_8B.items()
+                if key != "intermediate_size"
+            }
+        )

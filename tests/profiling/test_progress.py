@@ -1,11 +1,18 @@
-"""What a process says of its work."""
+"""Progress that a process reports."""
 
 from __future__ import annotations
 
 import threading
 import time
 
-from verl_ray.profiling.progress import advance, begin, progress, reach, touch, waiting_for_others
+from verl_ray.profiling.progress import (
+    advance,
+    begin,
+    progress,
+    reach,
+    touch,
+    waiting_for_others,
+)
 
 
 def test_counts_are_told_in_words() -> None:
@@ -30,14 +37,17 @@ def test_time_runs_from_the_last_count_of_any_thread() -> None:
     before = time.monotonic()
     other.start()
     other.join()
-    told = progress()
-    assert str(told) == "1 of 2 rows" and told.idle_s <= time.monotonic() - before
+    report = progress()
+    assert str(report) == "1 of 2 rows" and report.idle_s <= time.monotonic() - before
     reach(5, 9, "tensors")  # the other thread's work is not mixed up with this one's
     assert str(progress()) == "5 of 9 tensors"
     time.sleep(0.05)
     before = time.monotonic()
     touch()
-    assert str(progress()) == "5 of 9 tensors" and progress().idle_s <= time.monotonic() - before
+    assert (
+        str(progress()) == "5 of 9 tensors"
+        and progress().idle_s <= time.monotonic() - before
+    )
 
 
 def test_who_waits_says_so_until_all_have_it() -> None:

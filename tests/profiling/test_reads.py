@@ -17,7 +17,7 @@ def test_what_is_read_is_counted(tmp_path: Path) -> None:
     file = tmp_path / "weights"
     file.write_bytes(bytes(8 << 20))
     begin()
-    with counting_reads(every_s=0.02):
+    with counting_reads(interval_s=0.02):
         time.sleep(0.2)
         assert str(progress()) == "nothing"  # nobody reads
         until = time.monotonic() + 60
@@ -32,7 +32,10 @@ def test_so_is_what_a_child_reads(tmp_path: Path) -> None:
     file.write_bytes(bytes(8 << 20))
     code = f"from pathlib import Path\nwhile True: Path({str(file)!r}).read_bytes()"
     begin()
-    with subprocess.Popen([sys.executable, "-c", code]) as child, counting_reads(every_s=0.02):
+    with (
+        subprocess.Popen([sys.executable, "-c", code]) as child,
+        counting_reads(interval_s=0.02),
+    ):
         until = time.monotonic() + 60
         while progress().unit != "bytes read" and time.monotonic() < until:
             time.sleep(0.01)

@@ -19,7 +19,9 @@ def _no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def service() -> Iterator[Service]:
     with Service() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread = threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.01}
+        )
         thread.start()
         yield server
         server.ended.set()

@@ -1,4 +1,6 @@
-"""A scoring service in this process that a test makes slow, broken or lying, and a scorer to ask it."""
+"""A scoring service in this process that a test makes slow, broken or lying, and a
+scorer to ask it.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from verl_ray.config.reward import HttpReward
-from verl_ray.rewards.health import Health, Score
-from verl_ray.rewards.process import ScoreRequest
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RemoteScorer
+from verl_ray.rewards.request import ScoreRequest
 
 Items = list[dict[str, Any]]
 
@@ -32,16 +34,22 @@ class Reply:
 
 
 def lengths(items: Items) -> Reply:
-    return Reply(json.dumps({"scores": [len(item["response"]) for item in items]}).encode())
+    return Reply(
+        json.dumps({"scores": [len(item["response"]) for item in items]}).encode()
+    )
 
 
 class Service(ThreadingHTTPServer):
-    """A scoring service in threads of this process. `behave` gets the number of the request, from 1, and its items."""
+    """A scoring service in threads of this process. `behave` gets the number of the
+    request, from 1, and its items.
+    """
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_port}/score?key=secret"
-        self.behave: Callable[[int, Items], Reply] = lambda number, items: lengths(items)
+        self.behave: Callable[[int, Items], Reply] = lambda number, items: lengths(
+            items
+        )
         self.lock = threading.Lock()
         self.arrived: list[float] = []  # when each request came
         self.sizes: list[int] = []  # items of each request
@@ -70,7 +78,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         service = self.server
-        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
+        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+            "items"
+        ]
         with service.lock:
             service.arrived.append(time.monotonic())
             service.sizes.append(len(items))
@@ -84,7 +94,10 @@ class Handler(BaseHTTPRequestHandler):
             with service.lock:
                 service.busy -= 1
         self.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(reply.body)), **reply.headers}.items():
+        for name, value in {
+            "Content-Length": str(len(reply.body)),
+            **reply.headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         self.wfile.write(reply.body)
@@ -127,8 +140,12 @@ def items_of(*responses: str) -> list[ScoreRequest]:
     return [ScoreRequest(response, "", "", "maths", {}) for response in responses]
 
 
-def healths(scores: Sequence[Score]) -> list[Health]:
-    assert all(math.isnan(score.value) and score.detail for score in scores if score.health is not Health.OK)
+def healths(scores: Sequence[Score]) -> list[ScoreHealth]:
+    assert all(
+        math.isnan(score.value) and score.detail
+        for score in scores
+        if score.health is not ScoreHealth.OK
+    )
     return [score.health for score in scores]
 
 

@@ -9,14 +9,23 @@ from pathlib import Path
 import pytest
 
 from verl_ray.errors import ConfigError, DataError
-from verl_ray.rewards.functions import REWARD_FUNCTIONS, exact_match, final_number, gsm8k, resolve, spec_problem
+from verl_ray.rewards.functions import (
+    REWARD_FUNCTIONS,
+    exact_match,
+    final_number,
+    gsm8k,
+    resolve,
+    spec_problem,
+)
 
 KEY = "reward.functions.maths"
 SIGNATURE = "(response, answer, *, prompt, data_source, extra)"
 
 
 def grade(function: str, response: str, answer: str) -> float | None:
-    return REWARD_FUNCTIONS[function](response, answer, prompt="", data_source="maths", extra={})
+    return REWARD_FUNCTIONS[function](
+        response, answer, prompt="", data_source="maths", extra={}
+    )
 
 
 @pytest.mark.parametrize(
@@ -38,7 +47,10 @@ def test_exact_match(response: str, answer: str, score: float) -> None:
     ("text", "number"),
     [
         ("She makes 9 * 2 = $<<9*2=18>>18 every day.\n#### 18", "18"),
-        ("#### 18 dollars for 3 days", "18"),  # the number behind the mark, not the last one
+        (
+            "#### 18 dollars for 3 days",
+            "18",
+        ),  # the number behind the mark, not the last one
         ("#### 1\nwait\n#### 2", "2"),
         ("It is 7. ####", "7"),
         ("####", None),
@@ -96,7 +108,9 @@ def test_gsm8k(response: str, answer: str, score: float) -> None:
 
 
 def test_gsm8k_refuses_an_answer_without_a_number() -> None:
-    with pytest.raises(DataError, match=r"answer 'forty' of data source 'maths' has no number"):
+    with pytest.raises(
+        DataError, match=r"answer 'forty' of data source 'maths' has no number"
+    ):
         grade("gsm8k", "#### 40", "forty")
 
 
@@ -150,15 +164,21 @@ def test_an_unknown_name_suggests_the_built_in_ones() -> None:
     assert "path/to/file.py:function" in text
 
 
-def test_a_missing_file_is_named_with_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_file_is_named_with_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     text = problem_of("nowhere.py:f")
     assert "the file nowhere.py does not exist" in text
     assert str(tmp_path) in text
 
 
-def test_a_missing_function_lists_those_of_the_file_without_running_it(tmp_path: Path) -> None:
-    path = write(tmp_path, "raise SystemExit\ndef grade(): ...\ndef other(): ...\nX = 1\n")
+def test_a_missing_function_lists_those_of_the_file_without_running_it(
+    tmp_path: Path,
+) -> None:
+    path = write(
+        tmp_path, "raise SystemExit\ndef grade(): ...\ndef other(): ...\nX = 1\n"
+    )
     problem = spec_problem(f"{path}:grad", KEY)
     assert problem is not None
     assert "defines no 'grad' at its top level" in problem.rule
@@ -167,7 +187,9 @@ def test_a_missing_function_lists_those_of_the_file_without_running_it(tmp_path:
 
 
 def test_names_bound_by_import_and_assignment_count(tmp_path: Path) -> None:
-    path = write(tmp_path, "from somewhere import f\ng = f\nif True:\n    def h(): ...\n")
+    path = write(
+        tmp_path, "from somewhere import f\ng = f\nif True:\n    def h(): ...\n"
+    )
     assert [spec_problem(f"{path}:{name}", KEY) for name in "fgh"] == [None, None, None]
 
 
@@ -183,7 +205,9 @@ def test_a_file_that_is_not_python(tmp_path: Path) -> None:
         ("raise SystemExit(3)", "SystemExit: 3"),
     ],
 )
-def test_a_file_that_cannot_be_imported_says_where(tmp_path: Path, body: str, cause: str) -> None:
+def test_a_file_that_cannot_be_imported_says_where(
+    tmp_path: Path, body: str, cause: str
+) -> None:
     path = write(tmp_path, f"def f{SIGNATURE}: return 1.0\n{body}\n")
     text = problem_of(f"{path}:f")
     assert "cannot be imported" in text
@@ -196,11 +220,16 @@ def test_a_file_that_cannot_be_imported_says_where(tmp_path: Path, body: str, ca
 @pytest.mark.parametrize(
     ("definition", "rule"),
     [
-        ("def f(response, answer): return 1.0", "does not take the arguments of a reward function"),
+        (
+            "def f(response, answer): return 1.0",
+            "does not take the arguments of a reward function",
+        ),
         (f"async def f{SIGNATURE}: return 1.0", "is a coroutine function"),
         ("f = 3", "is a int, which cannot be called"),
     ],
 )
-def test_what_cannot_be_a_reward_function(tmp_path: Path, definition: str, rule: str) -> None:
+def test_what_cannot_be_a_reward_function(
+    tmp_path: Path, definition: str, rule: str
+) -> None:
     path = write(tmp_path, definition + "\n")
     assert rule in problem_of(f"{path}:f")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import pickle
 
-from verl_ray.rewards.health import Health, Score, health_metrics
+from verl_ray.rewards.health import Score, ScoreHealth, health_metrics
 
 
 def test_numbers_are_stable() -> None:
-    assert [(h.name, h.value) for h in Health] == [
+    assert [(h.name, h.value) for h in ScoreHealth] == [
         ("OK", 0),
         ("TIMEOUT", 1),
         ("EXCEPTION", 2),
@@ -23,7 +23,7 @@ def test_numbers_are_stable() -> None:
 
 def test_metrics_count_every_kind() -> None:
     # uint8 columns arrive as plain integers
-    assert health_metrics([Health.OK, 0, 0, 1, Health.NONE]) == {
+    assert health_metrics([ScoreHealth.OK, 0, 0, 1, ScoreHealth.NONE]) == {
         "reward_health/ok": 3.0,
         "reward_health/timeout": 1.0,
         "reward_health/exception": 0.0,
@@ -36,6 +36,6 @@ def test_metrics_count_every_kind() -> None:
 
 
 def test_score_survives_pickling() -> None:
-    score = pickle.loads(pickle.dumps(Score(math.nan, Health.TIMEOUT, "late")))
+    score = pickle.loads(pickle.dumps(Score(math.nan, ScoreHealth.TIMEOUT, "late")))
     assert math.isnan(score.value)
-    assert (score.health, score.detail) == (Health.TIMEOUT, "late")
+    assert (score.health, score.detail) == (ScoreHealth.TIMEOUT, "late")

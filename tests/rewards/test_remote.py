@@ -1,5 +1,6 @@
-"""The scorer and a service that answers, rightly or wrongly: what becomes of each entry, what is refused at the start,
-and the end. Servers and sockets are real."""
+"""The scorer and a service that answers, rightly or wrongly: what becomes of each
+entry, what is refused at the start, and the end. Servers and sockets are real.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +14,23 @@ import time
 
 import pytest
 
-from tests.rewards.services import Items, Reply, Service, config, healths, items_of, lengths, scoring, until
+from tests.rewards.services import (
+    Items,
+    Reply,
+    Service,
+    config,
+    healths,
+    items_of,
+    lengths,
+    scoring,
+    until,
+)
 from verl_ray.errors import ConfigError, DataError, RewardError
-from verl_ray.rewards.health import Health, Score
-from verl_ray.rewards.process import ScoreRequest
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RemoteScorer, url_problem
+from verl_ray.rewards.request import ScoreRequest
 
-# ----------------------------------------------------------------------------------------------------------- scores
+# ------------------------------------------------------------------------------- scores
 
 
 def test_scores_come_back_in_order_over_many_batches(service: Service) -> None:
@@ -32,7 +43,9 @@ def test_scores_come_back_in_order_over_many_batches(service: Service) -> None:
         for _ in range(2):
             scores = scorer.score(items_of(*("x" * n for n in range(30))))
             assert [score.value for score in scores] == [float(n) for n in range(30)]
-            assert {(score.health, score.detail) for score in scores} == {(Health.OK, "")}
+            assert {(score.health, score.detail) for score in scores} == {
+                (ScoreHealth.OK, "")
+            }
         assert scorer.score([]) == []
     assert sorted(service.sizes) == [2] * 2 + [4] * 14
     assert service.most_busy == 3
@@ -47,8 +60,10 @@ def test_every_field_arrives_and_any_text(service: Service) -> None:
 
     service.behave = remember
     with scoring(service.url) as scorer:
-        [score] = scorer.score([ScoreRequest("ré\n\ud800", "a", "p", "maths", {"n": [1, {"m": None}]})])
-    assert score == Score(4.0, Health.OK)
+        [score] = scorer.score(
+            [ScoreRequest("ré\n\ud800", "a", "p", "maths", {"n": [1, {"m": None}]})]
+        )
+    assert score == Score(4.0, ScoreHealth.OK)
     assert seen == [
         {
             "response": "ré\n\ud800",
@@ -67,44 +82,58 @@ def test_connections_stay_open_between_calls(service: Service) -> None:
     assert (len(service.arrived), service.connections) == (6, 1)
 
 
-def test_an_extra_that_json_cannot_hold_is_refused_before_anything_is_sent(service: Service) -> None:
+def test_an_extra_that_json_cannot_hold_is_refused_before_anything_is_sent(
+    service: Service,
+) -> None:
     with scoring(service.url) as scorer:
-        with pytest.raises(DataError, match=r"extra of an item holds what JSON cannot .*object"):
-            scorer.score([*items_of(*"abcdefgh"), ScoreRequest("", "", "", "", {"n": object()})])
+        with pytest.raises(
+            DataError, match=r"extra of an item holds what JSON cannot .*object"
+        ):
+            scorer.score(
+                [*items_of(*"abcdefgh"), ScoreRequest("", "", "", "", {"n": object()})]
+            )
         assert service.arrived == []
-        assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
+        assert scorer.score(items_of("ab")) == [Score(2.0, ScoreHealth.OK)]
 
 
-# ---------------------------------------------------------------------------------------------------- wrong answers
+# ------------------------------------------------------------------------ wrong answers
 
 
 @pytest.mark.parametrize(
     ("entry", "health", "detail"),
     [
-        ("0", Health.OK, ""),
-        ("-1.5e2", Health.OK, ""),
-        ("null", Health.NONE, "null"),
-        ("NaN", Health.NONFINITE, "nan"),
-        ("-Infinity", Health.NONFINITE, "-inf"),
-        ('"NaN"', Health.NONFINITE, "'NaN'"),
-        ('"-Infinity"', Health.NONFINITE, "'-Infinity'"),
-        ("1e999", Health.NONFINITE, "inf"),
-        ("1e39", Health.NONFINITE, "1e+39"),  # an infinity in float32
-        ("9" * 5000, Health.NONFINITE, "inf"),  # more digits than Python makes an int of
-        ("true", Health.UNPARSED, "True"),
-        ('"1.0"', Health.UNPARSED, "'1.0'"),
-        ('"' + "long " * 1000 + '"', Health.UNPARSED, "'long long"),
-        (r'"\ud800"', Health.UNPARSED, r"\ud800"),
-        ("[1.0]", Health.UNPARSED, "[1.0]"),
-        ("[" * 900 + "]" * 900, Health.UNPARSED, "[[["),
-        ('{"score": 1.0}', Health.UNPARSED, "{'score': 1.0}"),
+        ("0", ScoreHealth.OK, ""),
+        ("-1.5e2", ScoreHealth.OK, ""),
+        ("null", ScoreHealth.NONE, "null"),
+        ("NaN", ScoreHealth.NONFINITE, "nan"),
+        ("-Infinity", ScoreHealth.NONFINITE, "-inf"),
+        ('"NaN"', ScoreHealth.NONFINITE, "'NaN'"),
+        ('"-Infinity"', ScoreHealth.NONFINITE, "'-Infinity'"),
+        ("1e999", ScoreHealth.NONFINITE, "inf"),
+        ("1e39", ScoreHealth.NONFINITE, "1e+39"),  # an infinity in float32
+        (
+            "9" * 5000,
+            ScoreHealth.NONFINITE,
+            "inf",
+        ),  # more digits than Python makes an int of
+        ("true", ScoreHealth.UNPARSED, "True"),
+        ('"1.0"', ScoreHealth.UNPARSED, "'1.0'"),
+        ('"' + "long " * 1000 + '"', ScoreHealth.UNPARSED, "'long long"),
+        (r'"\ud800"', ScoreHealth.UNPARSED, r"\ud800"),
+        ("[1.0]", ScoreHealth.UNPARSED, "[1.0]"),
+        ("[" * 900 + "]" * 900, ScoreHealth.UNPARSED, "[[["),
+        ('{"score": 1.0}', ScoreHealth.UNPARSED, "{'score': 1.0}"),
     ],
 )
-def test_a_wrong_entry_costs_its_own_score_only(service: Service, entry: str, health: Health, detail: str) -> None:
-    service.behave = lambda number, items: Reply(f'{{"scores": [1, {entry}, 3]}}'.encode())
+def test_a_wrong_entry_costs_its_own_score_only(
+    service: Service, entry: str, health: ScoreHealth, detail: str
+) -> None:
+    service.behave = lambda number, items: Reply(
+        f'{{"scores": [1, {entry}, 3]}}'.encode()
+    )
     with scoring(service.url) as scorer:
         scores = scorer.score(items_of("a", "b", "c"))
-    assert healths(scores) == [Health.OK, health, Health.OK]
+    assert healths(scores) == [ScoreHealth.OK, health, ScoreHealth.OK]
     assert (scores[0].value, scores[2].value) == (1.0, 3.0)
     assert detail in scores[1].detail
     assert len(scores[1].detail) < 300
@@ -123,13 +152,27 @@ def test_a_wrong_entry_costs_its_own_score_only(service: Service, entry: str, he
         (Reply(b"[1, 2, 3]"), "found '[1, 2, 3]'"),
         (Reply(b"null"), "found 'null'"),
         (Reply(b""), "not JSON"),
-        (Reply(b"<html>" + b"x" * 10_000), "not JSON (Expecting value: line 1 column 1 (char 0)): '<html>xxx"),
+        (
+            Reply(b"<html>" + b"x" * 10_000),
+            "not JSON (Expecting value: line 1 column 1 (char 0)): '<html>xxx",
+        ),
         (Reply(b"\xff\xfe\xfd"), "not JSON"),
         (Reply(b"[" * 100_000), "not JSON"),
         (Reply(b"", status=204), "not JSON"),
-        (Reply(b"no gzip", headers={"Content-Encoding": "gzip"}), "cannot be decompressed"),
-        (Reply(gzip.compress(b" " * (1 << 25)), headers={"Content-Encoding": "gzip"}), "longer than 16777216 bytes"),
-        (Reply(b" " * (1 << 16), headers={"Content-Length": "9" * 15}, endless=True), "longer than 16777216 bytes"),
+        (
+            Reply(b"no gzip", headers={"Content-Encoding": "gzip"}),
+            "cannot be decompressed",
+        ),
+        (
+            Reply(
+                gzip.compress(b" " * (1 << 25)), headers={"Content-Encoding": "gzip"}
+            ),
+            "longer than 16777216 bytes",
+        ),
+        (
+            Reply(b" " * (1 << 16), headers={"Content-Length": "9" * 15}, endless=True),
+            "longer than 16777216 bytes",
+        ),
     ],
 )
 def test_an_answer_of_the_wrong_shape_costs_its_batch_and_is_not_asked_for_again(
@@ -138,13 +181,13 @@ def test_an_answer_of_the_wrong_shape_costs_its_batch_and_is_not_asked_for_again
     service.behave = lambda number, items: reply if number == 1 else lengths(items)
     with scoring(service.url, batch_size=3, concurrency=1) as scorer:
         scores = scorer.score(items_of("a", "b", "c", "dd"))
-    assert healths(scores) == [Health.UNPARSED] * 3 + [Health.OK]
+    assert healths(scores) == [ScoreHealth.UNPARSED] * 3 + [ScoreHealth.OK]
     assert detail in scores[0].detail
     assert len(scores[0].detail) < 400
     assert len(service.arrived) == 2
 
 
-# --------------------------------------------------------------------------------------------------- start and end
+# ------------------------------------------------------------------------ start and end
 
 
 def test_the_token_arrives(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,12 +195,17 @@ def test_the_token_arrives(service: Service, monkeypatch: pytest.MonkeyPatch) ->
     for token_env in ("GRADER_TOKEN", None):
         with scoring(service.url, token_env=token_env) as scorer:
             scorer.score(items_of("a"))
-    assert [headers.get("Authorization") for headers in service.headers] == ["Bearer s3cret", None]
+    assert [headers.get("Authorization") for headers in service.headers] == [
+        "Bearer s3cret",
+        None,
+    ]
     assert service.headers[0]["Content-Type"] == "application/json"
 
 
 @pytest.mark.parametrize("token", [None, "", "s3cret\n", "s3cré", "s3 cret"])
-def test_a_token_that_cannot_be_sent_is_refused(token: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_token_that_cannot_be_sent_is_refused(
+    token: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GRADER_TOKEN", raising=False)
     if token is not None:
         monkeypatch.setenv("GRADER_TOKEN", token)
@@ -195,7 +243,13 @@ def test_what_is_no_url_is_refused(url: str, rule: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["http://host", "https://host:8000/score?model=a", "HTTP://127.0.0.1:1/", "http://[::1]:80"]
+    "url",
+    [
+        "http://host",
+        "https://host:8000/score?model=a",
+        "HTTP://127.0.0.1:1/",
+        "http://[::1]:80",
+    ],
 )
 def test_urls(url: str) -> None:
     assert url_problem(url, "reward.url") is None
@@ -205,11 +259,16 @@ def test_urls(url: str) -> None:
 def test_a_host_name_that_only_the_client_refuses() -> None:
     url = "http://999.1.1.1/score"
     assert url_problem(url, "reward.url") is None
-    with pytest.raises(ConfigError, match=r"reward\.components\.x\.url = 'http://999\.1\.1\.1/score': is no URL"):
+    with pytest.raises(
+        ConfigError,
+        match=r"reward\.components\.x\.url = 'http://999\.1\.1\.1/score': is no URL",
+    ):
         RemoteScorer(config(url), key="reward.components.x")
 
 
-@pytest.mark.parametrize("url", ["http://me:s3cret@host/score", "http://me:s3cret@host:70000/score"])
+@pytest.mark.parametrize(
+    "url", ["http://me:s3cret@host/score", "http://me:s3cret@host:70000/score"]
+)
 def test_a_password_in_the_url_is_refused_and_not_shown(url: str) -> None:
     problem = url_problem(url, "reward.url")
     assert problem is not None
@@ -223,7 +282,12 @@ def test_checking_a_url_imports_no_client() -> None:
         "import sys; from verl_ray.rewards.remote import url_problem; url_problem('http://host', 'reward.url');"
         "print([name for name in ('httpx', 'torch', 'ray', 'numpy') if name in sys.modules])"
     )
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, check=True).stdout == b"[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, check=True
+        ).stdout
+        == b"[]\n"
+    )
 
 
 def test_close_may_be_called_twice_and_ends_the_scorer(service: Service) -> None:
@@ -246,7 +310,9 @@ def test_ctrl_c_ends_the_requests_under_way_and_closes_the_scorer(
     service.behave = service.hang
     scorer = RemoteScorer(config(service.url))
     finger = threading.Thread(target=press_when_busy)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a command in an earlier test has its own
+    before = signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a command in an earlier test has its own
     try:
         finger.start()
         with pytest.raises(KeyboardInterrupt):

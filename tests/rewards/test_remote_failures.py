@@ -1,5 +1,6 @@
-"""The scorer against a service that fails, is slow or is gone: attempts, waits, deadlines, the rate. Servers,
-sockets and processes are real."""
+"""The scorer against a service that fails, is slow or is gone: attempts, waits,
+deadlines, the rate. Servers, sockets and processes are real.
+"""
 
 from __future__ import annotations
 
@@ -18,17 +19,31 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.rewards.services import Items, Reply, Service, config, healths, items_of, lengths, scoring
-from verl_ray.rewards.health import Health, Score
+from tests.rewards.services import (
+    Items,
+    Reply,
+    Service,
+    config,
+    healths,
+    items_of,
+    lengths,
+    scoring,
+)
+from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.remote import RemoteScorer
 
-# -------------------------------------------------------------------------------------------------- failures, retries
+# -------------------------------------------------------------------- failures, retries
 
 
 def test_500_twice_then_success(service: Service) -> None:
-    service.behave = lambda number, items: Reply(b"", status=500) if number <= 2 else lengths(items)
+    service.behave = lambda number, items: (
+        Reply(b"", status=500) if number <= 2 else lengths(items)
+    )
     with scoring(service.url) as scorer:
-        assert scorer.score(items_of("ab", "c")) == [Score(2.0, Health.OK), Score(1.0, Health.OK)]
+        assert scorer.score(items_of("ab", "c")) == [
+            Score(2.0, ScoreHealth.OK),
+            Score(1.0, ScoreHealth.OK),
+        ]
     assert len(service.arrived) == 3
 
 
@@ -36,96 +51,143 @@ def test_waits_between_attempts_double(service: Service, waits: list[float]) -> 
     service.behave = lambda number, items: Reply(b"over capacity", status=503)
     with scoring(service.url, backoff_s=0.05, max_attempts=5) as scorer:
         [score] = scorer.score(items_of("a"))
-    assert score.health is Health.UNAVAILABLE
-    assert score.detail == "the service answered with status 503: 'over capacity' (attempt 5 of 5)"
+    assert score.health is ScoreHealth.UNAVAILABLE
+    assert (
+        score.detail
+        == "the service answered with status 503: 'over capacity' (attempt 5 of 5)"
+    )
     for wait_s, backoff_s in zip(waits, [0.05, 0.1, 0.2, 0.4], strict=True):
         assert 0.5 * backoff_s <= wait_s <= 1.5 * backoff_s  # the jitter
 
 
 @pytest.mark.parametrize("as_date", [False, True])
-def test_429_is_asked_again_when_the_service_says(service: Service, waits: list[float], as_date: bool) -> None:
+def test_429_is_asked_again_when_the_service_says(
+    service: Service, waits: list[float], as_date: bool
+) -> None:
     def limited(number: int, items: Items) -> Reply:
         when = email.utils.formatdate(time.time() + 3, usegmt=True) if as_date else "1"
-        return Reply(b"", status=429, headers={"Retry-After": when}) if number == 1 else lengths(items)
+        return (
+            Reply(b"", status=429, headers={"Retry-After": when})
+            if number == 1
+            else lengths(items)
+        )
 
     service.behave = limited
     with scoring(service.url) as scorer:
-        assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
+        assert scorer.score(items_of("ab")) == [Score(2.0, ScoreHealth.OK)]
     (wait_s,) = waits
-    # A date has whole seconds, so 2 to 3 are left of it when it is sent; the backoff alone would be 0.015.
+    # A date has whole seconds, so 2 to 3 are left of it when it is sent; the backoff
+    # alone would be 0.015.
     assert (0.02 < wait_s <= 3) if as_date else wait_s == 1
 
 
 @pytest.mark.parametrize("when", ["120", "9" * 500, "Fri, 31 Dec 2100 23:59:59 GMT"])
-def test_a_retry_beyond_the_deadline_is_not_waited_for(service: Service, waits: list[float], when: str) -> None:
-    service.behave = lambda number, items: Reply(b"", status=429, headers={"Retry-After": when})
+def test_a_retry_beyond_the_deadline_is_not_waited_for(
+    service: Service, waits: list[float], when: str
+) -> None:
+    service.behave = lambda number, items: Reply(
+        b"", status=429, headers={"Retry-After": when}
+    )
     with scoring(service.url, deadline_s=120.0) as scorer:
         [score] = scorer.score(items_of("ab"))
     assert waits == [] and len(service.arrived) == 1
-    assert score.health is Health.UNAVAILABLE
+    assert score.health is ScoreHealth.UNAVAILABLE
     assert "status 429" in score.detail
 
 
-@pytest.mark.parametrize("when", ["soon", "-5", "nan", "", "Fri, 31 Dec 99999 23:59:59 GMT", "\u00b2"])
-def test_a_retry_after_that_says_nothing_leaves_the_backoff(service: Service, when: str) -> None:
+@pytest.mark.parametrize(
+    "when", ["soon", "-5", "nan", "", "Fri, 31 Dec 99999 23:59:59 GMT", "\u00b2"]
+)
+def test_a_retry_after_that_says_nothing_leaves_the_backoff(
+    service: Service, when: str
+) -> None:
     limited = Reply(b"", status=429, headers={"Retry-After": when})
     service.behave = lambda number, items: limited if number == 1 else lengths(items)
     with scoring(service.url) as scorer:
-        assert scorer.score(items_of("ab")) == [Score(2.0, Health.OK)]
+        assert scorer.score(items_of("ab")) == [Score(2.0, ScoreHealth.OK)]
 
 
 @pytest.mark.parametrize(
     ("reply", "detail"),
     [
-        (Reply(b'{"detail": "Not Found"}', status=404), """status 404: '{"detail": "Not Found"}'"""),
+        (
+            Reply(b'{"detail": "Not Found"}', status=404),
+            """status 404: '{"detail": "Not Found"}'""",
+        ),
         (Reply(b"", status=401), "status 401"),
-        (Reply(b"", status=307, headers={"Location": "/score/"}), "status 307, go to '/score/'"),
+        (
+            Reply(b"", status=307, headers={"Location": "/score/"}),
+            "status 307, go to '/score/'",
+        ),
     ],
 )
-def test_a_refusal_is_not_asked_again(service: Service, reply: Reply, detail: str) -> None:
+def test_a_refusal_is_not_asked_again(
+    service: Service, reply: Reply, detail: str
+) -> None:
     service.behave = lambda number, items: reply
     with scoring(service.url) as scorer:
         [score] = scorer.score(items_of("a"))
-    assert score.health is Health.UNAVAILABLE
+    assert score.health is ScoreHealth.UNAVAILABLE
     assert detail in score.detail
     assert "attempt" not in score.detail
     assert len(service.arrived) == 1
 
 
 def test_a_slow_service_costs_the_deadline_alone(service: Service) -> None:
-    """A request may take 1 s and a batch 2.5 s, so the third attempt of the hundred is the last one."""
+    """A request may take 1 s and a batch 2.5 s, so the third attempt of the hundred is
+    the last one.
+    """
     service.behave = service.hang
-    with scoring(service.url, request_timeout_s=1.0, deadline_s=2.5, max_attempts=100) as scorer:
+    with scoring(
+        service.url, request_timeout_s=1.0, deadline_s=2.5, max_attempts=100
+    ) as scorer:
         scores = scorer.score(items_of(*"abcdefgh"))  # two batches, in flight together
-        assert healths(scores) == [Health.TIMEOUT] * 8
+        assert healths(scores) == [ScoreHealth.TIMEOUT] * 8
         for score in scores:
-            assert re.fullmatch(r"no answer within \S+ s \(attempt [123] of 100\)", score.detail)
+            assert re.fullmatch(
+                r"no reply within \S+ s \(attempt [123] of 100\)", score.detail
+            )
         assert len(service.arrived) <= 2 * 3
         service.behave = lambda number, items: lengths(items)
-        assert scorer.score(items_of(*["ab"] * 24)) == [Score(2.0, Health.OK)] * 24  # no connection was lost for good
+        assert (
+            scorer.score(items_of(*["ab"] * 24)) == [Score(2.0, ScoreHealth.OK)] * 24
+        )  # no connection was lost for good
 
 
 def test_the_deadline_cuts_a_request_short(service: Service) -> None:
     service.behave = service.hang
     with scoring(service.url, request_timeout_s=600.0, deadline_s=1.0) as scorer:
         [score] = scorer.score(items_of("a"))
-    assert score.health is Health.TIMEOUT
-    assert re.fullmatch(r"no answer within (1|0\.\d+) s \(attempt 1 of 3\)", score.detail)
+    assert score.health is ScoreHealth.TIMEOUT
+    assert re.fullmatch(
+        r"no reply within (1|0\.\d+) s \(attempt 1 of 3\)", score.detail
+    )
 
 
 def test_an_answer_that_trickles_is_cut_off(service: Service) -> None:
     def trickle(number: int, items: Items) -> Reply:
-        return Reply(b"", headers={"Content-Length": "1000000", "Connection": "keep-alive"})
+        return Reply(
+            b"", headers={"Content-Length": "1000000", "Connection": "keep-alive"}
+        )
 
     service.behave = trickle
     with scoring(service.url, request_timeout_s=0.2, max_attempts=1) as scorer:
         [score] = scorer.score(items_of("a"))
-    assert (score.health, score.detail) == (Health.TIMEOUT, "no answer within 0.2 s (attempt 1 of 1)")
+    assert (score.health, score.detail) == (
+        ScoreHealth.TIMEOUT,
+        "no reply within 0.2 s (attempt 1 of 1)",
+    )
 
 
 @pytest.mark.parametrize(
     "answer",
-    [b"", b"\0" * 1000, b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{", b"HTTP/1.1 2"],
+    [
+        b"",
+        b"\0" * 1000,
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\n{",
+        b"HTTP/1.1 2",
+    ],
 )
 def test_what_is_no_http_is_no_service(answer: bytes) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -137,7 +199,9 @@ def test_what_is_no_http_is_no_service(answer: bytes) -> None:
                     with connection:
                         connection.sendall(answer)
                         connection.shutdown(socket.SHUT_WR)
-                        while connection.recv(1 << 16):  # what is left unread would reset the connection
+                        while connection.recv(
+                            1 << 16
+                        ):  # what is left unread would reset the connection
                             pass
 
         thread = threading.Thread(target=serve)
@@ -146,44 +210,56 @@ def test_what_is_no_http_is_no_service(answer: bytes) -> None:
             [score] = scorer.score(items_of("a"))
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
-    assert score.health is Health.UNAVAILABLE
+    assert score.health is ScoreHealth.UNAVAILABLE
     assert "RemoteProtocolError" in score.detail
     assert "attempt 3 of 3" in score.detail
 
 
-def test_requests_leave_no_faster_than_the_limit(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_leave_no_faster_than_the_limit(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
     left: list[float] = []
-    turn = RemoteScorer._turn
+    turn = RemoteScorer._wait_for_turn
 
     async def noted(scorer: RemoteScorer, era: int) -> bool:
         goes = await turn(scorer, era)
         left.append(time.monotonic())
         return goes
 
-    monkeypatch.setattr(RemoteScorer, "_turn", noted)
-    service.behave = lambda number, items: Reply(b"", status=500) if number == 3 else lengths(items)
+    monkeypatch.setattr(RemoteScorer, "_wait_for_turn", noted)
+    service.behave = lambda number, items: (
+        Reply(b"", status=500) if number == 3 else lengths(items)
+    )
     with scoring(service.url, requests_per_s=20.0, batch_size=1) as scorer:
-        assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, Health.OK)] * 10
-    assert len(service.arrived) == len(left) == 11  # the repeated one waits for its turn too
+        assert scorer.score(items_of(*["ab"] * 10)) == [Score(2.0, ScoreHealth.OK)] * 10
+    assert (
+        len(service.arrived) == len(left) == 11
+    )  # the repeated one waits for its turn too
     distances = [later - earlier for earlier, later in itertools.pairwise(left)]
     assert min(distances) >= 0.99 / 20.0
 
 
 def test_the_wait_for_a_first_turn_is_not_on_the_clock(service: Service) -> None:
-    with scoring(service.url, requests_per_s=2.5, batch_size=1, concurrency=6, deadline_s=1.5) as scorer:
-        assert scorer.score(items_of(*["ab"] * 6)) == [Score(2.0, Health.OK)] * 6  # the last waits 2 s
+    with scoring(
+        service.url, requests_per_s=2.5, batch_size=1, concurrency=6, deadline_s=1.5
+    ) as scorer:
+        assert (
+            scorer.score(items_of(*["ab"] * 6)) == [Score(2.0, ScoreHealth.OK)] * 6
+        )  # the last waits 2 s
 
 
-def test_a_repeated_request_waits_for_its_turn_within_the_deadline(service: Service) -> None:
+def test_a_repeated_request_waits_for_its_turn_within_the_deadline(
+    service: Service,
+) -> None:
     service.behave = lambda number, items: Reply(b"", status=500)
     with scoring(service.url, requests_per_s=0.01, deadline_s=1.5) as scorer:
         [score] = scorer.score(items_of("a"))
-    assert (score.health, len(service.arrived)) == (Health.UNAVAILABLE, 1)
+    assert (score.health, len(service.arrived)) == (ScoreHealth.UNAVAILABLE, 1)
     assert "status 500" in score.detail
     assert "attempt 1 of 3" in score.detail
 
 
-# ------------------------------------------------------------------------------------------ a service that is killed
+# ------------------------------------------------------------- a service that is killed
 
 
 PROGRAM = """
@@ -235,17 +311,19 @@ def test_a_service_killed_in_the_middle_of_a_request_and_back_again() -> None:
             os.kill(process.pid, signal.SIGKILL)
 
         scorer = RemoteScorer(config(f"http://127.0.0.1:{port}", batch_size=1))
-        assert scorer.score(items_of("a")) == [Score(1.0, Health.OK)]
+        assert scorer.score(items_of("a")) == [Score(1.0, ScoreHealth.OK)]
         killer = threading.Thread(target=kill_when_asked)
         killer.start()
         [score] = scorer.score(items_of("hang"))
         killer.join()
-        assert score.health is Health.UNAVAILABLE  # the end of the connection is noticed, not timed out
+        assert (
+            score.health is ScoreHealth.UNAVAILABLE
+        )  # the end of the connection is noticed, not timed out
         assert "attempt 3 of 3" in score.detail
         assert process.wait() == -signal.SIGKILL
     with scorer:
         [score] = scorer.score(items_of("a"))
-        assert score.health is Health.UNAVAILABLE
+        assert score.health is ScoreHealth.UNAVAILABLE
         assert "ConnectError" in score.detail
         with service_process(port):
-            assert scorer.score(items_of("a")) == [Score(1.0, Health.OK)]
+            assert scorer.score(items_of("a")) == [Score(1.0, ScoreHealth.OK)]

@@ -10,10 +10,15 @@ import pytest
 
 from controllers.compose.composition import compose
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.rewards.health import Health
-from verl_ray.rewards.shaping import Graded, Shaping
+from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.shaping import ResponseScores, Shaping
 
-INPUTS = ["model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl", "run.dir=/r"]
+INPUTS = [
+    "model.path=/m",
+    "data.train_path=/t.jsonl",
+    "data.validation_path=/v.jsonl",
+    "run.dir=/r",
+]
 
 
 def shaping(*changes: str) -> Shaping:
@@ -22,21 +27,29 @@ def shaping(*changes: str) -> Shaping:
     return Shaping(config)
 
 
-def graded(*scores: float, failed: Health = Health.TIMEOUT) -> Graded:
+def scored(*scores: float, failed: ScoreHealth = ScoreHealth.TIMEOUT) -> ResponseScores:
     values = np.array(scores, np.float32)
-    return Graded(values, np.where(np.isnan(values), failed, Health.OK).astype(np.int8))
+    return ResponseScores(
+        values, np.where(np.isnan(values), failed, ScoreHealth.OK).astype(np.int8)
+    )
 
 
 def test_a_single_grader_without_shaping_is_what_it_says() -> None:
-    found = shaping().shape({"reward": graded(1.0, math.nan, 0.25)})
-    np.testing.assert_array_equal(found.score, np.array([1.0, math.nan, 0.25], np.float32))
-    assert found.health.tolist() == [Health.OK, Health.TIMEOUT, Health.OK]
+    found = shaping().shape({"reward": scored(1.0, math.nan, 0.25)})
+    np.testing.assert_array_equal(
+        found.score, np.array([1.0, math.nan, 0.25], np.float32)
+    )
+    assert found.health.tolist() == [
+        ScoreHealth.OK,
+        ScoreHealth.TIMEOUT,
+        ScoreHealth.OK,
+    ]
 
 
 def test_a_batch_is_normalised_by_itself_and_failed_scores_count_nothing() -> None:
     one = shaping("reward.normalise=batch")
     for scores in ((1.0, 3.0, math.nan), (10.0, 30.0, math.nan)):
-        found = one.shape({"reward": graded(*scores)})
+        found = one.shape({"reward": scored(*scores)})
         np.testing.assert_allclose(found.score[:2], [-1, 1], rtol=1e-6)
         assert math.isnan(found.score[2])
 
@@ -44,23 +57,32 @@ def test_a_batch_is_normalised_by_itself_and_failed_scores_count_nothing() -> No
 @pytest.mark.parametrize("normalise", ["batch", "running"])
 def test_an_aborted_score_counts_in_no_moments(normalise: str) -> None:
     aborted = np.array([False, False, True])
-    found = shaping(f"reward.normalise={normalise}").shape({"reward": graded(1.0, 3.0, 50.0)}, aborted)
+    found = shaping(f"reward.normalise={normalise}").shape(
+        {"reward": scored(1.0, 3.0, 50.0)}, aborted
+    )
     np.testing.assert_allclose(found.score, [-1, 1, 48], rtol=1e-6)
 
 
 def test_running_moments_are_those_of_all_steps_so_far_and_survive_a_resume() -> None:
     one = shaping("reward.normalise=running")
-    np.testing.assert_allclose(one.shape({"reward": graded(1.0, 3.0)}).score, [-1, 1], rtol=1e-6)
+    np.testing.assert_allclose(
+        one.shape({"reward": scored(1.0, 3.0)}).score, [-1, 1], rtol=1e-6
+    )
     again = shaping("reward.normalise=running")
     again.load_state(json.loads(json.dumps(one.state())))
     # of 1, 3, 5, 7: mean 4, variance 5
-    for found in (one.shape({"reward": graded(5.0, 7.0)}), again.shape({"reward": graded(5.0, 7.0)})):
-        np.testing.assert_allclose(found.score, [1 / math.sqrt(5), 3 / math.sqrt(5)], rtol=1e-6)
+    for found in (
+        one.shape({"reward": scored(5.0, 7.0)}),
+        again.shape({"reward": scored(5.0, 7.0)}),
+    ):
+        np.testing.assert_allclose(
+            found.score, [1 / math.sqrt(5), 3 / math.sqrt(5)], rtol=1e-6
+        )
 
 
 def test_moments_of_another_grader_are_left_behind() -> None:
     one = shaping("reward.normalise=running")
-    one.shape({"reward": graded(1.0, 3.0)})
+    one.shape({"reward": scored(1.0, 3.0)})
     for other in (["reward=http", "reward.url=http://h/"], MIXED):
         changed = shaping(*other)
         fresh = changed.state()
@@ -71,7 +93,11 @@ def test_moments_of_another_grader_are_left_behind() -> None:
 def test_clipping_follows_normalising() -> None:
     one = shaping("reward.normalise=batch", "reward.clip=1.5")
     # of 0, 0, 0, 0, 5: mean 1, deviation 2: -1/2 and 2
-    np.testing.assert_allclose(one.shape({"reward": graded(0, 0, 0, 0, 5)}).score, [-0.5] * 4 + [1.5], rtol=1e-6)
+    np.testing.assert_allclose(
+        one.shape({"reward": scored(0, 0, 0, 0, 5)}).score,
+        [-0.5] * 4 + [1.5],
+        rtol=1e-6,
+    )
 
 
 MIXED = [
@@ -82,19 +108,33 @@ MIXED = [
 
 def test_components_are_weighted_and_one_that_fails_fails_the_response() -> None:
     raw = {
-        "reward.components.function": graded(1.0, 0.0, 1.0, math.nan),
-        "reward.components.model": graded(4.0, -4.0, math.nan, math.nan, failed=Health.TOO_LONG),
+        "reward.components.function": scored(1.0, 0.0, 1.0, math.nan),
+        "reward.components.model": scored(
+            4.0, -4.0, math.nan, math.nan, failed=ScoreHealth.TOO_LONG
+        ),
     }
     found = shaping(*MIXED).shape(raw)
     # 2 x 1 + 0.5 x 3, 2 x 0 - 0.5 x 3
-    np.testing.assert_array_equal(found.score, np.array([3.5, -1.5, math.nan, math.nan], np.float32))
-    assert found.health.tolist() == [Health.OK, Health.OK, Health.TOO_LONG, Health.TIMEOUT]
+    np.testing.assert_array_equal(
+        found.score, np.array([3.5, -1.5, math.nan, math.nan], np.float32)
+    )
+    assert found.health.tolist() == [
+        ScoreHealth.OK,
+        ScoreHealth.OK,
+        ScoreHealth.TOO_LONG,
+        ScoreHealth.TIMEOUT,
+    ]
     assert found.ok.tolist() == [True, True, False, False]
 
 
 @pytest.mark.parametrize("normalise", ["batch", "running"])
-def test_held_out_scores_are_weighed_as_they_are_and_leave_no_trace(normalise: str) -> None:
+def test_held_out_scores_are_weighed_as_they_are_and_leave_no_trace(
+    normalise: str,
+) -> None:
     one = shaping(*MIXED, f"reward.components.model.normalise={normalise}")
-    raw = {"reward.components.function": graded(1.0), "reward.components.model": graded(4.0)}
+    raw = {
+        "reward.components.function": scored(1.0),
+        "reward.components.model": scored(4.0),
+    }
     before = one.state()
     assert one.weigh(raw).score.tolist() == [4.0] and one.state() == before

@@ -1,4 +1,7 @@
-"""Small models, the weights of a transformers model on the wire, and vLLM engines that leave the process as it was."""
+"""Small models, their weights on a wire, and vLLM engines that leave no trace.
+
+A vLLM engine of these fixtures leaves the process as it was.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +16,7 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
-from verl_ray.models.names import pieces
+from verl_ray.models.names import checkpoint_tensors
 from verl_ray.models.tiny import Architecture, make_tiny
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.vllm_engine import VllmEngine
@@ -21,7 +24,7 @@ from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
-from verl_ray.weight_sync.transport import Route
+from verl_ray.weight_sync.transport import WireSpec
 
 MAX_MODEL_LEN = 96
 
@@ -37,7 +40,9 @@ def make_model(tmp_path_factory: pytest.TempPathFactory) -> ModelMaker:
             hidden_size=128, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=192,
             tie_embeddings=tie,
         )  # fmt: skip
-        return make_tiny(architecture, folder / "model", folder / "tokenizer", config, seed)
+        return make_tiny(
+            architecture, folder / "model", folder / "tokenizer", config, seed
+        )
 
     return make
 
@@ -66,11 +71,15 @@ EngineStarter = Callable[..., VllmEngine]
 
 @pytest.fixture(scope="module")
 def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineStarter]:
-    """Starts engines in this process and closes them at the end of the module; one at a time."""
+    """Start engines in this process, one at a time, and close them after the module."""
     started: list[VllmEngine] = []
 
     def start(
-        model: Path, *, initial_version: int | None = None, lora: LoraConfig | None = None, **changes: object
+        model: Path,
+        *,
+        initial_version: int | None = None,
+        lora: LoraConfig | None = None,
+        **changes: object,
     ) -> VllmEngine:
         while started:
             started.pop().close()
@@ -92,29 +101,45 @@ def manifest_of(model: PreTrainedModel) -> Manifest:
     parameters = []
     for name, tensor in model.state_dict(keep_vars=True).items():
         owner = names.setdefault(id(tensor), name)
-        tied_to, dtype = None if owner == name else owner, str(tensor.dtype).removeprefix("torch.")
-        parameters += [Parameter(piece.name, piece.shape, dtype, tied_to) for piece in pieces(name, tensor.shape)]
+        tied_to, dtype = (
+            None if owner == name else owner,
+            str(tensor.dtype).removeprefix("torch."),
+        )
+        parameters += [
+            Parameter(piece.name, piece.shape, dtype, tied_to)
+            for piece in checkpoint_tensors(name, tensor.shape)
+        ]
     return Manifest(tuple(parameters))
 
 
 def checkpoint_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """The tensors that `manifest_of` names."""
     return {
-        piece.name: tensor[tuple(map(slice, piece.start, np.add(piece.start, piece.sides)))].reshape(piece.shape)
+        piece.name: tensor[
+            tuple(map(slice, piece.start, np.add(piece.start, piece.sides)))
+        ].reshape(piece.shape)
         for name, tensor in model.state_dict().items()
-        for piece in pieces(name, tensor.shape)
+        for piece in checkpoint_tensors(name, tensor.shape)
     }
 
 
 @pytest.fixture(scope="session")
 def reload_as_vllm_does() -> Callable[[VllmEngine, PreTrainedModel], None]:
-    """Loads a model's weights into a running engine by vLLM's own means, without what our loader mends."""
+    """Load a model's weights into a running engine by vLLM's own means.
+
+    What the project's loader corrects is left out.
+    """
 
     def reload(engine: VllmEngine, model: PreTrainedModel) -> None:
         state = checkpoint_of(model)
-        weights = [(parameter.name, state[parameter.name]) for parameter in manifest_of(model).sent]
-        engine.core._client.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
-        engine.core.forget_prefixes()
+        weights = [
+            (parameter.name, state[parameter.name])
+            for parameter in manifest_of(model).sent
+        ]
+        engine.core._client.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(weights)}
+        )
+        engine.core.reset_prefix_cache()
 
     return reload
 
@@ -124,31 +149,43 @@ Publish = Callable[..., dict[str, Fingerprint]]
 
 @pytest.fixture(scope="session")
 def publish() -> Publish:
-    """Sends a model's weights as two ranks would, each with its half of the rows, in buckets that split layers."""
+    """Send a model's weights as two ranks would, in buckets that split layers.
+
+    Each rank sends its half of the rows.
+    """
 
     def send(
-        engine: RolloutEngine, model: PreTrainedModel, version: int, *, proof_follows: bool = False
+        engine: RolloutEngine,
+        model: PreTrainedModel,
+        version: int,
+        *,
+        verification_follows: bool = False,
     ) -> dict[str, Fingerprint]:
         manifest, state = manifest_of(model), checkpoint_of(model)
         buckets = plan_buckets(manifest, 100_000)
         assert len(buckets) > 4
         address = create("rollout-test", max(bucket.nbytes for bucket in buckets))
         transport, sent = map_slots(address), dict[str, Fingerprint]()
-        engine.connect(address, Route(buckets, receivers=1, patience_s=60), 0)
+        engine.connect(address, WireSpec(buckets, receivers=1, patience_s=60), 0)
         engine.begin_update(manifest, version)
         for bucket in buckets:
             for rank in range(2):
                 shards = []
                 for entry in bucket.entries:
-                    tensor, half = state[entry.parameter.name], entry.parameter.shape[0] // 2
+                    tensor, half = (
+                        state[entry.parameter.name],
+                        entry.parameter.shape[0] // 2,
+                    )
                     part = tensor[:half] if rank == 0 else tensor[half:]
                     start = (0 if rank == 0 else half, *[0] * (tensor.dim() - 1))
-                    shards.append((Slice(entry.parameter.name, start, tuple(part.shape)), part))
+                    shards.append(
+                        (Slice(entry.parameter.name, start, tuple(part.shape)), part)
+                    )
                 for name, found in transport.fill(bucket, shards).by_name.items():
                     sent[name] = sent.get(name, Fingerprint(0, 0)) + found
             engine.receive(bucket)
         remove(address)
-        return engine.commit(sent, proof_follows=proof_follows).by_name
+        return engine.commit(sent, verification_follows=verification_follows).by_name
 
     return send
 
@@ -158,9 +195,14 @@ LogProbs = Callable[..., np.ndarray]
 
 @pytest.fixture(scope="session")
 def reference_log_probs() -> LogProbs:
-    """Log-probs of `response` after `prompt` by transformers, float32 [response tokens]."""
+    """Log-probs of a response by transformers, float32 [response tokens]."""
 
-    def log_probs(model: PreTrainedModel, prompt: np.ndarray, response: np.ndarray, temperature: float = 1.0):
+    def log_probs(
+        model: PreTrainedModel,
+        prompt: np.ndarray,
+        response: np.ndarray,
+        temperature: float = 1.0,
+    ):
         row = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
         with torch.no_grad():
             logits = model(row).logits[0, len(prompt) - 1 : -1].float() / temperature
@@ -172,4 +214,6 @@ def reference_log_probs() -> LogProbs:
 
 @pytest.fixture(scope="session")
 def load_reference() -> Callable[[Path], PreTrainedModel]:
-    return lambda path: AutoModelForCausalLM.from_pretrained(str(path), dtype=torch.float32)
+    return lambda path: AutoModelForCausalLM.from_pretrained(
+        str(path), dtype=torch.float32
+    )

@@ -1,4 +1,7 @@
-"""One body over every engine: delivery, aborts, pauses, states, and the weight update as a transaction."""
+"""The contract of rollout engines, tested on every engine.
+
+The tests cover delivery, aborts, pauses, states and weight updates.
+"""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -8,25 +11,33 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from tests.rollout.drawing import generate
+from tests.rollout.generation import generate
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, WeightSyncError
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Chunk, Request, Sampling
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.update import Probe
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
-from verl_ray.weight_sync.transport import Route
+from verl_ray.weight_sync.transport import WireSpec
 
 
-def _request(request_id: int, max_tokens: int = 6, **kw: object) -> Request:
-    return Request(request_id, np.array([3, 4, 5], np.int32), Sampling(1.0, 1.0, -1, max_tokens, ()), seed=7, **kw)  # type: ignore[arg-type]
+def _request(request_id: int, max_tokens: int = 6, **kw: object) -> GenerationRequest:
+    return GenerationRequest(
+        request_id,
+        np.array([3, 4, 5], np.int32),
+        Sampling(1.0, 1.0, -1, max_tokens, ()),
+        seed=7,
+        **kw,
+    )  # type: ignore[arg-type]
 
 
-def _join(chunks: list[Chunk], request_id: int) -> tuple[list[int], list[float], list[Finish | None]]:
+def _join(
+    chunks: list[Chunk], request_id: int
+) -> tuple[list[int], list[float], list[Finish | None]]:
     own = [chunk for chunk in chunks if chunk.request_id == request_id]
     at = 0
     for chunk in own:
@@ -41,20 +52,31 @@ def _join(chunks: list[Chunk], request_id: int) -> tuple[list[int], list[float],
 
 
 @pytest.fixture(scope="module")
-def model(make_model: Callable[..., Path], load_reference: Callable[[Path], PreTrainedModel]) -> PreTrainedModel:
+def model(
+    make_model: Callable[..., Path], load_reference: Callable[[Path], PreTrainedModel]
+) -> PreTrainedModel:
     return load_reference(make_model("qwen3", tie=False))
 
 
-@pytest.fixture(scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)])
-def shared(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> RolloutEngine:
+@pytest.fixture(
+    scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)]
+)
+def shared(
+    request: pytest.FixtureRequest, make_model: Callable[..., Path]
+) -> RolloutEngine:
     if request.param == "scripted":
-        return ScriptedEngine(lambda asked: [(int(asked.tokens[0]) + i, -0.5 * i) for i in range(1000)])
+        return ScriptedEngine(
+            lambda asked: [(int(asked.tokens[0]) + i, -0.5 * i) for i in range(1000)]
+        )
     return request.getfixturevalue("start_vllm")(make_model("qwen3", tie=False))
 
 
 @pytest.fixture
 def fresh(shared: RolloutEngine) -> Iterator[RolloutEngine]:
-    """Awake, idle, no update open; whether a version is committed depends on the test before."""
+    """An engine that is awake and idle, without an open update.
+
+    Whether a version is committed depends on the test before.
+    """
     yield shared
     shared.resume()
     shared.abort_update()
@@ -66,8 +88,10 @@ def fresh(shared: RolloutEngine) -> Iterator[RolloutEngine]:
 
 
 @pytest.fixture
-def engine(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> RolloutEngine:
-    """At version 5."""
+def engine(
+    fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> RolloutEngine:
+    """An engine at version 5."""
     if fresh.policy_version != 5:
         publish(fresh, model, 5)
     return fresh
@@ -75,15 +99,28 @@ def engine(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., 
 
 def test_no_token_before_the_first_commit(fresh: RolloutEngine) -> None:
     assert fresh.policy_version is None
-    with pytest.raises(RolloutError, match="no policy version is committed; send the weights"):
+    with pytest.raises(
+        RolloutError, match="no policy version is committed; send the weights"
+    ):
         fresh.submit([_request(1)])
 
 
-def test_one_chunk_at_the_end_or_many_with_the_same_content(engine: RolloutEngine) -> None:
+def test_one_chunk_at_the_end_or_many_with_the_same_content(
+    engine: RolloutEngine,
+) -> None:
     (whole,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
-    assert (whole.finish, whole.version_spans, whole.first_token, len(whole.tokens)) == (Finish.LENGTH, ((0, 5),), 0, 6)
+    assert (
+        whole.finish,
+        whole.version_spans,
+        whole.first_token,
+        len(whole.tokens),
+    ) == (Finish.LENGTH, ((0, 5),), 0, 6)
     assert whole.tokens.dtype == np.int32 and whole.log_probs.dtype == np.float32
-    chunks = [chunk for step in generate(engine, [_request(1, stream=True), _request(2)]) for chunk in step]
+    chunks = [
+        chunk
+        for step in generate(engine, [_request(1, stream=True), _request(2)])
+        for chunk in step
+    ]
     tokens, log_probs, finishes = _join(chunks, 1)
     assert tokens == whole.tokens.tolist()
     assert log_probs == pytest.approx(whole.log_probs.tolist(), abs=1e-6)
@@ -106,11 +143,15 @@ def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
     assert engine.unfinished == 0 and engine.step() == []
     # An abort that finds nothing in flight does not hit what comes later.
     engine.abort()
-    assert [chunk.finish for step in generate(engine, [_request(1)]) for chunk in step] == [Finish.LENGTH]
+    assert [
+        chunk.finish for step in generate(engine, [_request(1)]) for chunk in step
+    ] == [Finish.LENGTH]
 
 
 def test_a_pause_keeps_requests_where_they_are(engine: RolloutEngine) -> None:
-    (undisturbed,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
+    (undisturbed,) = [
+        chunk for step in generate(engine, [_request(1)]) for chunk in step
+    ]
     engine.submit([_request(1)])
     engine.step()
     engine.pause()
@@ -125,16 +166,28 @@ def test_a_pause_keeps_requests_where_they_are(engine: RolloutEngine) -> None:
 
 def test_requests_that_cannot_be_served(engine: RolloutEngine) -> None:
     engine.submit([_request(1)])
-    with pytest.raises(RolloutError, match=r"unique among those in flight, found again: \[1\]"):
+    with pytest.raises(
+        RolloutError, match=r"unique among those in flight, found again: \[1\]"
+    ):
         engine.submit([_request(1)])
-    bad = Request(2, np.array([], np.int32), Sampling(1.0, 1.0, -1, 4), seed=0)
-    with pytest.raises(RolloutError, match=r"request 2: expected a non-empty int32 vector"):
+    bad = GenerationRequest(
+        2, np.array([], np.int32), Sampling(1.0, 1.0, -1, 4), seed=0
+    )
+    with pytest.raises(
+        RolloutError, match=r"request 2: expected a non-empty int32 vector"
+    ):
         engine.submit([bad])
     assert engine.unfinished == 1
 
 
-def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> None:
-    before = [chunk.tokens.tolist() for step in generate(engine, [_request(1)]) for chunk in step]
+def test_sleep_and_wake(
+    engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
+    before = [
+        chunk.tokens.tolist()
+        for step in generate(engine, [_request(1)])
+        for chunk in step
+    ]
     engine.sleep("kv_cache")
     engine.sleep("kv_cache")
     assert engine.policy_version == 5
@@ -142,19 +195,30 @@ def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: 
         engine.submit([_request(1)])
     engine.wake("kv_cache")
     engine.wake("kv_cache")
-    assert [chunk.tokens.tolist() for step in generate(engine, [_request(1)]) for chunk in step] == before
+    assert [
+        chunk.tokens.tolist()
+        for step in generate(engine, [_request(1)])
+        for chunk in step
+    ] == before
 
     engine.sleep("kv_cache")
     engine.sleep("weights")
     assert engine.policy_version is None
-    with pytest.raises(RolloutError, match=r'asleep; call wake\("weights"\) and wake\("kv_cache"\) first'):
+    with pytest.raises(
+        RolloutError,
+        match=r'asleep; call wake\("weights"\) and wake\("kv_cache"\) first',
+    ):
         engine.step()
-    with pytest.raises(RolloutError, match=r'the weights are asleep; call wake\("weights"\)'):
+    with pytest.raises(
+        RolloutError, match=r'the weights are asleep; call wake\("weights"\)'
+    ):
         engine.begin_update(Manifest(()), 6)
     engine.wake("weights")
     with pytest.raises(RolloutError, match="asleep"):
         engine.submit([_request(1)])
-    publish(engine, model, 6)  # while the KV cache still sleeps: the second phase of waking
+    publish(
+        engine, model, 6
+    )  # while the KV cache still sleeps: the second phase of waking
     engine.wake("kv_cache")
     chunks = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
     assert [chunk.tokens.tolist() for chunk in chunks] == before
@@ -163,25 +227,39 @@ def test_sleep_and_wake(engine: RolloutEngine, model: PreTrainedModel, publish: 
     engine.sleep("weights")
     engine.wake("weights")
     engine.wake("kv_cache")  # awake, and nothing was sent
-    with pytest.raises(RolloutError, match="no policy version is committed; send the weights"):
+    with pytest.raises(
+        RolloutError, match="no policy version is committed; send the weights"
+    ):
         engine.submit([_request(1)])
 
 
 def test_nothing_moves_under_requests_in_flight(engine: RolloutEngine) -> None:
     engine.submit([_request(1), _request(2)])
-    with pytest.raises(RolloutError, match="sleep: 2 requests are in flight; let them end, or abort them, first"):
+    with pytest.raises(
+        RolloutError,
+        match="sleep: 2 requests are in flight; let them end, or abort them, first",
+    ):
         engine.sleep("kv_cache")
-    with pytest.raises(RolloutError, match=r"begin_update: 2 requests are in flight; let them end, .* or pause first"):
+    with pytest.raises(
+        RolloutError,
+        match=r"begin_update: 2 requests are in flight; let them end, .* or pause first",
+    ):
         engine.begin_update(Manifest(()), 6)
 
 
 def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
 ) -> None:
-    guests = [_request(1, 20, gives_way=True), _request(2, 20, gives_way=True, stream=True)]
+    guests = [
+        _request(1, 20, preemptible=True),
+        _request(2, 20, preemptible=True, stream=True),
+    ]
     engine.submit([*guests, _request(3, 3)])
     chunks = engine.step()
-    for refused in (lambda: engine.sleep("kv_cache"), lambda: engine.begin_update(Manifest(()), 6)):
+    for refused in (
+        lambda: engine.sleep("kv_cache"),
+        lambda: engine.begin_update(Manifest(()), 6),
+    ):
         with pytest.raises(RolloutError, match="1 requests are in flight"):
             refused()
     chunks += engine.step() + engine.step()
@@ -190,7 +268,10 @@ def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     assert engine.unfinished == 2 and engine.has_work  # ended, and not delivered yet
     chunks += engine.step()
     assert (len(_join(chunks, 1)[0]), _join(chunks, 1)[2]) == (3, [Finish.ABORTED])
-    assert (len(_join(chunks, 2)[0]), _join(chunks, 2)[2]) == (3, [None] * 3 + [Finish.ABORTED])
+    assert (len(_join(chunks, 2)[0]), _join(chunks, 2)[2]) == (
+        3,
+        [None] * 3 + [Finish.ABORTED],
+    )
     assert engine.unfinished == 0
 
     engine.submit(guests)
@@ -199,17 +280,23 @@ def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     publish(engine, model, 7)  # paused, they stay
     assert engine.unfinished == 2
     engine.sleep("weights")
-    assert [chunk.finish for chunk in engine.step()] == [Finish.ABORTED] * 2  # also while it sleeps
+    assert [chunk.finish for chunk in engine.step()] == [
+        Finish.ABORTED
+    ] * 2  # also while it sleeps
 
 
 def test_requests_live_through_a_weight_update(
     engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
 ) -> None:
-    (undisturbed,) = [chunk for step in generate(engine, [_request(1, 20)]) for chunk in step]
+    (undisturbed,) = [
+        chunk for step in generate(engine, [_request(1, 20)]) for chunk in step
+    ]
     engine.submit([_request(1, 20), _request(2, 20, stream=True)])
     chunks = [chunk for _ in range(6) for chunk in engine.step()]
     engine.pause()
-    publish(engine, model, 6)  # the same weights, so the tokens must be those of a request that was left alone
+    publish(
+        engine, model, 6
+    )  # the same weights, so the tokens must be those of a request that was left alone
     with pytest.raises(RolloutError, match="sleep: 2 requests are in flight"):
         engine.sleep("kv_cache")
     engine.resume()
@@ -223,45 +310,54 @@ def test_requests_live_through_a_weight_update(
     assert all(len(chunk.version_spans) == 1 for chunk in streamed)
 
 
-def test_a_version_that_is_to_be_proved_generates_only_then(
+def test_a_version_that_is_to_be_verified_generates_only_then(
     engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
 ) -> None:
     rows = (np.array([3, 4, 5, 6], np.int32), np.array([7, 8], np.int32))
-    publish(engine, model, 7, proof_follows=True)
+    publish(engine, model, 7, verification_follows=True)
     assert engine.policy_version is None
-    with pytest.raises(RolloutError, match="the update to version 7 is open; prove it"):
+    with pytest.raises(
+        RolloutError, match="the update to version 7 is open; verify it"
+    ):
         engine.submit([_request(1)])
     said = [_said(engine, model, row) for row in rows]
-    assert engine.prove(Probe(rows, tuple(said), 1e-4)) < 1e-5
+    assert engine.verify(Probe(rows, tuple(said), 1e-4)) < 1e-5
     assert engine.policy_version == 7
 
-    publish(engine, model, 8, proof_follows=True)
+    publish(engine, model, 8, verification_follows=True)
     wrong = Probe(rows, (said[0], said[1] + 0.01), 1e-3)
-    with pytest.raises(WeightSyncError, match=r"version 8: every weight .*\[7, 8\] its log-probs differ .*0\.01"):
-        engine.prove(wrong)
+    with pytest.raises(
+        WeightSyncError,
+        match=r"version 8: every weight .*\[7, 8\] its log-probs differ .*0\.01",
+    ):
+        engine.verify(wrong)
     with pytest.raises(RolloutError, match="no policy version is committed"):
         engine.submit([_request(1)])
-    with pytest.raises(WeightSyncError, match="prove: no weight update is open"):
-        engine.prove(wrong)
+    with pytest.raises(WeightSyncError, match="verify: no weight update is open"):
+        engine.verify(wrong)
 
 
-def test_a_proof_that_fails_ends_what_was_paused_and_delivers_nothing_drawn_meanwhile(
+def test_a_verification_that_fails_ends_what_was_paused_and_delivers_nothing_drawn_meanwhile(
     engine: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
 ) -> None:
     engine.submit([_request(1, 20)])
     engine.step()
     engine.pause()
-    publish(engine, model, 9, proof_follows=True)
+    publish(engine, model, 9, verification_follows=True)
     row = np.array([3, 4, 5, 6], np.int32)
     with pytest.raises(WeightSyncError, match="the engine computes with others"):
-        engine.prove(Probe((row,), (np.full(3, np.nan, np.float32),), 1e-3))
+        engine.verify(Probe((row,), (np.full(3, np.nan, np.float32),), 1e-3))
     (chunk,) = engine.step()
-    assert (chunk.finish, len(chunk.tokens), chunk.version_spans) == (Finish.ABORTED, 1, ((0, 5),))
+    assert (chunk.finish, len(chunk.tokens), chunk.version_spans) == (
+        Finish.ABORTED,
+        1,
+        ((0, 5),),
+    )
     assert engine.unfinished == 0
 
 
 def _said(engine: RolloutEngine, model: PreTrainedModel, row: np.ndarray) -> np.ndarray:
-    """What a right engine says of the tokens of a row but the first."""
+    """The log-probs that a correct engine gives the tokens of a row except the first."""
     if isinstance(engine, ScriptedEngine):
         return np.full(len(row) - 1, -1.0, np.float32)
     tokens = torch.from_numpy(row).long()
@@ -270,9 +366,15 @@ def _said(engine: RolloutEngine, model: PreTrainedModel, row: np.ndarray) -> np.
     return log_probs.gather(-1, tokens[1:, None])[:, 0].numpy()
 
 
-def test_an_open_update_forbids_generating(engine: RolloutEngine, model: PreTrainedModel) -> None:
-    engine.begin_update(Manifest((Parameter("model.norm.weight", (128,), "float32"),)), 8)
-    with pytest.raises(RolloutError, match="the update to version 8 is open; commit it"):
+def test_an_open_update_forbids_generating(
+    engine: RolloutEngine, model: PreTrainedModel
+) -> None:
+    engine.begin_update(
+        Manifest((Parameter("model.norm.weight", (128,), "float32"),)), 8
+    )
+    with pytest.raises(
+        RolloutError, match="the update to version 8 is open; commit it"
+    ):
         engine.submit([_request(1)])
     with pytest.raises(RolloutError, match="the update to version 8 is open"):
         engine.begin_update(Manifest(()), 9)
@@ -282,31 +384,43 @@ def test_an_open_update_forbids_generating(engine: RolloutEngine, model: PreTrai
     engine.abort_update()
     with pytest.raises(RolloutError, match="no policy version is committed"):
         engine.submit([_request(1)])
-    with pytest.raises(WeightSyncError, match="commit: no weight update is open; call begin_update first"):
+    with pytest.raises(
+        WeightSyncError,
+        match="commit: no weight update is open; call begin_update first",
+    ):
         engine.commit({})
 
 
-def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]) -> None:
+def test_what_a_commit_refuses(
+    fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., object]
+) -> None:
     norms = ["model.norm.weight", "model.layers.0.input_layernorm.weight"]
     manifest = Manifest(tuple(Parameter(name, (128,), "float32") for name in norms))
     both = plan_buckets(manifest, 1 << 20)[0]
     first, _ = plan_buckets(manifest, 512)
     address = create("refused", both.nbytes)
     transport = map_slots(address)
-    fresh.connect(address, Route((both,), receivers=1, patience_s=60), 0)
+    fresh.connect(address, WireSpec((both,), receivers=1, patience_s=60), 0)
     shards = [
-        (Slice(name, (0,), (128,)), torch.arange(128.0) * scale) for name, scale in zip(norms, (1, 2), strict=True)
+        (Slice(name, (0,), (128,)), torch.arange(128.0) * scale)
+        for name, scale in zip(norms, (1, 2), strict=True)
     ]
 
     transport.fill(first, shards[:1])
     fresh.begin_update(manifest, 1)
     fresh.receive(first)
-    with pytest.raises(WeightSyncError, match=r"brings what is not awaited, or came before: \['model.norm.weight'\]"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"brings what is not expected, or came before: \['model.norm.weight'\]",
+    ):
         fresh.receive(first)
 
     fresh.begin_update(manifest, 1)
     fresh.receive(first)
-    with pytest.raises(WeightSyncError, match=r"version 1: not received: \['model.layers.0.input_layernorm.weight'\]"):
+    with pytest.raises(
+        WeightSyncError,
+        match=r"version 1: not received: \['model.layers.0.input_layernorm.weight'\]",
+    ):
         fresh.commit({})
 
     # The receiver reads the file of one bucket while the other bucket lies in it.
@@ -315,7 +429,8 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     fresh.begin_update(manifest, 1)
     fresh.receive(swapped)
     with pytest.raises(
-        WeightSyncError, match=r"sent and received differ in \['model.layers.0.*', 'model.norm.weight'\]"
+        WeightSyncError,
+        match=r"sent and received differ in \['model.layers.0.*', 'model.norm.weight'\]",
     ):
         fresh.commit(sent)
 
@@ -323,7 +438,9 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
     halved = Manifest((Parameter("model.norm.weight", (128,), "bfloat16"),))
     fresh.begin_update(halved, 1)
     fresh.receive(plan_buckets(halved, 512)[0])
-    with pytest.raises(WeightSyncError, match=r"sent and received differ in \['model.norm.weight'\]"):
+    with pytest.raises(
+        WeightSyncError, match=r"sent and received differ in \['model.norm.weight'\]"
+    ):
         fresh.commit({"model.norm.weight": sent["model.norm.weight"]})
     remove(address)
 
@@ -333,10 +450,12 @@ def test_what_a_commit_refuses(fresh: RolloutEngine, model: PreTrainedModel, pub
 
 
 def test_a_commit_returns_the_fingerprints(
-    fresh: RolloutEngine, model: PreTrainedModel, publish: Callable[..., dict[str, Fingerprint]]
+    fresh: RolloutEngine,
+    model: PreTrainedModel,
+    publish: Callable[..., dict[str, Fingerprint]],
 ) -> None:
-    prints = publish(fresh, model, 5)
-    assert {name: found.numel for name, found in prints.items()} == {
+    fingerprints = publish(fresh, model, 5)
+    assert {name: found.numel for name, found in fingerprints.items()} == {
         name: tensor.numel() for name, tensor in model.state_dict().items()
     }
 
@@ -347,5 +466,7 @@ def test_a_closed_engine_is_of_no_more_use() -> None:
     engine.close()
     engine.close()
     assert engine.unfinished == 0
-    with pytest.raises(RolloutError, match="of no more use, start another: it was closed"):
+    with pytest.raises(
+        RolloutError, match="can no longer be used; start another: it was closed"
+    ):
         engine.step()

@@ -1,4 +1,4 @@
-"""Which fields of a call are honoured, which change nothing, and which are refused by their names."""
+"""Fields of a call that are honoured, that change nothing, or that are refused."""
 
 from __future__ import annotations
 
@@ -8,15 +8,32 @@ from typing import Any
 import pytest
 
 from verl_ray.errors import CallRefused
-from verl_ray.rollout.openai_api import NEUTRAL, WITHOUT_EFFECT, Call, ChatCall, CompletionCall, Part, read_call
+from verl_ray.rollout.openai_api import (
+    NEUTRAL_VALUES,
+    WITHOUT_EFFECT,
+    ApiCall,
+    ChatCall,
+    CompletionCall,
+    read_call,
+)
+from verl_ray.rollout.openai_replies import ChoiceDelta
 
 USER = {"role": "user", "content": "1"}
 
 
 def test_what_is_left_out_or_null_is_as_openai_has_it() -> None:
-    call = read_call(CompletionCall, {"prompt": "1", "temperature": None, "stop": None, "logit_bias": None})
+    call = read_call(
+        CompletionCall,
+        {"prompt": "1", "temperature": None, "stop": None, "logit_bias": None},
+    )
     assert call == CompletionCall(prompt="1")  # type: ignore[arg-type]
-    assert (call.prompt, call.n, call.temperature, call.top_p, call.max_tokens) == (["1"], 1, 1.0, 1.0, None)
+    assert (call.prompt, call.n, call.temperature, call.top_p, call.max_tokens) == (
+        ["1"],
+        1,
+        1.0,
+        1.0,
+        None,
+    )
     assert (call.stop, call.stream, call.logprobs, call.seed) == ([], False, None, None)
 
 
@@ -29,15 +46,28 @@ def test_what_is_left_out_or_null_is_as_openai_has_it() -> None:
         ([[3, 4], "ab"], [[3, 4], "ab"]),
     ],
 )
-def test_a_prompt_is_a_text_or_tokens_or_several(given: object, prompts: list[object]) -> None:
+def test_a_prompt_is_a_text_or_tokens_or_several(
+    given: object, prompts: list[object]
+) -> None:
     assert read_call(CompletionCall, {"prompt": given}).prompt == prompts
 
 
 def test_messages_are_of_texts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    answer = {"role": "assistant", "content": "2", "refusal": None, "tool_calls": None}  # as a client gives it back
-    call = read_call(ChatCall, {"messages": [{"role": "user", "content": parts}, answer], "stop": "x"})
-    assert call.messages == [{"role": "user", "content": "a\nb"}, {"role": "assistant", "content": "2"}]
+    answer = {
+        "role": "assistant",
+        "content": "2",
+        "refusal": None,
+        "tool_calls": None,
+    }  # as a client gives it back
+    call = read_call(
+        ChatCall,
+        {"messages": [{"role": "user", "content": parts}, answer], "stop": "x"},
+    )
+    assert call.messages == [
+        {"role": "user", "content": "a\nb"},
+        {"role": "assistant", "content": "2"},
+    ]
     assert call.stop == ["x"]
 
 
@@ -45,16 +75,23 @@ def test_fields_that_ask_for_nothing_are_no_fields() -> None:
     plain = read_call(ChatCall, {"messages": [USER]})
     for name in WITHOUT_EFFECT:
         assert read_call(ChatCall, {"messages": [USER], name: "anything"}) == plain
-    for name, values in NEUTRAL.items():
+    for name, values in NEUTRAL_VALUES.items():
         for value in values:
             assert read_call(ChatCall, {"messages": [USER], name: value}) == plain
-        with pytest.raises(CallRefused, match=rf"{name} = 'other': this endpoint does not support it; leave it out"):
+        with pytest.raises(
+            CallRefused,
+            match=rf"{name} = 'other': this endpoint does not support it; leave it out",
+        ):
             read_call(ChatCall, {"messages": [USER], name: "other"})
     known = {*CompletionCall.model_fields, *ChatCall.model_fields}
-    assert not known & WITHOUT_EFFECT and not known & NEUTRAL.keys() and not WITHOUT_EFFECT & NEUTRAL.keys()
+    assert (
+        not known & WITHOUT_EFFECT
+        and not known & NEUTRAL_VALUES.keys()
+        and not WITHOUT_EFFECT & NEUTRAL_VALUES.keys()
+    )
 
 
-REFUSED: list[tuple[type[Call], dict[str, Any], str, str]] = [
+REFUSED: list[tuple[type[ApiCall], dict[str, Any], str, str]] = [
     (CompletionCall, {}, "prompt", "prompt is missing"),
     (CompletionCall, {"prompt": ""}, "prompt", "expected a text, a list of token ids"),
     (CompletionCall, {"prompt": []}, "prompt", "expected a text, a list of token ids"),
@@ -88,7 +125,9 @@ REFUSED: list[tuple[type[Call], dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("kind", "body", "param", "message"), REFUSED, ids=str)
-def test_a_field_is_refused_by_its_name(kind: type[Call], body: dict[str, Any], param: str, message: str) -> None:
+def test_a_field_is_refused_by_its_name(
+    kind: type[ApiCall], body: dict[str, Any], param: str, message: str
+) -> None:
     with pytest.raises(CallRefused, match=message) as refused:
         read_call(kind, body)
     assert (refused.value.param, refused.value.status) == (param, 400)
@@ -98,6 +137,8 @@ def test_a_field_is_refused_by_its_name(kind: type[Call], body: dict[str, Any], 
 
 
 def test_the_parts_of_a_choice_join() -> None:
-    first = Part(2, 0, "ab", [5, 6], [-0.5, -1.0], ((0, 3), (1, 4)), None)
-    last = Part(2, 2, "c", [7], [-2.0], ((2, 4),), "length")
-    assert Part.join([first, last]) == Part(2, 0, "abc", [5, 6, 7], [-0.5, -1.0, -2.0], ((0, 3), (1, 4)), "length")
+    first = ChoiceDelta(2, 0, "ab", [5, 6], [-0.5, -1.0], ((0, 3), (1, 4)), None)
+    last = ChoiceDelta(2, 2, "c", [7], [-2.0], ((2, 4),), "length")
+    assert ChoiceDelta.join([first, last]) == ChoiceDelta(
+        2, 0, "abc", [5, 6, 7], [-0.5, -1.0, -2.0], ((0, 3), (1, 4)), "length"
+    )

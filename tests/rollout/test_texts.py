@@ -1,4 +1,7 @@
-"""Text that grows token by token: pieces add up, half characters and half stop strings are held back."""
+"""Text that grows token by token.
+
+Its pieces add up, and half characters and half stop strings are held back.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ TEXTS = st.text("ab \n.é漢🙂", max_size=30)
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBase:
-    """Of bytes and a few pairs of them, so that most characters outside of ASCII take several tokens."""
+    """A tokenizer of bytes and a few pairs of bytes.
+
+    Most characters outside of ASCII take several of its tokens.
+    """
     return train_bpe(tmp_path_factory.mktemp("bpe"), ["ab ab\n\n.", "ab. ab"] * 9, 266)
 
 
@@ -24,7 +30,9 @@ def ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
 
 
 @given(TEXTS, st.lists(st.integers(1, 4), max_size=40))
-def test_pieces_add_up_however_the_tokens_come(tokenizer: PreTrainedTokenizerBase, text: str, sizes: list[int]) -> None:
+def test_pieces_add_up_however_the_tokens_come(
+    tokenizer: PreTrainedTokenizerBase, text: str, sizes: list[int]
+) -> None:
     tokens, growing, said = ids(tokenizer, text), GrowingText(tokenizer), ""
     at = 0
     for size in [*sizes, len(tokens)]:
@@ -37,7 +45,11 @@ def test_pieces_add_up_however_the_tokens_come(tokenizer: PreTrainedTokenizerBas
     assert said == text
 
 
-@given(TEXTS, st.lists(st.text("ab \n.é", min_size=1, max_size=3), min_size=1, max_size=3), st.booleans())
+@given(
+    TEXTS,
+    st.lists(st.text("ab \n.é", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+)
 def test_a_text_ends_before_the_first_stop_string(
     tokenizer: PreTrainedTokenizerBase, text: str, stop: list[str], at_once: bool
 ) -> None:
@@ -54,14 +66,22 @@ def test_a_text_ends_before_the_first_stop_string(
         assert (said, taken) == (text, len(tokens))
         return
     assert any(one in tokenizer.decode(tokens[:taken]) for one in stop)
-    assert not any(one in tokenizer.decode(tokens[: taken - 1]) for one in stop)  # the token that completes one is last
+    assert not any(
+        one in tokenizer.decode(tokens[: taken - 1]) for one in stop
+    )  # the token that completes one is last
     seen = tokenizer.decode(tokens[:taken])
     assert said == seen[: min(seen.index(one) for one in stop if one in seen)]
 
 
-def test_what_may_become_a_stop_string_is_held_back(tokenizer: PreTrainedTokenizerBase) -> None:
+def test_what_may_become_a_stop_string_is_held_back(
+    tokenizer: PreTrainedTokenizerBase,
+) -> None:
     growing = GrowingText(tokenizer, ["\n\n\n"])
-    said = [growing.add([token], last=False)[1] for letter in "a\n\nb" for token in ids(tokenizer, letter)]
+    said = [
+        growing.add([token], last=False)[1]
+        for letter in "a\n\nb"
+        for token in ids(tokenizer, letter)
+    ]
     assert said == ["", "", "a", "\n"]
     assert growing.add([], last=True) == (0, "\nb")
 

@@ -1,4 +1,4 @@
-"""Adapters that reach vLLM beside the model, and then alone."""
+"""Adapters that reach vLLM together with the model, and then alone."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.rollout.drawing import generate
+from tests.rollout.generation import generate
 from verl_ray.backends.engine import EngineBackend
 from verl_ray.config.roles import LoraConfig
 from verl_ray.data.batch import offsets_of
@@ -16,18 +16,20 @@ from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.build import build_engine
 from verl_ray.engine.module_engine import ModuleEngine
 from verl_ray.errors import WeightSyncError
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.rollout.base import RolloutEngine
-from verl_ray.rollout.requests import Request, Sampling
+from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
-from verl_ray.weight_sync.transport import Route
+from verl_ray.weight_sync.transport import WireSpec
 
 pytestmark = pytest.mark.vllm
 
-LORA = LoraConfig(rank=4, alpha=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"))
+LORA = LoraConfig(
+    rank=4, alpha=8, targets=("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
+)
 ROW = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
 
 
@@ -40,7 +42,10 @@ def path(request: pytest.FixtureRequest, make_model: Callable[..., Path]) -> Pat
 def actor(path: Path) -> ModuleEngine:
     """An engine whose adapter has learned something."""
     backend = EngineBackend(
-        kind="engine", dtype="float32", micro_batch_tokens_per_rank=64, activation_checkpointing=False
+        kind="engine",
+        dtype="float32",
+        micro_batch_tokens_per_rank=64,
+        activation_checkpointing=False,
     )
     spec = EngineSpec("actor", str(path), "policy", backend, None, 1, seed=3, lora=LORA)
     made = build_engine(spec, device=torch.device("cpu"), rank=0, world_size=1)
@@ -62,29 +67,43 @@ def learn(actor: ModuleEngine, seed: int) -> None:
             value.copy_(torch.randn(value.shape, generator=random) * 0.1)
 
 
-def send(actor: ModuleEngine, rollout: RolloutEngine, version: int, *, alone: bool, proves: bool = False) -> int:
-    """One update; returns the bytes that travelled."""
-    manifest = actor.manifest(apart=True)
-    buckets = [one for one in plan_buckets(manifest, 100_000) if one.adapter or not alone]
+def send(
+    actor: ModuleEngine,
+    rollout: RolloutEngine,
+    version: int,
+    *,
+    alone: bool,
+    verifies: bool = False,
+) -> int:
+    """Send one update and return the bytes that travelled."""
+    manifest = actor.manifest(separate_adapter=True)
+    buckets = [
+        one for one in plan_buckets(manifest, 100_000) if one.adapter or not alone
+    ]
     address = create("adapters", max(one.nbytes for one in buckets))
     try:
         wire, sent = map_slots(address), {}
-        rollout.connect(address, Route(tuple(buckets), receivers=1, patience_s=60), 0)
+        rollout.connect(
+            address, WireSpec(tuple(buckets), receivers=1, patience_s=60), 0
+        )
         rollout.begin_update(manifest.adapter if alone else manifest, version)
         for bucket in buckets:
-            sent |= wire.fill(bucket, actor.shards(bucket.names, apart=True)).by_name
+            sent |= wire.fill(
+                bucket, actor.shards(bucket.names, separate_adapter=True)
+            ).by_name
             rollout.receive(bucket)
-        rollout.commit(sent, proof_follows=proves)
+        rollout.commit(sent, verification_follows=verifies)
     finally:
         remove(address)
     return sum(bucket.nbytes for bucket in buckets)
 
 
 def log_probs(actor: ModuleEngine, tokens: np.ndarray) -> np.ndarray:
-    """Of all tokens but the first, by the actor."""
+    """Log-probs of all tokens except the first, by the actor."""
     mask = np.arange(len(tokens)) > 0
     said = actor.forward(
-        Rows(offsets=offsets_of([len(tokens)]), tokens=tokens, response_mask=mask), Outputs(log_probs=True)
+        Rows(offsets=offsets_of([len(tokens)]), tokens=tokens, response_mask=mask),
+        RequestedOutputs(log_probs=True),
     )
     assert said.log_probs is not None
     return said.log_probs[1:]
@@ -95,27 +114,35 @@ def probe(actor: ModuleEngine) -> Probe:
     return Probe(rows, tuple(log_probs(actor, row) for row in rows), 1e-4)
 
 
-def test_after_the_model_only_the_adapter_travels(actor: ModuleEngine, rollout: VllmEngine) -> None:
-    whole = send(actor, rollout, 1, alone=False, proves=True)
+def test_after_the_model_only_the_adapter_travels(
+    actor: ModuleEngine, rollout: VllmEngine
+) -> None:
+    whole = send(actor, rollout, 1, alone=False, verifies=True)
     before = probe(actor)
-    assert rollout.prove(before) < 1e-5
+    assert rollout.verify(before) < 1e-5
     learn(actor, 2)
-    alone = send(actor, rollout, 2, alone=True, proves=True)
+    alone = send(actor, rollout, 2, alone=True, verifies=True)
     now = probe(actor)
     assert np.abs(now.log_probs[0] - before.log_probs[0]).max() > 0.05
-    assert rollout.prove(now) < 1e-5
+    assert rollout.verify(now) < 1e-5
     # rank 4 beside matrices of 64 to 192 rows and columns
     assert alone < whole / 8
-    (chunks,) = generate(rollout, [Request(0, ROW, Sampling(1.0, 1.0, -1, 8, ()), seed=5)])
+    (chunks,) = generate(
+        rollout, [GenerationRequest(0, ROW, Sampling(1.0, 1.0, -1, 8, ()), seed=5)]
+    )
     expected = log_probs(actor, np.concatenate([ROW, chunks[0].tokens]))[len(ROW) - 1 :]
     np.testing.assert_allclose(chunks[0].log_probs, expected, atol=1e-5)
-    send(actor, rollout, 3, alone=False, proves=True)  # a model that comes again brings its adapter with it
-    assert rollout.prove(now) < 1e-5
+    send(
+        actor, rollout, 3, alone=False, verifies=True
+    )  # a model that comes again brings its adapter with it
+    assert rollout.verify(now) < 1e-5
 
 
-def test_a_request_that_is_paused_goes_on_with_the_new_adapter(actor: ModuleEngine, rollout: VllmEngine) -> None:
+def test_a_request_that_is_paused_goes_on_with_the_new_adapter(
+    actor: ModuleEngine, rollout: VllmEngine
+) -> None:
     send(actor, rollout, 1, alone=False)
-    rollout.submit([Request(0, ROW, Sampling(1.0, 1.0, -1, 20, ()), seed=5)])
+    rollout.submit([GenerationRequest(0, ROW, Sampling(1.0, 1.0, -1, 20, ()), seed=5)])
     for _ in range(5):
         assert rollout.step() == []
     rollout.pause()
@@ -136,17 +163,28 @@ def test_an_adapter_that_vllm_was_not_given_is_found(
 ) -> None:
     send(actor, rollout, 1, alone=False)
     learn(actor, 2)
-    monkeypatch.setattr("verl_ray.rollout.vllm_loader.WeightLoader._weights_add_adapter", lambda self, lora: None)
-    send(actor, rollout, 2, alone=True, proves=True)  # all fingerprints are right
-    with pytest.raises(WeightSyncError, match="version 2: every weight arrived as it was sent, but the engine"):
-        rollout.prove(probe(actor))
+    monkeypatch.setattr(
+        "verl_ray.rollout.vllm_loader.WeightLoader._weights_add_adapter",
+        lambda self, lora: None,
+    )
+    send(actor, rollout, 2, alone=True, verifies=True)  # all fingerprints are right
+    with pytest.raises(
+        WeightSyncError,
+        match="version 2: every weight arrived as it was sent, but the engine",
+    ):
+        rollout.verify(probe(actor))
     assert rollout.policy_version is None
 
 
-def test_an_adapter_needs_a_model_beside_it(actor: ModuleEngine, rollout: VllmEngine) -> None:
+def test_an_adapter_needs_a_model_beside_it(
+    actor: ModuleEngine, rollout: VllmEngine
+) -> None:
     send(actor, rollout, 2, alone=False)
     rollout.sleep("weights")
     rollout.wake("weights")
     rollout.wake("kv_cache")
-    with pytest.raises(WeightSyncError, match="version 3 is an adapter, and the engine does not hold the model"):
+    with pytest.raises(
+        WeightSyncError,
+        match="version 3 is an adapter, and the engine does not hold the model",
+    ):
         send(actor, rollout, 3, alone=True)

@@ -1,4 +1,7 @@
-"""Weight updates of other architectures, of tied heads, and over two ranks: each an engine of its own."""
+"""Weight updates of other architectures, of tied heads, and over two ranks.
+
+Each has its own engine.
+"""
 
 import json
 import os
@@ -13,19 +16,19 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.rollout.conftest import checkpoint_of, manifest_of
-from tests.rollout.drawing import generate
+from tests.rollout.generation import generate
 from verl_ray.errors import EngineFailed, WeightSyncError
 from verl_ray.models.tiny import Architecture
-from verl_ray.rollout.requests import Request, Sampling
+from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.server import RolloutServer
-from verl_ray.rollout.update import STALE, Probe
+from verl_ray.rollout.update import HIDDEN_MOVEMENT, Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.rollout.vllm_setup import environment
 from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Slice
-from verl_ray.weight_sync.transport import Route
+from verl_ray.weight_sync.transport import WireSpec
 
 pytestmark = pytest.mark.vllm
 
@@ -35,9 +38,15 @@ Load = Callable[[Path], PreTrainedModel]
 
 def _worst(engine: VllmEngine, model: PreTrainedModel, reference: Reference) -> float:
     prompts = np.random.default_rng(1).integers(2, 15, size=(4, 9)).astype(np.int32)
-    requests = [Request(i, p, Sampling(0.8, 1.0, -1, 10, ()), seed=i) for i, p in enumerate(prompts)]
+    requests = [
+        GenerationRequest(i, p, Sampling(0.8, 1.0, -1, 10, ()), seed=i)
+        for i, p in enumerate(prompts)
+    ]
     differences = [
-        np.abs(chunk.log_probs - reference(model, prompts[chunk.request_id], chunk.tokens, 0.8)).max()
+        np.abs(
+            chunk.log_probs
+            - reference(model, prompts[chunk.request_id], chunk.tokens, 0.8)
+        ).max()
         for step in generate(engine, requests)
         for chunk in step
     ]
@@ -68,21 +77,28 @@ def test_synced_weights_are_what_is_sampled_from(
 ) -> None:
     path = make_model(architecture, tie=tie)
     engine = start_vllm(path)
-    first, second = load_reference(path), load_reference(make_model(architecture, tie=tie, seed=1))
+    first, second = (
+        load_reference(path),
+        load_reference(make_model(architecture, tie=tie, seed=1)),
+    )
     for version, model in enumerate((first, second, first)):
         publish(engine, model, version)
         assert _worst(engine, model, reference_log_probs) < 1e-4
     assert _worst(engine, second, reference_log_probs) > 0.1
-    # Tied heads and experts are right because the loader mends them; a proof finds where it does not.
-    publish(engine, second, 3, proof_follows=True)
+    # Tied heads and experts are right because the loader mends them; a proof finds
+    # where it does not.
+    publish(engine, second, 3, verification_follows=True)
     reload_as_vllm_does(engine, first)
     row = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
     probe = Probe((row,), (reference_log_probs(first, row[:1], row[1:]),), 1e-4)
     if vllm_is_right:
-        assert engine.prove(probe) < 1e-4
+        assert engine.verify(probe) < 1e-4
     else:
-        with pytest.raises(WeightSyncError, match=r"version 3: every weight arrived as it was sent.*vLLM repacks"):
-            engine.prove(probe)
+        with pytest.raises(
+            WeightSyncError,
+            match=r"version 3: every weight arrived as it was sent.*vLLM repacks",
+        ):
+            engine.verify(probe)
         assert engine.policy_version is None
     engine.sleep("weights")
     engine.wake("weights")
@@ -108,14 +124,19 @@ def test_weights_of_one_step_before_are_found_where_rounding_is_larger_than_the_
     row = np.random.default_rng(2).integers(2, 15, size=12).astype(np.int32)
     said = [reference_log_probs(model, row[:1], row[1:]) for model in (before, now)]
     tolerance = 1.0
-    assert STALE < np.abs(said[1] - said[0]).max() < tolerance / 2  # no tolerance of bfloat16 sees that
+    assert (
+        HIDDEN_MOVEMENT < np.abs(said[1] - said[0]).max() < tolerance / 2
+    )  # no tolerance of bfloat16 sees that
     for version, (model, log_probs) in enumerate(zip((before, now), said, strict=True)):
-        publish(engine, model, version, proof_follows=True)
-        assert engine.prove(Probe((row,), (log_probs,), tolerance)) < 0.2
-    publish(engine, before, 2, proof_follows=True)
+        publish(engine, model, version, verification_follows=True)
+        assert engine.verify(Probe((row,), (log_probs,), tolerance)) < 0.2
+    publish(engine, before, 2, verification_follows=True)
     reload_as_vllm_does(engine, now)
-    with pytest.raises(WeightSyncError, match=r"older ones.* to the bit those of version 1, since when .* by 0\.\d"):
-        engine.prove(Probe((row,), (said[0],), tolerance))
+    with pytest.raises(
+        WeightSyncError,
+        match=r"older ones.* to the bit those of version 1, since when .* by 0\.\d",
+    ):
+        engine.verify(Probe((row,), (said[0],), tolerance))
     assert engine.policy_version is None
 
 
@@ -128,10 +149,18 @@ def test_sampling_settings_of_the_model_directory_are_left_alone(
     path = make_model("qwen3", tie=True)
     plain = load_reference(path)
     settings = json.loads((path / "generation_config.json").read_text())
-    settings |= {"do_sample": True, "temperature": 0.1, "top_k": 1, "top_p": 0.1, "repetition_penalty": 2.0}
+    settings |= {
+        "do_sample": True,
+        "temperature": 0.1,
+        "top_k": 1,
+        "top_p": 0.1,
+        "repetition_penalty": 2.0,
+    }
     (path / "generation_config.json").write_text(json.dumps(settings))
     # Of a truncated or sharpened distribution the log-probs would be near 0.
-    assert _worst(start_vllm(path, initial_version=0), plain, reference_log_probs) < 1e-4
+    assert (
+        _worst(start_vllm(path, initial_version=0), plain, reference_log_probs) < 1e-4
+    )
 
 
 @pytest.mark.slow
@@ -159,30 +188,40 @@ def test_two_ranks(
         server.run(lambda engine: engine.abort_update())
 
     begin_again(3)
-    next(one for one in psutil.Process().children() if "Worker_TP1" in "".join(one.cmdline())).kill()
-    with pytest.raises(EngineFailed, match="a rank of it has ended"):
+    next(
+        one
+        for one in psutil.Process().children()
+        if "Worker_TP1" in "".join(one.cmdline())
+    ).kill()
+    with pytest.raises(EngineFailed, match="a rank of it has exited"):
         for version in range(4, 10_000):  # until vLLM has seen it
             begin_again(version)
-    with pytest.raises(EngineFailed, match="of no more use, start another: a rank of it has ended"):
+    with pytest.raises(
+        EngineFailed,
+        match="can no longer be used; start another: a rank of it has exited",
+    ):
         server.run(lambda engine: engine.sleep("weights"))
 
 
 def _broadcast(engine: VllmEngine, model: PreTrainedModel, version: int) -> None:
-    """One update over a wire on which every rank of the engine is a receiver of its own."""
+    """An update over a wire on which every rank of the engine is a receiver."""
     manifest, state = manifest_of(model), checkpoint_of(model)
-    route = Route(plan_buckets(manifest, 100_000), receivers=2, patience_s=60)
-    sender = BroadcastSender(route, 0, torch.device("cpu"))
+    wire_spec = WireSpec(plan_buckets(manifest, 100_000), receivers=2, patience_s=60)
+    sender = BroadcastSender(wire_spec, 0, torch.device("cpu"))
     address = sender.offer()
     with ThreadPoolExecutor(1) as thread:
         meeting = thread.submit(sender.connect, address)
-        engine.connect(address, route, 0)
+        engine.connect(address, wire_spec, 0)
         meeting.result()
     engine.begin_update(manifest, version)
     sent: dict[str, Fingerprint] = {}
-    for bucket in route.buckets:
+    for bucket in wire_spec.buckets:
         parameters = [entry.parameter for entry in bucket.entries]
-        shards = [(Slice(one.name, (0,) * len(one.shape), one.shape), state[one.name]) for one in parameters]
-        sent |= sender.send(bucket, shards, whole=True).prints.by_name
+        shards = [
+            (Slice(one.name, (0,) * len(one.shape), one.shape), state[one.name])
+            for one in parameters
+        ]
+        sent |= sender.send(bucket, shards, whole=True).fingerprints.by_name
         engine.receive(bucket)
     engine.commit(sent)
     sender.close()

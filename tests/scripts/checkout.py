@@ -1,4 +1,6 @@
-"""A checkout whose environment notes what it is asked to do: the scripts are real, pip and the checks are not run."""
+"""A checkout whose environment notes what it is asked to do: the scripts are real, pip
+and the checks are not run.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +12,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
-# Notes the command; takes its time over an installation; exits as the test says; runs anything but the commands of
-# the scripts for real.
+# Notes the command; takes its time over an installation; exits as the test says; runs
+# anything but the commands of the scripts for real.
 NOTING = f"""#!/bin/sh
 name=$(basename "$0")
 case "$name $*" in
@@ -44,9 +46,15 @@ class Checkout:
             (bin_folder / name).write_text(NOTING)
             (bin_folder / name).chmod(0o755)
 
-    def start(self, script: str, *arguments: str, fails: str = "nothing", **variables: str) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, *arguments: str, fails: str = "nothing", **variables: str
+    ) -> subprocess.Popen[str]:
         """Start a script from another folder."""
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("VERL_RAY_")}
+        inherited = {
+            name: value
+            for name, value in os.environ.items()
+            if not name.startswith("VERL_RAY_")
+        }
         return subprocess.Popen(
             [self.folder / script, *arguments],
             cwd=self._elsewhere,
@@ -62,7 +70,9 @@ class Checkout:
             text=True,
         )
 
-    def run(self, script: str, *arguments: str, fails: str = "nothing", **variables: str) -> tuple[int, str]:
+    def run(
+        self, script: str, *arguments: str, fails: str = "nothing", **variables: str
+    ) -> tuple[int, str]:
         """The exit code and the output of a script."""
         process = self.start(script, *arguments, fails=fails, **variables)
         output = process.communicate(timeout=60)[0]

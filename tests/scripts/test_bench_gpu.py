@@ -1,4 +1,6 @@
-"""scripts/bench_gpu: the environment as it is, the GPU in bfloat16, further flags and the exit code passed through."""
+"""scripts/bench_gpu: the environment as it is, the GPU in bfloat16, further flags and
+the exit code passed through.
+"""
 
 from __future__ import annotations
 

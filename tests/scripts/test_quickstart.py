@@ -1,4 +1,6 @@
-"""scripts/quickstart: one command from any folder, with overrides and exit code passed through."""
+"""scripts/quickstart: one command from any folder, with overrides and exit code passed
+through.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,10 @@ pytestmark = pytest.mark.processes
 def test_it_sets_up_and_trains_in_the_checkout(checkout: Checkout) -> None:
     code, output = checkout.run("scripts/quickstart", "run.seed=1", "run.name=a b")
     assert code == 0, output
-    assert checkout.notes()[-1] == "python -m controllers train --config-name quickstart run.seed=1 run.name=a b"
+    assert (
+        checkout.notes()[-1]
+        == "python -m controllers train --config-name quickstart run.seed=1 run.name=a b"
+    )
     assert checkout.folders() == {str(checkout.folder)}
     checkout.run("scripts/quickstart")
     assert checkout.notes() == ["python -m controllers train --config-name quickstart"]

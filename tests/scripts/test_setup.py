@@ -1,4 +1,6 @@
-"""scripts/setup: what it installs, when it does nothing, and what it says when the machine lacks something."""
+"""scripts/setup: what it installs, when it does nothing, and what it says when the
+machine lacks something.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROOT = Path(__file__).parents[2]
 LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
 
 
-def test_it_installs_torch_then_the_lock_then_the_package_and_then_nothing(checkout: Checkout) -> None:
+def test_it_installs_torch_then_the_lock_then_the_package_and_then_nothing(
+    checkout: Checkout,
+) -> None:
     code, output = checkout.run("scripts/setup")
     assert code == 0, output
     torch, tools, lock, package, imports = checkout.notes()
@@ -33,8 +37,12 @@ def test_it_installs_torch_then_the_lock_then_the_package_and_then_nothing(check
     assert checkout.notes() == []
 
 
-@pytest.mark.parametrize("name", ["requirements-cpu.lock", "pyproject.toml", "scripts/setup"])
-def test_it_starts_over_when_what_it_is_made_from_changes(checkout: Checkout, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["requirements-cpu.lock", "pyproject.toml", "scripts/setup"]
+)
+def test_it_starts_over_when_what_it_is_made_from_changes(
+    checkout: Checkout, name: str
+) -> None:
     checkout.run("scripts/setup")
     checkout.notes()
     with (checkout.folder / name).open("a") as stream:
@@ -68,12 +76,20 @@ def test_the_index_for_torch_is_the_users(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("lacking", "says"),
     [
-        ("import ctypes\ndef missing(name): raise OSError(name)\nctypes.CDLL = missing", "apt-get install libnuma1"),
-        ("import sys\nsys.version_info = (3, 10, 9, 'final', 0)", "expected 3.11 or newer"),
+        (
+            "import ctypes\ndef missing(name): raise OSError(name)\nctypes.CDLL = missing",
+            "apt-get install libnuma1",
+        ),
+        (
+            "import sys\nsys.version_info = (3, 10, 9, 'final', 0)",
+            "expected 3.11 or newer",
+        ),
         ("import sys\nsys.modules['ensurepip'] = None", "apt-get install python3-venv"),
     ],
 )
-def test_what_pip_cannot_bring_is_found_first(checkout: Checkout, tmp_path: Path, lacking: str, says: str) -> None:
+def test_what_pip_cannot_bring_is_found_first(
+    checkout: Checkout, tmp_path: Path, lacking: str, says: str
+) -> None:
     (tmp_path / "sitecustomize.py").write_text(lacking)
     code, output = checkout.run("scripts/setup", PYTHONPATH=str(tmp_path))
     assert code == 1
@@ -82,13 +98,14 @@ def test_what_pip_cannot_bring_is_found_first(checkout: Checkout, tmp_path: Path
 
 
 def test_little_shared_memory_is_a_warning(checkout: Checkout, tmp_path: Path) -> None:
-    little = (
-        "import shutil\nfrom types import SimpleNamespace\nshutil.disk_usage = lambda _: SimpleNamespace(free=64 << 20)"
-    )
+    little = "import shutil\nfrom types import SimpleNamespace\nshutil.disk_usage = lambda _: SimpleNamespace(free=64 << 20)"
     (tmp_path / "sitecustomize.py").write_text(little)
     code, output = checkout.run("scripts/setup", PYTHONPATH=str(tmp_path))
     assert code == 0
-    assert "warning: /dev/shm has 64 MiB free, expected 1024" in output and "--shm-size" in output
+    assert (
+        "warning: /dev/shm has 64 MiB free, expected 1024" in output
+        and "--shm-size" in output
+    )
 
 
 def test_an_environment_of_the_users_own_is_taken_as_it_is(checkout: Checkout) -> None:
@@ -109,21 +126,31 @@ def test_its_arguments(checkout: Checkout) -> None:
     assert checkout.notes() == []
 
 
-# -------------------------------------------------------------------------------------------------- the lock file
+# ------------------------------------------------------------------------ the lock file
 
 
 def locked() -> dict[str, str]:
-    lines = [line for line in (ROOT / "requirements-cpu.lock").read_text().splitlines() if line and line[0] != "#"]
+    lines = [
+        line
+        for line in (ROOT / "requirements-cpu.lock").read_text().splitlines()
+        if line and line[0] != "#"
+    ]
     pairs = [line.split("==") for line in lines]
     assert all(len(pair) == 2 for pair in pairs), "every line is name==version"
-    assert len({canonicalize_name(name) for name, _ in pairs}) == len(pairs), "no package stands twice"
+    assert len({canonicalize_name(name) for name, _ in pairs}) == len(pairs), (
+        "no package stands twice"
+    )
     return {canonicalize_name(name): version for name, version in pairs}
 
 
 def test_the_lock_file_is_complete_and_consistent() -> None:
-    """Every requirement of every package in it is in it, in a version that is asked for."""
+    """Every requirement of every package in it is in it, in a version that is asked
+    for.
+    """
     pins = locked() | {"torch": metadata.version("torch")}
-    assert LEFT_OUT.isdisjoint(pins) and not any(name.startswith("nvidia") for name in pins)
+    assert LEFT_OUT.isdisjoint(pins) and not any(
+        name.startswith("nvidia") for name in pins
+    )
     for name in pins:
         for text in metadata.requires(name) or []:
             wanted = Requirement(text)
@@ -143,4 +170,6 @@ def check(wanted: Requirement, pins: dict[str, str], by: str) -> None:
     name = canonicalize_name(wanted.name)
     if name not in LEFT_OUT:
         assert name in pins, f"{by} asks for {wanted}, which the lock file lacks"
-        assert wanted.specifier.contains(pins[name], prereleases=True), f"{by} asks for {wanted}, not {pins[name]}"
+        assert wanted.specifier.contains(pins[name], prereleases=True), (
+            f"{by} asks for {wanted}, not {pins[name]}"
+        )

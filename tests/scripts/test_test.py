@@ -9,7 +9,9 @@ from tests.scripts.checkout import Checkout
 pytestmark = pytest.mark.processes
 
 LANES = "-n 3 --dist loadfile --no-loadscope-reorder --durations 20"
-FAST = "not cluster and not vllm and not ranks and not processes and not slow and not gpu"
+FAST = (
+    "not cluster and not vllm and not ranks and not processes and not slow and not gpu"
+)
 CHECKS = ["ruff check .", "ruff format --check .", "mypy ", "lint-imports --no-cache"]
 
 
@@ -21,9 +23,12 @@ def ready(checkout: Checkout) -> Checkout:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "selected"), [((), "-m not slow "), (("--fast",), f"-m {FAST} "), (("--all",), "")]
+    ("arguments", "selected"),
+    [((), "-m not slow "), (("--fast",), f"-m {FAST} "), (("--all",), "")],
 )
-def test_every_check_in_order(ready: Checkout, arguments: tuple[str, ...], selected: str) -> None:
+def test_every_check_in_order(
+    ready: Checkout, arguments: tuple[str, ...], selected: str
+) -> None:
     assert ready.run("scripts/test", *arguments)[0] == 0
     assert ready.notes() == [*CHECKS, f"python -m pytest {selected}{LANES}"]
     assert ready.folders() == {str(ready.folder)}
@@ -39,7 +44,9 @@ def test_further_arguments_go_to_pytest(ready: Checkout) -> None:
     assert ready.notes() == [*CHECKS, f"python -m pytest -m {FAST} tests/data -x"]
 
 
-@pytest.mark.parametrize("fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"])
+@pytest.mark.parametrize(
+    "fails", ["ruff check", "ruff format", "mypy", "lint-imports", "pytest"]
+)
 def test_the_first_failure_is_the_result(ready: Checkout, fails: str) -> None:
     assert ready.run("scripts/test", fails=fails)[0] == 3
     assert fails in ready.notes()[-1]

@@ -1,4 +1,6 @@
-"""The list of trackers: what every tracker receives, and what one failure does to a run."""
+"""The list of trackers: what every tracker receives, and what one failure does to a
+run.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -42,12 +44,20 @@ class Essential(Recorder):
 
 def test_every_tracker_receives_plain_numbers_and_the_step() -> None:
     first, second = Recorder("a"), Recorder("b")
-    Trackers([first, second]).log(3, {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": 4, "d": np.int64(5)})
-    assert first.lines == second.lines == [{"a": 0.5, "b": 2.0, "c": 4, "d": 5.0, "training/global_step": 3}]
+    Trackers([first, second]).log(
+        3, {"a": np.float32(0.5), "b": torch.tensor(2.0), "c": 4, "d": np.int64(5)}
+    )
+    assert (
+        first.lines
+        == second.lines
+        == [{"a": 0.5, "b": 2.0, "c": 4, "d": 5.0, "training/global_step": 3}]
+    )
     assert {type(value) for value in first.lines[0].values()} == {float, int}
 
 
-def test_a_failing_tracker_says_so_once_and_the_others_go_on(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failing_tracker_says_so_once_and_the_others_go_on(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     broken, whole = Recorder("broken", fails_at=1), Recorder("whole")
     trackers = Trackers([broken, whole])
     for step in range(3):
@@ -60,7 +70,9 @@ def test_a_failing_tracker_says_so_once_and_the_others_go_on(capsys: pytest.Capt
     assert broken.closed == [] and whole.closed == [False]
 
 
-def test_a_required_tracker_that_fails_stops_the_run_after_the_others_were_told() -> None:
+def test_a_required_tracker_that_fails_stops_the_run_after_the_others_were_told() -> (
+    None
+):
     other = Recorder("other")
     trackers = Trackers([Essential("record", fails_at=1), other])
     trackers.log(0, {"x": 1.0})

@@ -40,7 +40,9 @@ def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
 
 def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
     stream = io.StringIO()
-    ConsoleTracker(total_steps=7201, stream=stream).log(1, {"actor/loss": 2.5, "timing_s/step": 1.0})
+    ConsoleTracker(total_steps=7201, stream=stream).log(
+        1, {"actor/loss": 2.5, "timing_s/step": 1.0}
+    )
     assert stream.getvalue() == "step    1/7201  loss 2.5  1.00 s  2h00m left\n"
 
 

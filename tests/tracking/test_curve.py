@@ -23,12 +23,23 @@ def dark_pixels(png: Path) -> int:
 
 
 def test_running_mean_by_hand() -> None:
-    assert running_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1.0, 2.0, 4.0, 6.0]
+    assert running_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [
+        1.0,
+        2.0,
+        4.0,
+        6.0,
+    ]
 
 
-def test_the_picture_shows_the_rewards_and_the_held_out_accuracy(tmp_path: Path) -> None:
+def test_the_picture_shows_the_rewards_and_the_held_out_accuracy(
+    tmp_path: Path,
+) -> None:
     steps: list[dict[str, float | None]] = [
-        {"training/global_step": step, "critic/rewards/mean": None if step == 3 else step / 40} for step in range(1, 41)
+        {
+            "training/global_step": step,
+            "critic/rewards/mean": None if step == 3 else step / 40,
+        }
+        for step in range(1, 41)
     ]
     png = tmp_path / "curve.png"
     reward_curve(write(tmp_path / "m.jsonl", steps), png)
@@ -43,5 +54,7 @@ def test_the_picture_shows_the_rewards_and_the_held_out_accuracy(tmp_path: Path)
 
 def test_a_record_without_rewards_is_an_error(tmp_path: Path) -> None:
     path = write(tmp_path / "m.jsonl", [{"training/global_step": 0, "x": 1.0}])
-    with pytest.raises(TrackingError, match="none of its 1 lines has critic/rewards/mean"):
+    with pytest.raises(
+        TrackingError, match="none of its 1 lines has critic/rewards/mean"
+    ):
         reward_curve(path, tmp_path / "curve.png")

@@ -18,9 +18,16 @@ from hypothesis import strategies as st
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import Sample, Trackers
 from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
-from verl_ray.tracking.record import as_ranges, mend, of_ranges
+from verl_ray.tracking.record import format_ranges, parse_ranges, repair
 
-SAMPLE = Sample(prompt="1+1=", response="2\u2028", answer="2", data_source="sums", score=1.0, truncated=False)
+SAMPLE = Sample(
+    prompt="1+1=",
+    response="2\u2028",
+    answer="2",
+    data_source="sums",
+    score=1.0,
+    truncated=False,
+)
 
 
 def write_steps(run_dir: Path, steps: range, committed_step: int | None = None) -> None:
@@ -31,14 +38,17 @@ def write_steps(run_dir: Path, steps: range, committed_step: int | None = None) 
 
 
 def steps_in(run_dir: Path) -> list[float]:
-    return [line["training/global_step"] for line in read_metrics(run_dir / "metrics.jsonl")]
+    return [
+        line["training/global_step"] for line in read_metrics(run_dir / "metrics.jsonl")
+    ]
 
 
 def test_one_json_object_per_step(tmp_path: Path) -> None:
     write_steps(tmp_path, range(3))
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == [
-        {"critic/rewards/mean": step / 10, "training/global_step": step} for step in range(3)
+        {"critic/rewards/mean": step / 10, "training/global_step": step}
+        for step in range(3)
     ]
 
 
@@ -47,7 +57,10 @@ def test_a_number_that_json_lacks_is_null_and_reads_back_as_nan(tmp_path: Path) 
     tracker.log(0, {"a": math.nan, "b": math.inf, "c": 1.0, "training/global_step": 0})
     tracker.close(failed=False)
     path = tmp_path / "metrics.jsonl"
-    assert path.read_text() == '{"a": null, "b": null, "c": 1.0, "training/global_step": 0}\n'
+    assert (
+        path.read_text()
+        == '{"a": null, "b": null, "c": 1.0, "training/global_step": 0}\n'
+    )
     (line,) = read_metrics(path)
     assert math.isnan(line["a"]) and math.isnan(line["b"]) and line["c"] == 1.0
 
@@ -67,8 +80,12 @@ def line(step: int, **metrics: float) -> bytes:
 WHOLE = [line(step, loss=step / 10) for step in range(6)]
 
 
-def continued(run_dir: Path, content: bytes | None, committed_step: int = 5, recorded: str = "0-5") -> JsonlTracker:
-    """The tracker of a run that goes on after `committed_step` and finds a metrics.jsonl with this content."""
+def continued(
+    run_dir: Path, content: bytes | None, committed_step: int = 5, recorded: str = "0-5"
+) -> JsonlTracker:
+    """The tracker of a run that goes on after `committed_step` and finds a
+    metrics.jsonl with this content.
+    """
     if content is not None:
         (run_dir / "metrics.jsonl").write_bytes(content)
     return JsonlTracker(run_dir, committed_step, {"recorded_steps": recorded})
@@ -81,15 +98,31 @@ def continued(run_dir: Path, content: bytes | None, committed_step: int = 5, rec
         (b"".join(WHOLE)[:-1], WHOLE, ""),  # a whole line without its newline
         (None, [], "step 0-5 has no line: its metrics are lost, and nothing else is"),
         (b"", [], "step 0-5 has no line: its metrics are lost, and nothing else is"),
-        (b"".join(WHOLE[:2] + WHOLE[3:4]), WHOLE[:2] + WHOLE[3:4], "step 2,4-5 has no line: "),
+        (
+            b"".join(WHOLE[:2] + WHOLE[3:4]),
+            WHOLE[:2] + WHOLE[3:4],
+            "step 2,4-5 has no line: ",
+        ),
         (
             b"".join(WHOLE[:4]) + bytes(300),
             WHOLE[:4],
             "it ended in 300 zero bytes, as a loss of power leaves them, which were cut off; step 4-5 has no line: ",
         ),
-        (b"".join(WHOLE) + bytes(7), WHOLE, "it ended in 7 zero bytes, as a loss of power leaves them, "),
-        (b"".join(WHOLE)[:-9], WHOLE[:5], "its last line was torn and was cut off; step 5 has no line: "),
-        (b"".join([WHOLE[1], WHOLE[0], *WHOLE[2:]]), WHOLE, "its lines were not in the order of the steps"),
+        (
+            b"".join(WHOLE) + bytes(7),
+            WHOLE,
+            "it ended in 7 zero bytes, as a loss of power leaves them, ",
+        ),
+        (
+            b"".join(WHOLE)[:-9],
+            WHOLE[:5],
+            "its last line was torn and was cut off; step 5 has no line: ",
+        ),
+        (
+            b"".join([WHOLE[1], WHOLE[0], *WHOLE[2:]]),
+            WHOLE,
+            "its lines were not in the order of the steps",
+        ),
     ],
 )
 def test_a_resume_mends_the_record(tmp_path: Path, capsys, content, left, told) -> None:
@@ -98,7 +131,10 @@ def test_a_resume_mends_the_record(tmp_path: Path, capsys, content, left, told) 
     shown = capsys.readouterr()
     assert shown.out == ""
     if told:
-        assert shown.err.startswith(f"warning: {tmp_path / 'metrics.jsonl'}: {told}") and shown.err.count("\n") == 1
+        assert (
+            shown.err.startswith(f"warning: {tmp_path / 'metrics.jsonl'}: {told}")
+            and shown.err.count("\n") == 1
+        )
     else:
         assert shown.err == ""
     tracker.log(6, {"training/global_step": 6})
@@ -111,8 +147,12 @@ def test_a_resume_mends_the_record(tmp_path: Path, capsys, content, left, told) 
 
 
 @pytest.mark.parametrize("twice", [1, 5])
-def test_of_a_step_that_ran_twice_the_last_line_stays(tmp_path: Path, capsys, twice: int) -> None:
-    content = b"".join([*WHOLE[: twice + 1], line(twice, loss=7.0), *WHOLE[twice + 1 :]])
+def test_of_a_step_that_ran_twice_the_last_line_stays(
+    tmp_path: Path, capsys, twice: int
+) -> None:
+    content = b"".join(
+        [*WHOLE[: twice + 1], line(twice, loss=7.0), *WHOLE[twice + 1 :]]
+    )
     continued(tmp_path, content).close(failed=False)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(
         [*WHOLE[:twice], line(twice, loss=7.0), *WHOLE[twice + 1 :]]
@@ -123,34 +163,54 @@ def test_of_a_step_that_ran_twice_the_last_line_stays(tmp_path: Path, capsys, tw
     assert capsys.readouterr().err.endswith(f": {told}")
 
 
-@pytest.mark.parametrize("damage", [b"{not json\n", b"[1]\n", b'{"no": "step"}\n', b"\0\xff\n", line(True), line(-1)])
-def test_a_damaged_line_keeps_no_run_from_going_on(tmp_path: Path, capsys, damage: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [b"{not json\n", b"[1]\n", b'{"no": "step"}\n', b"\0\xff\n", line(True), line(-1)],
+)
+def test_a_damaged_line_keeps_no_run_from_going_on(
+    tmp_path: Path, capsys, damage: bytes
+) -> None:
     content = b"".join([*WHOLE[:3], damage, *WHOLE[4:]])
     continued(tmp_path, content).close(failed=False)
     assert steps_in(tmp_path) == [0, 1, 2, 4, 5]
     (aside,) = tmp_path.glob("metrics.*.jsonl")
     assert aside.read_bytes() == content
     told = capsys.readouterr().err
-    assert "no JSON object with training/global_step was in line 4, which was left out; step 3 has no line" in told
+    assert (
+        "no JSON object with training/global_step was in line 4, which was left out; step 3 has no line"
+        in told
+    )
 
 
-def test_lines_of_steps_that_run_again_are_dropped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    continued(tmp_path, b"".join(WHOLE), committed_step=3, recorded="0-4").close(failed=False)
+def test_lines_of_steps_that_run_again_are_dropped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    continued(tmp_path, b"".join(WHOLE), committed_step=3, recorded="0-4").close(
+        failed=False
+    )
     assert steps_in(tmp_path) == [0, 1, 2, 3]
     shown = capsys.readouterr()
-    assert shown.err == "" and "what it says of step 4-5 is written anew" in shown.out
+    assert shown.err == "" and "the lines of step 4-5 are written again" in shown.out
     assert list(tmp_path.glob("metrics.*.jsonl")) == []
 
 
-def test_a_record_that_begins_later_is_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A run that went on from a checkpoint in another folder has no lines of the steps before."""
+def test_a_record_that_begins_later_is_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that went on from a checkpoint in another folder has no lines of the steps
+    before.
+    """
     write_steps(tmp_path, range(4, 6), committed_step=3)
     continued(tmp_path, None, recorded="4-5").close(failed=False)
     assert steps_in(tmp_path) == [4, 5] and capsys.readouterr().err == ""
 
 
-def test_the_state_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is flushed before its steps are counted: the state goes into the checkpoint's manifest after that."""
+def test_the_state_is_on_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is flushed before its steps are counted: the state goes into the
+    checkpoint's manifest after that.
+    """
     flushed: list[Path] = []
     fsync = os.fsync
 
@@ -169,26 +229,40 @@ def test_the_state_is_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @given(st.sets(st.integers(0, 60)))
 def test_ranges_hold_what_they_were_given(numbers: set[int]) -> None:
-    text = as_ranges(numbers)
-    assert of_ranges(text) == sorted(numbers)
-    assert text.count(",") + bool(numbers) == sum(number - 1 not in numbers for number in numbers)
+    text = format_ranges(numbers)
+    assert parse_ranges(text) == sorted(numbers)
+    assert text.count(",") + bool(numbers) == sum(
+        number - 1 not in numbers for number in numbers
+    )
 
 
 @given(st.binary(max_size=40), st.integers(0, 200), st.integers(0, 40))
-def test_any_damage_leaves_lines_of_the_run(content: bytes, place: int, cut: int) -> None:
-    """Whatever was written over the file: it is mended to whole lines of rising steps, and mending it again does
-    nothing."""
+def test_any_damage_leaves_lines_of_the_run(
+    content: bytes, place: int, cut: int
+) -> None:
+    """Whatever was written over the file: it is mended to whole lines of rising steps,
+    and mending it again does nothing.
+    """
     whole = b"".join(WHOLE)
-    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        contextlib.redirect_stderr(io.StringIO()),
+    ):
         path = Path(folder) / "metrics.jsonl"
         path.write_bytes(whole[:place] + content + whole[place + cut :])
-        steps = mend(path, 5, range(6))
+        steps = repair(path, 5, range(6))
         mended = path.read_bytes()
-        assert steps == sorted(set(steps)) == [int(one["training/global_step"]) for one in read_metrics(path)]
-        assert mend(path, 5, steps) == steps and path.read_bytes() == mended
+        assert (
+            steps
+            == sorted(set(steps))
+            == [int(one["training/global_step"]) for one in read_metrics(path)]
+        )
+        assert repair(path, 5, steps) == steps and path.read_bytes() == mended
 
 
-def test_a_run_from_the_beginning_keeps_nothing_of_an_earlier_one(tmp_path: Path) -> None:
+def test_a_run_from_the_beginning_keeps_nothing_of_an_earlier_one(
+    tmp_path: Path,
+) -> None:
     write_steps(tmp_path, range(6))
     write_steps(tmp_path, range(2))
     assert steps_in(tmp_path) == [0, 1]
@@ -230,7 +304,10 @@ def test_a_full_disk_is_a_typed_error_that_names_the_key(tmp_path: Path) -> None
     tracker = JsonlTracker(tmp_path)
     tracker._file.close()
     tracker._file = open("/dev/full", "a")  # noqa: PTH123, SIM115 - a real device without room, in place of the file
-    with pytest.raises(TrackingError, match=r"metrics\.jsonl: cannot be written.*No space left.*run\.dir"):
+    with pytest.raises(
+        TrackingError,
+        match=r"metrics\.jsonl: cannot be written.*No space left.*run\.dir",
+    ):
         tracker.log(0, {"training/global_step": 0})
 
 
@@ -241,15 +318,22 @@ def test_a_folder_that_cannot_be_made_is_a_typed_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["{not json", "[1]", '{"no": "step"}'])
-def test_a_damaged_line_is_named_instead_of_dropped(tmp_path: Path, damage: str) -> None:
+def test_a_damaged_line_is_named_instead_of_dropped(
+    tmp_path: Path, damage: str
+) -> None:
     write_steps(tmp_path, range(2))
     path = tmp_path / "metrics.jsonl"
     path.write_text(damage + "\n" + path.read_text())
-    with pytest.raises(TrackingError, match=r"metrics.jsonl, line 1: not a JSON object with training/global_step"):
+    with pytest.raises(
+        TrackingError,
+        match=r"metrics.jsonl, line 1: not a JSON object with training/global_step",
+    ):
         read_metrics(path)
 
 
-def test_dropping_lines_leaves_the_old_file_when_it_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dropping_lines_leaves_the_old_file_when_it_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_steps(tmp_path, range(4))
 
     def fail(descriptor: int) -> None:

@@ -32,9 +32,24 @@ def test_paths_and_commands_stay_on_one_line_to_be_copied() -> None:
 
 
 def test_rollouts_are_shown_and_not_obeyed() -> None:
-    row = Sample("[bold]1+1=", "[/red]\x1b[31m2\a", "[2]", data_source="sums", score=float("nan"), truncated=True)
+    row = Sample(
+        "[bold]1+1=",
+        "[/red]\x1b[31m2\a",
+        "[2]",
+        data_source="sums",
+        score=float("nan"),
+        truncated=True,
+    )
     text = shown(samples=[row])
-    for part in ("[bold]1+1=", "[/red]", r"\x1b[31m2", r"\x07", "[2]", "nan", "cut at the"):
+    for part in (
+        "[bold]1+1=",
+        "[/red]",
+        r"\x1b[31m2",
+        r"\x07",
+        "[2]",
+        "nan",
+        "cut at the",
+    ):
         assert part in text.replace("\n", "")
     assert "\x1b" not in text and "\a" not in text
 

@@ -18,13 +18,18 @@ def test_scalars_read_back(tmp_path: Path) -> None:
     tracker = TensorBoardTracker(tmp_path)
     tracker.log(0, {"val-core/sums/acc/mean@1": 0.25})
     tracker.log(1, {"critic/rewards/mean": 0.5, "training/global_step": 1})
-    assert scalars(tmp_path, "critic/rewards/mean") == [(1, 0.5)]  # before the file is closed
+    assert scalars(tmp_path, "critic/rewards/mean") == [
+        (1, 0.5)
+    ]  # before the file is closed
     tracker.close(failed=False)
     assert scalars(tmp_path, "val-core/sums/acc/mean@1") == [(0, 0.25)]
     assert scalars(tmp_path, "training/global_step") == [(1, 1.0)]
 
 
-@pytest.mark.parametrize(("committed_step", "expected"), [(1, [(0, 0.0), (1, 1.0), (2, 20.0)]), (None, [(2, 20.0)])])
+@pytest.mark.parametrize(
+    ("committed_step", "expected"),
+    [(1, [(0, 0.0), (1, 1.0), (2, 20.0)]), (None, [(2, 20.0)])],
+)
 def test_a_continued_run_takes_back_the_steps_that_it_runs_again(
     tmp_path: Path, committed_step: int | None, expected: list[tuple[int, float]]
 ) -> None:

@@ -32,7 +32,9 @@ def run_config(run_dir: Path) -> RunConfig:
 
 
 @pytest.mark.processes
-def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_trackers_record_a_run_and_its_continuation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     config = TrackingConfig(console=True, tensorboard=True, wandb=WANDB)
     trackers = open_trackers(config, run_config(tmp_path), {"run": {"seed": 0}})
     for step in range(4):
@@ -40,31 +42,54 @@ def test_all_trackers_record_a_run_and_its_continuation(tmp_path: Path, capsys: 
         if step == 1:
             state = trackers.state()
     trackers.close(failed=True)
-    assert state.keys() == {"recorded_steps", "wandb_run_id"} and state["recorded_steps"] == "0-1"
+    assert (
+        state.keys() == {"recorded_steps", "wandb_run_id"}
+        and state["recorded_steps"] == "0-1"
+    )
     assert set(trackers.outputs()) == {"metrics", "samples", "W&B", "TensorBoard"}
     assert capsys.readouterr().out.count("reward 0.5") == 4
 
     quiet = TrackingConfig(console=False, tensorboard=True, wandb=WANDB)
-    continued = open_trackers(quiet, run_config(tmp_path), {}, committed_step=1, state=state)
+    continued = open_trackers(
+        quiet, run_config(tmp_path), {}, committed_step=1, state=state
+    )
     continued.log(2, {"critic/rewards/mean": 0.75})
     continued.close(failed=False)
     assert continued.state() == {**state, "recorded_steps": "0-2"}
-    assert [line["critic/rewards/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0.5, 0.5, 0.75]
+    assert [
+        line["critic/rewards/mean"] for line in read_metrics(tmp_path / "metrics.jsonl")
+    ] == [0.5, 0.5, 0.75]
     shown = capsys.readouterr()
-    assert shown.out == f"{tmp_path}/metrics.jsonl: what it says of step 2-3 is written anew\n"
+    assert (
+        shown.out
+        == f"{tmp_path}/metrics.jsonl: the lines of step 2-3 are written again\n"
+    )
     assert shown.err == ""
 
 
 def test_what_is_off_writes_nothing(tmp_path: Path) -> None:
     off = WANDB.model_copy(update={"mode": "disabled"})
-    open_trackers(TrackingConfig(console=False, tensorboard=False, wandb=off), run_config(tmp_path), {}).close(False)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl", "samples"]
+    open_trackers(
+        TrackingConfig(console=False, tensorboard=False, wandb=off),
+        run_config(tmp_path),
+        {},
+    ).close(False)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "metrics.jsonl",
+        "samples",
+    ]
 
 
-def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(tmp_path: Path) -> None:
+def test_a_record_that_cannot_be_written_stops_the_run_at_its_start(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(TrackingError, match=r"metrics\.jsonl"):
-        open_trackers(TrackingConfig(console=True, tensorboard=False, wandb=WANDB), run_config(tmp_path), {})
+        open_trackers(
+            TrackingConfig(console=True, tensorboard=False, wandb=WANDB),
+            run_config(tmp_path),
+            {},
+        )
 
 
 @pytest.mark.processes
@@ -73,5 +98,7 @@ def test_importing_the_trackers_loads_no_heavy_library() -> None:
         "import sys, verl_ray.tracking, verl_ray.tracking.curve, verl_ray.tracking.report\n"
         "print({'wandb', 'torch', 'matplotlib', 'tensorboard', 'ray'} & set(sys.modules))"
     )
-    ended = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    )
     assert ended.stdout == "set()\n"

@@ -17,16 +17,27 @@ from verl_ray.tracking.wandb_run import WandbTracker
 
 PATIENCE_S = 120.0
 
-OFFLINE = WandbConfig(mode="offline", project="tests", entity=None, group=None, tags=("a", "b"))
+OFFLINE = WandbConfig(
+    mode="offline", project="tests", entity=None, group=None, tags=("a", "b")
+)
 ONLINE = OFFLINE.model_copy(update={"mode": "online"})
 TREE = {"run": {"seed": 3}, "algorithm": {"name": "ppo"}}
-SAMPLE = Sample(prompt="1+1=", response="3", answer="2", data_source="sums", score=0.0, truncated=True)
+SAMPLE = Sample(
+    prompt="1+1=",
+    response="3",
+    answer="2",
+    data_source="sums",
+    score=0.0,
+    truncated=True,
+)
 
 
 def records(session: Path) -> list[dict[str, dict[str, object]]]:
     """Every record of one session, as `wandb leet inspect` prints them."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    printed = subprocess.run(
+        command, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
     return [json.loads(line) for line in printed.splitlines()]
 
 
@@ -35,12 +46,21 @@ def sessions(run_dir: Path) -> list[Path]:
 
 
 def history(session: Path) -> list[dict[str, object]]:
-    items = [record["history"]["item"] for record in records(session) if record["type"] == "history"]
-    return [{key: value for key, value in item.items() if not key.startswith("_")} for item in items]
+    items = [
+        record["history"]["item"]
+        for record in records(session)
+        if record["type"] == "history"
+    ]
+    return [
+        {key: value for key, value in item.items() if not key.startswith("_")}
+        for item in items
+    ]
 
 
 @pytest.mark.processes
-def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(tmp_path: Path) -> None:
+def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
+    tmp_path: Path,
+) -> None:
     run_dir = tmp_path / "outputs" / "run"  # not there yet
     first = WandbTracker(OFFLINE, run_dir, "first try", TREE, {})
     trackers = Trackers([first])
@@ -48,30 +68,54 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(tmp_path: 
     trackers.log(0, {"val-core/sums/acc/mean@1": 0.25})
     trackers.log(1, {"critic/rewards/mean": 0.5, "actor/kl_loss": float("nan")})
     state = trackers.state()
-    assert first._run.settings.x_transaction_log_flush_interval == 1.0  # a kill costs no more than that
+    assert (
+        first._run.settings.x_transaction_log_flush_interval == 1.0
+    )  # a kill costs no more than that
     trackers.close(failed=True)
 
     (session,) = sessions(run_dir)
     lines = history(session)
     assert len(lines) == 2
     # The reader spells what the table's entry holds as val/generations.<key>.
-    table = {key.removeprefix("val/generations."): lines[0].pop(key) for key in list(lines[0]) if "generations" in key}
+    table = {
+        key.removeprefix("val/generations."): lines[0].pop(key)
+        for key in list(lines[0])
+        if "generations" in key
+    }
     assert lines == [
         {"training/global_step": 0, "val-core/sums/acc/mean@1": 0.25},
         {"training/global_step": 1, "critic/rewards/mean": 0.5, "actor/kl_loss": "NaN"},
     ]
     assert json.loads((session / "files" / table["path"]).read_text()) == {
-        "columns": ["training/global_step", "prompt", "response", "answer", "data_source", "score", "truncated"],
+        "columns": [
+            "training/global_step",
+            "prompt",
+            "response",
+            "answer",
+            "data_source",
+            "score",
+            "truncated",
+        ],
         "data": [[0, "1+1=", "3", "2", "sums", 0.0, True]],
     }
     everything = records(session)
     (start,) = [record["run"] for record in everything if record["type"] == "run"]
     assert start["run_id"] == state["wandb_run_id"]
-    assert (start["display_name"], start["project"], start["tags"]) == ("first try", "tests", ["a", "b"])
+    assert (start["display_name"], start["project"], start["tags"]) == (
+        "first try",
+        "tests",
+        ["a", "b"],
+    )
     assert {key: start["config"]["update"][key] for key in TREE} == TREE
     metrics = [record["metric"] for record in everything if record["type"] == "metric"]
-    assert any(metric.get("glob_name") == "*" and metric["step_metric"] == "training/global_step" for metric in metrics)
-    assert [record["exit"]["exit_code"] for record in everything if record["type"] == "exit"] == [1]
+    assert any(
+        metric.get("glob_name") == "*"
+        and metric["step_metric"] == "training/global_step"
+        for metric in metrics
+    )
+    assert [
+        record["exit"]["exit_code"] for record in everything if record["type"] == "exit"
+    ] == [1]
 
     time.sleep(1.1)  # W&B names the folder of a session by the second.
     second = WandbTracker(OFFLINE, run_dir, "first try", TREE, state)
@@ -81,8 +125,12 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(tmp_path: 
     _, resumed = sessions(run_dir)
     (start,) = [record["run"] for record in records(resumed) if record["type"] == "run"]
     assert start["run_id"] == state["wandb_run_id"] and start["resume"] is True
-    assert history(resumed) == [{"training/global_step": 1, "critic/rewards/mean": 0.75}]
-    pattern = second.outputs()["W&B"].removeprefix(f"wandb sync {run_dir}/")  # the shell makes it all its sessions
+    assert history(resumed) == [
+        {"training/global_step": 1, "critic/rewards/mean": 0.75}
+    ]
+    pattern = second.outputs()["W&B"].removeprefix(
+        f"wandb sync {run_dir}/"
+    )  # the shell makes it all its sessions
     assert sorted(run_dir.glob(pattern)) == [session, resumed]
 
 
@@ -102,7 +150,11 @@ sys.stdin.read()
 def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
     """Nothing closes the run, so what its file holds is what W&B flushed by itself."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
-    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {
+        "stdin": subprocess.PIPE,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+    }
     with subprocess.Popen(command, text=True, **pipes) as process:
         until = time.monotonic() + PATIENCE_S
         while not (sessions(tmp_path) and held(sessions(tmp_path)[0])):
@@ -115,10 +167,16 @@ def test_what_was_flushed_outlives_a_kill(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_wandbs_own_process_may_be_ended(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """`ray job stop` signals whatever the driver has started, and the step that has begun is still recorded."""
+def test_wandbs_own_process_may_be_ended(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`ray job stop` signals whatever the driver has started, and the step that has
+    begun is still recorded.
+    """
     tracker = WandbTracker(OFFLINE, tmp_path, "stopped", {}, {})
-    (started,) = [child for child in psutil.Process().children() if child.name() == "wandb-core"]
+    (started,) = [
+        child for child in psutil.Process().children() if child.name() == "wandb-core"
+    ]
     trackers = Trackers([tracker])
     trackers.log(1, {"x": 1.5})
     time.sleep(1.5)  # it is flushed, and the next session gets another name
@@ -130,10 +188,18 @@ def test_wandbs_own_process_may_be_ended(tmp_path: Path, capfd: pytest.CaptureFi
     assert capfd.readouterr() == ("", "")
 
     first, second = sessions(tmp_path)
-    assert first.name.rpartition("-")[2] == second.name.rpartition("-")[2] == tracker.state()["wandb_run_id"]
+    assert (
+        first.name.rpartition("-")[2]
+        == second.name.rpartition("-")[2]
+        == tracker.state()["wandb_run_id"]
+    )
     assert history(first) == [{"training/global_step": 1, "x": 1.5}]
     (line,) = history(second)
-    assert line["x"] == 2.5 and line["training/global_step"] == 2 and "val/generations.path" in line
+    assert (
+        line["x"] == 2.5
+        and line["training/global_step"] == 2
+        and "val/generations.path" in line
+    )
 
 
 def held(session: Path) -> bool:
@@ -142,12 +208,16 @@ def held(session: Path) -> bool:
     return b"training/global_step" in content and b"1.5" in content
 
 
-def test_online_without_credentials_is_a_configuration_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_online_without_credentials_is_a_configuration_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in [name for name in os.environ if name.startswith("WANDB_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
-    with pytest.raises(ConfigError, match=r"tracking.wandb.mode = 'online'.*WANDB_API_KEY"):
+    with pytest.raises(
+        ConfigError, match=r"tracking.wandb.mode = 'online'.*WANDB_API_KEY"
+    ):
         WandbTracker(ONLINE, tmp_path, "run", {}, {})
 
 
@@ -173,21 +243,38 @@ def test_online_without_a_server_is_an_error(tmp_path: Path) -> None:
         "HOME": str(tmp_path),
         "WANDB_API_KEY": "0" * 40,
         "WANDB_HTTP_TIMEOUT": "2",
-        "WANDB_BASE_URL": "http://127.0.0.1:9",  # the discard port, where nothing listens
+        # The discard port, where nothing listens
+        "WANDB_BASE_URL": "http://127.0.0.1:9",
     }
     command = [sys.executable, "-c", ONLINE_PROGRAM, str(tmp_path)]
-    ended = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300, env=environment)
-    assert "W&B did not start: " in ended.stdout and "tracking.wandb.mode=offline" in ended.stdout
+    ended = subprocess.run(
+        command,
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=environment,
+    )
+    assert (
+        "W&B did not start: " in ended.stdout
+        and "tracking.wandb.mode=offline" in ended.stdout
+    )
 
 
 class _ServiceError(Exception):
-    """As W&B's own process raises them: of none of the classes that its documentation names."""
+    """As W&B's own process raises them: of none of the classes that its documentation
+    names.
+    """
 
 
-def test_whatever_keeps_wandb_from_starting_is_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whatever_keeps_wandb_from_starting_is_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(**settings: object) -> None:
         raise _ServiceError("the service process is busy")
 
     monkeypatch.setattr("wandb.init", refuse)
-    with pytest.raises(TrackingError, match="W&B did not start: the service process is busy"):
+    with pytest.raises(
+        TrackingError, match="W&B did not start: the service process is busy"
+    ):
         WandbTracker(OFFLINE, tmp_path, "run", {}, {})

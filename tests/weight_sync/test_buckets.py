@@ -18,20 +18,36 @@ def test_a_plan_by_hand() -> None:
     assert plan_buckets(Manifest(()), 64) == ()
 
 
-@given(sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60), limit=st.integers(64, 8192))
-def test_every_parameter_travels_once_in_order_and_within_the_limit(sizes: list[int], limit: int) -> None:
-    manifest = Manifest(tuple(Parameter(f"p{i}", (size,), "bfloat16") for i, size in enumerate(sizes)))
+@given(
+    sizes=st.lists(st.integers(1, 5000), min_size=1, max_size=60),
+    limit=st.integers(64, 8192),
+)
+def test_every_parameter_travels_once_in_order_and_within_the_limit(
+    sizes: list[int], limit: int
+) -> None:
+    manifest = Manifest(
+        tuple(Parameter(f"p{i}", (size,), "bfloat16") for i, size in enumerate(sizes))
+    )
     plan = plan_buckets(manifest, limit)
-    assert [entry.parameter for bucket in plan for entry in bucket.entries] == list(manifest.parameters)
+    assert [entry.parameter for bucket in plan for entry in bucket.entries] == list(
+        manifest.parameters
+    )
     assert [bucket.index for bucket in plan] == list(range(len(plan)))
     for bucket in plan:
         assert bucket.nbytes <= limit or len(bucket.entries) == 1
         assert all(entry.offset % 64 == 0 for entry in bucket.entries)
-        ends = [entry.offset + entry.parameter.numel * 2 for entry in bucket.entries]
-        assert all(end <= after.offset for end, after in zip(ends, bucket.entries[1:], strict=False))
-        assert ends[-1] <= bucket.nbytes
+        endpoints = [
+            entry.offset + entry.parameter.numel * 2 for entry in bucket.entries
+        ]
+        assert all(
+            end <= after.offset
+            for end, after in zip(endpoints, bucket.entries[1:], strict=False)
+        )
+        assert endpoints[-1] <= bucket.nbytes
 
 
 def test_the_last_bucket_is_no_remainder() -> None:
-    manifest = Manifest(tuple(Parameter(f"p{i}", (16,), "float32") for i in range(11)))  # 64 bytes each
+    manifest = Manifest(
+        tuple(Parameter(f"p{i}", (16,), "float32") for i in range(11))
+    )  # 64 bytes each
     assert [bucket.nbytes for bucket in plan_buckets(manifest, 640)] == [384, 320]

@@ -1,4 +1,4 @@
-"""What only a GPU can show: another process reads a bucket in place, and slots are opened once for many syncs."""
+"""CUDA IPC on a GPU: another process reads in place, and opens slots once for all syncs."""
 
 from __future__ import annotations
 
@@ -8,20 +8,28 @@ from typing import Any
 import pytest
 import torch
 
-from tests.weight_sync.ends import BUCKETS, MANIFEST, made, shards
+from tests.weight_sync.endpoints import BUCKETS, MANIFEST, made, shards
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.fingerprint import fingerprint
-from verl_ray.weight_sync.transport import Address, Route, Seat
+from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU on this machine"),
+]
 
-ROUTE = Route(BUCKETS, receivers=1, patience_s=60, over="cuda")
+WIRE_SPEC = WireSpec(BUCKETS, receivers=1, patience_s=60, device_type="cuda")
 
 
 def _receive(address: Address, inbox: Any, outbox: Any) -> None:
-    opened = address.open(Seat(ROUTE, 0, torch.device("cuda:0")))
+    opened = address.open(WireEndpoint(WIRE_SPEC, 0, torch.device("cuda:0")))
     while (index := inbox.get()) is not None:
-        outbox.put({name: fingerprint(tensor) for name, tensor in opened.receive(BUCKETS[index])})
+        outbox.put(
+            {
+                name: fingerprint(tensor)
+                for name, tensor in opened.receive(BUCKETS[index])
+            }
+        )
         opened.release()
     opened.close()
     outbox.put("closed")
@@ -30,7 +38,7 @@ def _receive(address: Address, inbox: Any, outbox: Any) -> None:
 def test_another_process_reads_in_place_and_opens_once() -> None:
     context = multiprocessing.get_context("spawn")
     inbox, outbox = context.Queue(), context.Queue()
-    sender = CudaIpcSender(ROUTE, 0, torch.device("cuda:0"))
+    sender = CudaIpcSender(WIRE_SPEC, 0, torch.device("cuda:0"))
     address = sender.offer()
     receiver = context.Process(target=_receive, args=(address, inbox, outbox))
     receiver.start()
@@ -44,7 +52,8 @@ def test_another_process_reads_in_place_and_opens_once() -> None:
             received |= outbox.get(timeout=100)
         sender.finish()
         assert received == {
-            one.name: fingerprint(weights[one.name].to(getattr(torch, one.dtype))) for one in MANIFEST.parameters
+            one.name: fingerprint(weights[one.name].to(getattr(torch, one.dtype)))
+            for one in MANIFEST.parameters
         }
     inbox.put(None)
     assert outbox.get(timeout=60) == "closed"
@@ -52,4 +61,6 @@ def test_another_process_reads_in_place_and_opens_once() -> None:
     sender.close()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_allocated() < 1 << 20  # what was exported is given back, since it was released once
+    assert (
+        torch.cuda.memory_allocated() < 1 << 20
+    )  # what was exported is given back, since it was released once

@@ -30,12 +30,16 @@ def test_a_small_one_by_hand() -> None:
     summed = 3 * hashes[0] + 5 * hashes[1]
 
     def expected(dtype: str, numel: int) -> Fingerprint:
-        per_element = int.from_bytes(hashlib.blake2b(dtype.encode(), digest_size=8).digest(), "little")
+        per_element = int.from_bytes(
+            hashlib.blake2b(dtype.encode(), digest_size=8).digest(), "little"
+        )
         return Fingerprint((summed + numel * per_element) % 2**64, numel)
 
     assert fingerprint(torch.tensor([3, 5])) == expected("torch.int64", 2)
     # Lanes are little-endian: eight bytes (3, 0, ...) are the integer 3.
-    assert fingerprint(torch.tensor([3] + [0] * 7 + [5], dtype=torch.uint8)) == expected("torch.uint8", 9)
+    assert fingerprint(
+        torch.tensor([3] + [0] * 7 + [5], dtype=torch.uint8)
+    ) == expected("torch.uint8", 9)
 
 
 @given(
@@ -44,13 +48,17 @@ def test_a_small_one_by_hand() -> None:
     cuts=st.lists(st.floats(0, 1), min_size=3, max_size=3),
 )
 @settings(max_examples=150, deadline=None)
-def test_boxes_that_tile_a_tensor_add_up(shape: list[int], dtype: torch.dtype, cuts: list[float]) -> None:
+def test_boxes_that_tile_a_tensor_add_up(
+    shape: list[int], dtype: torch.dtype, cuts: list[float]
+) -> None:
     tensor = _random(tuple(shape), dtype)
     at = [round(cut * size) for cut, size in zip(cuts, shape, strict=False)]
     total = EMPTY
     for corner in np.ndindex(*[2] * len(shape)):
         start = tuple(a if side else 0 for side, a in zip(corner, at, strict=True))
-        stop = tuple(size if side else a for side, a, size in zip(corner, at, shape, strict=True))
+        stop = tuple(
+            size if side else a for side, a, size in zip(corner, at, shape, strict=True)
+        )
         box = tensor[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
         total += fingerprint(box, Slice("w", start, tuple(box.shape)))
     assert total == fingerprint(tensor)
@@ -70,17 +78,27 @@ def test_what_it_sees(dtype: torch.dtype) -> None:
         "blocks of columns": torch.cat([tensor[:, 8:], tensor[:, :8]], dim=1),
         "shifted": tensor.roll(1),
     }
-    prints = {name: fingerprint(other) for name, other in others.items()}
-    assert [name for name, found in prints.items() if found == fingerprint(tensor)] == []
-    assert len(set(prints.values())) == len(prints)
+    fingerprints = {name: fingerprint(other) for name, other in others.items()}
+    assert [
+        name for name, found in fingerprints.items() if found == fingerprint(tensor)
+    ] == []
+    assert len(set(fingerprints.values())) == len(fingerprints)
 
 
 @pytest.mark.parametrize("offset", range(9))
 def test_where_a_tensor_lies_in_memory_does_not_matter(offset: int) -> None:
     flat = _random((9 + 24,), torch.bfloat16)
     view = flat[offset : offset + 24]
-    for tensor in (view, view.view(3, 8), view.view(8, 3), view.view(8, 3).T, view.view(3, 8)[:, :1]):
-        assert fingerprint(tensor) == fingerprint(tensor.clone(memory_format=torch.contiguous_format))
+    for tensor in (
+        view,
+        view.view(3, 8),
+        view.view(8, 3),
+        view.view(8, 3).T,
+        view.view(3, 8)[:, :1],
+    ):
+        assert fingerprint(tensor) == fingerprint(
+            tensor.clone(memory_format=torch.contiguous_format)
+        )
 
 
 def test_the_same_bits_of_another_dtype_differ() -> None:
@@ -102,8 +120,14 @@ def test_numel_counts_coverage_and_scalars_work() -> None:
 
 def test_a_matrix_that_is_read_in_blocks_is_the_sum_of_slices_that_are_not() -> None:
     tensor = torch.randn(1001, 700)  # 2.8 MB, where blocks have 1 MiB
-    slices = [Slice("", (start, 0), (min(start + 91, 1001) - start, 700)) for start in range(0, 1001, 91)]
-    parts = [fingerprint(tensor[one.start[0] : one.start[0] + one.shape[0]], one) for one in slices]
+    slices = [
+        Slice("", (start, 0), (min(start + 91, 1001) - start, 700))
+        for start in range(0, 1001, 91)
+    ]
+    parts = [
+        fingerprint(tensor[one.start[0] : one.start[0] + one.shape[0]], one)
+        for one in slices
+    ]
     assert len(parts) == 11 and sum(parts[1:], parts[0]) == fingerprint(tensor)
     tensor[1000, 699] += 1
     assert sum(parts[1:], parts[0]) != fingerprint(tensor)

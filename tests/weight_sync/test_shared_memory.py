@@ -12,10 +12,19 @@ from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint, fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 from verl_ray.weight_sync.shared_files import FOLDER
-from verl_ray.weight_sync.shared_memory import SharedMemoryAddress, create, map_slots, remove
+from verl_ray.weight_sync.shared_memory import (
+    SharedMemoryAddress,
+    create,
+    map_slots,
+    remove,
+)
 
 MANIFEST = Manifest(
-    (Parameter("w", (6, 10), "bfloat16"), Parameter("b", (7,), "float32"), Parameter("s", (), "float32"))
+    (
+        Parameter("w", (6, 10), "bfloat16"),
+        Parameter("b", (7,), "float32"),
+        Parameter("s", (), "float32"),
+    )
 )
 (BUCKET,) = plan_buckets(MANIFEST, 1 << 20)
 
@@ -29,13 +38,20 @@ def address() -> Iterator[SharedMemoryAddress]:
 
 def _weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    return {p.name: torch.randn(p.shape, generator=generator) for p in MANIFEST.parameters}
+    return {
+        p.name: torch.randn(p.shape, generator=generator) for p in MANIFEST.parameters
+    }
 
 
 def _send_half(
-    address: SharedMemoryAddress, rank: int, answers: "multiprocessing.Queue[dict[str, Fingerprint]]"
+    address: SharedMemoryAddress,
+    rank: int,
+    answers: "multiprocessing.Queue[dict[str, Fingerprint]]",
 ) -> None:
-    """What one of two ranks does: half of the columns of w, a part of b; s belongs to rank 0."""
+    """Send as one of two ranks: half of the columns of w, a part of b.
+
+    Parameter s belongs to rank 0.
+    """
     weights, transport = _weights(), map_slots(address)
     columns, rows = ((0, 5), (0, 4)) if rank == 0 else ((5, 10), (4, 7))
     shards = [
@@ -48,10 +64,15 @@ def _send_half(
 
 
 @pytest.mark.processes
-def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: SharedMemoryAddress) -> None:
+def test_two_processes_write_slices_and_a_third_reads_whole_parameters(
+    address: SharedMemoryAddress,
+) -> None:
     context = multiprocessing.get_context("spawn")
     answers = context.Queue()
-    ranks = [context.Process(target=_send_half, args=(address, rank, answers)) for rank in range(2)]
+    ranks = [
+        context.Process(target=_send_half, args=(address, rank, answers))
+        for rank in range(2)
+    ]
     for rank in ranks:
         rank.start()
     first, second = answers.get(timeout=60), answers.get(timeout=60)
@@ -64,7 +85,10 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(address: 
     assert torch.equal(read["w"], weights["w"].to(torch.bfloat16))
     assert torch.equal(read["b"], weights["b"])
     assert torch.equal(read["s"], weights["s"])
-    sent = {name: first.get(name, Fingerprint(0, 0)) + second.get(name, Fingerprint(0, 0)) for name in read}
+    sent = {
+        name: first.get(name, Fingerprint(0, 0)) + second.get(name, Fingerprint(0, 0))
+        for name in read
+    }
     assert sent == {name: fingerprint(tensor) for name, tensor in read.items()}
 
 
@@ -75,13 +99,18 @@ def test_reading_copies_nothing(address: SharedMemoryAddress) -> None:
     assert read["b"].tolist() == [0, 1, 2, 3, 4, 5, 6]
 
 
-def test_where_slices_go_is_worked_out_once(address: SharedMemoryAddress) -> None:
+def test_the_place_of_slices_is_computed_once(address: SharedMemoryAddress) -> None:
     slots = map_slots(address)
-    halves = [(Slice("b", (0,), (4,)), torch.ones(4)), (Slice("b", (4,), (3,)), torch.full((3,), 2.0))]
+    halves = [
+        (Slice("b", (0,), (4,)), torch.ones(4)),
+        (Slice("b", (4,), (3,)), torch.full((3,), 2.0)),
+    ]
     slots.fill(BUCKET, halves)
-    first = list(slots._recorded[0].targets)
+    first = list(slots._plans[0].targets)
     slots.fill(BUCKET, halves)
-    assert all(one is other for one, other in zip(first, slots._recorded[0].targets, strict=True))
+    assert all(
+        one is other for one, other in zip(first, slots._plans[0].targets, strict=True)
+    )
     slots.fill(BUCKET, halves[::-1])  # in another order they go to the same places
     assert dict(slots.receive(BUCKET))["b"].tolist() == [1, 1, 1, 1, 2, 2, 2]
 
@@ -105,26 +134,41 @@ def test_no_address_is_used_twice() -> None:
 
 def test_slices_that_do_not_belong_are_refused(address: SharedMemoryAddress) -> None:
     transport = map_slots(address)
-    with pytest.raises(WeightSyncError, match="x was sent with bucket 0, which does not hold it"):
+    with pytest.raises(
+        WeightSyncError, match="x was sent with bucket 0, which does not hold it"
+    ):
         transport.fill(BUCKET, [(Slice("x", (0,), (1,)), torch.ones(1))])
-    with pytest.raises(WeightSyncError, match=r"b: \(3,\) was sent as a slice of shape \(4,\)"):
+    with pytest.raises(
+        WeightSyncError, match=r"b: \(3,\) was sent as a slice of shape \(4,\)"
+    ):
         transport.fill(BUCKET, [(Slice("b", (0,), (4,)), torch.ones(3))])
-    with pytest.raises(WeightSyncError, match=r"b: the slice \(4,\) at \(5,\) of \(7,\) does not exist"):
+    with pytest.raises(
+        WeightSyncError, match=r"b: the slice \(4,\) at \(5,\) of \(7,\) does not exist"
+    ):
         transport.fill(BUCKET, [(Slice("b", (5,), (4,)), torch.ones(4))])
     released = torch.ones(4)
-    released.untyped_storage().resize_(0)  # as megatron-core leaves those that went to the host
-    with pytest.raises(WeightSyncError, match=r"b has no memory.* placement.offload=optimizer"):
+    released.untyped_storage().resize_(
+        0
+    )  # as megatron-core leaves those that went to the host
+    with pytest.raises(
+        WeightSyncError, match=r"b has no memory.* placement.offload=optimizer"
+    ):
         transport.fill(BUCKET, [(Slice("b", (0,), (4,)), released)])
 
 
-def test_no_room_is_a_clear_error_and_leaves_nothing() -> None:
-    with pytest.raises(WeightSyncError, match=r"needs 2 x \d+ MiB in /dev/shm, found \d+ of \d+ MiB free"):
+def test_too_little_memory_is_a_clear_error_and_leaves_nothing() -> None:
+    with pytest.raises(
+        WeightSyncError,
+        match=r"needs 2 x \d+ MiB in /dev/shm, found \d+ of \d+ MiB free",
+    ):
         create("too-large", 1 << 50)
     assert list(FOLDER.glob("*too-large*")) == []
 
 
 @pytest.mark.processes
-def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(address: SharedMemoryAddress) -> None:
+def test_what_a_dead_owner_left_is_removed_and_what_a_live_one_has_stays(
+    address: SharedMemoryAddress,
+) -> None:
     code = """
 import os, tempfile
 from verl_ray.weight_sync.shared_files import FOLDER, prefix

@@ -31,11 +31,19 @@ def credit(in_loss: list[bool]) -> Credit:
         ("seq_mean_token_sum_norm", [1 / 20, 1 / 20, 0]),
     ],
 )
-def test_rows_out_of_the_loss_weigh_nothing_in_every_mode(mode: AggregationName, expected: list[float]) -> None:
+def test_rows_out_of_the_loss_weigh_nothing_in_every_mode(
+    mode: AggregationName, expected: list[float]
+) -> None:
     mini_batch = MiniBatch(total_tokens=6, total_rows=2, aggregation=mode, horizon=10)
-    assert loss_weights(ROWS, credit([True, True, False]), mini_batch).tolist() == pytest.approx(expected)
+    assert loss_weights(
+        ROWS, credit([True, True, False]), mini_batch
+    ).tolist() == pytest.approx(expected)
 
 
 def test_denominators_are_those_of_all_ranks() -> None:
-    mini_batch = MiniBatch(total_tokens=70, total_rows=9, aggregation="token_mean", horizon=None)
-    assert loss_weights(ROWS, credit([True] * 3), mini_batch).tolist() == pytest.approx([1 / 70] * 3)
+    mini_batch = MiniBatch(
+        total_tokens=70, total_rows=9, aggregation="token_mean", horizon=None
+    )
+    assert loss_weights(ROWS, credit([True] * 3), mini_batch).tolist() == pytest.approx(
+        [1 / 70] * 3
+    )

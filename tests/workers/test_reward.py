@@ -1,4 +1,6 @@
-"""The reward role on rows: texts decoded, functions chosen by data source, failures typed."""
+"""The reward role on rows: texts decoded, functions chosen by data source, failures
+typed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.stages import Rollouts
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.errors import ConfigError
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.health import ScoreHealth
 from workers.reward import RewardWorker
 
 GRADER = """
@@ -46,14 +48,29 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
     found.close()
 
 
-def rows_of(worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]) -> Rollouts:
-    """(prompt, response, answer, data source, extra) -> rows; a response ends with the end token."""
+def rows_of(
+    worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]
+) -> Rollouts:
+    """(prompt, response, answer, data source, extra) -> rows; a response ends with the
+    end token.
+    """
     tokenizer = worker._tokenizer
-    prompts = [tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, *_ in rows]
-    responses = [tokenizer(row[1], add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id] for row in rows]
+    prompts = [
+        tokenizer(prompt, add_special_tokens=False)["input_ids"] for prompt, *_ in rows
+    ]
+    responses = [
+        tokenizer(row[1], add_special_tokens=False)["input_ids"]
+        + [tokenizer.eos_token_id]
+        for row in rows
+    ]
     plain = rollouts_of([len(r) for r in responses], prompts=[len(p) for p in prompts])
-    tokens = np.array([t for p, r in zip(prompts, responses, strict=True) for t in p + r], np.int32)
-    assert np.array_equal(plain.offsets, offsets_of([len(p + r) for p, r in zip(prompts, responses, strict=True)]))
+    tokens = np.array(
+        [t for p, r in zip(prompts, responses, strict=True) for t in p + r], np.int32
+    )
+    assert np.array_equal(
+        plain.offsets,
+        offsets_of([len(p + r) for p, r in zip(prompts, responses, strict=True)]),
+    )
     columns = {"messages": Ragged.of_texts([json.dumps(row[0]) for row in rows])}
     columns |= {name: Ragged.of_texts([row[i] for row in rows])
                for i, name in ((2, "answer"), (3, "data_source"), (4, "extra"))}  # fmt: skip
@@ -61,7 +78,9 @@ def rows_of(worker: RewardWorker, rows: list[tuple[str, str, str, str, str]]) ->
 
 
 @pytest.mark.processes
-def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWorker) -> None:
+def test_each_row_is_graded_by_the_function_of_its_data_source(
+    worker: RewardWorker,
+) -> None:
     rows = rows_of(worker, [
         ("1+2=", "3", "3", "sums", "{}"),
         ("1+2=", "4", "3", "sums", "{}"),
@@ -72,22 +91,32 @@ def test_each_row_is_graded_by_the_function_of_its_data_source(worker: RewardWor
     scores = worker.score(rows)
     assert scores.score[:4].tolist() == [1.0, 0.0, 1.5, 0.0]
     assert np.isnan(scores.score[4])
-    assert scores.health.tolist() == [Health.OK] * 4 + [Health.EXCEPTION]
+    assert scores.health.tolist() == [ScoreHealth.OK] * 4 + [ScoreHealth.EXCEPTION]
     assert scores.detail.texts()[:4] == [""] * 4
     assert "no grade for 77" in scores.detail.texts()[4]
     assert scores.num_rows == 5 and scores.num_tokens == 0
 
 
 @pytest.mark.parametrize("role", ["evaluation", "reward.components.right"])
-def test_a_function_that_is_missing_is_named_by_the_section_of_the_role(role: str, tmp_path: Path) -> None:
+def test_a_function_that_is_missing_is_named_by_the_section_of_the_role(
+    role: str, tmp_path: Path
+) -> None:
     character_tokenizer(tmp_path / "tokenizer", "0")
-    config = compose("ppo", ["model.path=/m", "data.train_path=t", "data.validation_path=v"]).reward
-    broken = config.model_copy(update={"functions": {"sums": f"{tmp_path}/gone.py:grade"}})
+    config = compose(
+        "ppo", ["model.path=/m", "data.train_path=t", "data.validation_path=v"]
+    ).reward
+    broken = config.model_copy(
+        update={"functions": {"sums": f"{tmp_path}/gone.py:grade"}}
+    )
     with pytest.raises(ConfigError) as error:
         RewardWorker(
-            WorkerContext(role, 0, 1, "cpu", False, 1, tmp_path / "log", 1), broken, str(tmp_path / "tokenizer")
+            WorkerContext(role, 0, 1, "cpu", False, 1, tmp_path / "log", 1),
+            broken,
+            str(tmp_path / "tokenizer"),
         )
-    assert [problem.key for problem in error.value.problems] == [f"{role}.functions.sums"]
+    assert [problem.key for problem in error.value.problems] == [
+        f"{role}.functions.sums"
+    ]
 
 
 class Longest(BaseHTTPRequestHandler):
@@ -96,9 +125,18 @@ class Longest(BaseHTTPRequestHandler):
     asked: ClassVar[list[dict[str, object]]] = []
 
     def do_POST(self) -> None:
-        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["items"]
+        items = json.loads(self.rfile.read(int(self.headers["Content-Length"])))[
+            "items"
+        ]
         self.asked.extend(items)
-        body = json.dumps({"scores": [len(item["response"]) if item["response"] else None for item in items]}).encode()
+        body = json.dumps(
+            {
+                "scores": [
+                    len(item["response"]) if item["response"] else None
+                    for item in items
+                ]
+            }
+        ).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
@@ -122,7 +160,7 @@ def test_a_service_grades_the_texts(worker: RewardWorker, tmp_path: Path) -> Non
     finally:
         service.close()
         server.shutdown()
-    assert scores.health.tolist() == [Health.OK, Health.NONE, Health.OK]
+    assert scores.health.tolist() == [ScoreHealth.OK, ScoreHealth.NONE, ScoreHealth.OK]
     assert scores.score[[0, 2]].tolist() == [1.0, 3.0] and np.isnan(scores.score[1])
     asked = {item["prompt"]: item for item in Longest.asked}
     assert asked["1+9="] == {

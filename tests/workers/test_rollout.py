@@ -1,4 +1,6 @@
-"""One replica between prompts and rows, around an engine whose responses are written down."""
+"""One replica between prompts and rows, around an engine whose responses are written
+down.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,16 @@ import numpy as np
 import pytest
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.stages import UNFINISHED, Finish, Prompts, Requests, Responses, Rollouts
+from verl_ray.data.stages import (
+    UNFINISHED,
+    Finish,
+    Prompts,
+    Requests,
+    Responses,
+    Rollouts,
+)
 from verl_ray.errors import CannotGenerate, EngineFailed
-from verl_ray.rollout.requests import Chunk, Request, Sampling
+from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.seeds import row_seeds
 from verl_ray.rollout.server import RolloutServer
@@ -20,17 +29,21 @@ from workers.rollout import Generation, RolloutWorker
 
 LENGTHS = {6: 3, 7: 1, 10: 5, 11: 2}  # of the response to each request
 LIMIT = 4
-ROW_OF_SEED = dict(zip(row_seeds(4, "train", np.array(list(LENGTHS))).tolist(), LENGTHS, strict=True))
+ROW_OF_SEED = dict(
+    zip(row_seeds(4, "train", np.array(list(LENGTHS))).tolist(), LENGTHS, strict=True)
+)
 
 
 class ScriptedWorker(RolloutWorker):
     """A replica whose engine does what it is told."""
 
     def __init__(self) -> None:
-        self.requests: list[Request] = []
-        self.server = RolloutServer(lambda: ScriptedEngine(self.script, initial_version=9))
+        self.requests: list[GenerationRequest] = []
+        self.server = RolloutServer(
+            lambda: ScriptedEngine(self.script, initial_version=9)
+        )
 
-    def script(self, request: Request) -> list[tuple[int, float]]:
+    def script(self, request: GenerationRequest) -> list[tuple[int, float]]:
         self.requests.append(request)
         row = ROW_OF_SEED[request.seed]
         return [(100 * row + t, -0.5 - t) for t in range(LENGTHS[row])]
@@ -47,13 +60,18 @@ def prompts() -> Prompts:
 
 def generate(stream_rows: int) -> tuple[ScriptedWorker, list[Rollouts]]:
     worker = ScriptedWorker()
-    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=stream_rows)
+    what = Generation(
+        "train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=stream_rows
+    )
     return worker, list(worker.generate(prompts(), what))
 
 
 def test_rows_are_whole_however_they_finish() -> None:
     _, pieces = generate(stream_rows=2)
-    assert [piece.row_id.tolist() for piece in pieces] == [[7, 11], [6, 10]]  # the shortest ones first
+    assert [piece.row_id.tolist() for piece in pieces] == [
+        [7, 11],
+        [6, 10],
+    ]  # the shortest ones first
     rows = Rollouts.concat(pieces).select([2, 0, 3, 1])  # in the order of their ids
     assert rows.row_id.tolist() == rows.trajectory_id.tolist() == [6, 7, 10, 11]
     assert rows.group_id.tolist() == [3, 3, 5, 5]
@@ -64,10 +82,21 @@ def test_rows_are_whole_however_they_finish() -> None:
     assert rows.response_mask.tolist() == (rows.tokens >= 600).tolist()
     expected = np.where(rows.tokens >= 600, -0.5 - rows.tokens % 100, 0)
     assert rows.rollout_log_probs.tolist() == expected.tolist()
-    assert (rows.prompt_length.tolist(), rows.response_length.tolist()) == ([2, 2, 3, 3], [3, 1, 4, 2])
-    assert rows.finish.tolist() == [Finish.STOP, Finish.STOP, Finish.LENGTH, Finish.STOP]
+    assert (rows.prompt_length.tolist(), rows.response_length.tolist()) == (
+        [2, 2, 3, 3],
+        [3, 1, 4, 2],
+    )
+    assert rows.finish.tolist() == [
+        Finish.STOP,
+        Finish.STOP,
+        Finish.LENGTH,
+        Finish.STOP,
+    ]
     assert rows.version_spans.values.tolist() == [[2, 9], [2, 9], [3, 9], [3, 9]]
-    assert (rows.answer.texts(), rows.data_source.texts()) == (["x", "x", "yy", "yy"], ["a", "a", "b", "b"])
+    assert (rows.answer.texts(), rows.data_source.texts()) == (
+        ["x", "x", "yy", "yy"],
+        ["a", "a", "b", "b"],
+    )
 
 
 def test_what_is_left_at_the_end_is_handed_on_together() -> None:
@@ -77,35 +106,52 @@ def test_what_is_left_at_the_end_is_handed_on_together() -> None:
 
 def test_a_request_is_what_its_row_asks_for() -> None:
     worker, _ = generate(stream_rows=1)
-    assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([6, 7, 10, 11])).tolist()
-    assert [request.tokens.tolist() for request in worker.requests] == [[1, 2], [1, 2], [3, 4, 5], [3, 4, 5]]
+    assert [request.seed for request in worker.requests] == row_seeds(
+        4, "train", np.array([6, 7, 10, 11])
+    ).tolist()
+    assert [request.tokens.tolist() for request in worker.requests] == [
+        [1, 2],
+        [1, 2],
+        [3, 4, 5],
+        [3, 4, 5],
+    ]
     assert len({request.session for request in worker.requests}) == 2
 
 
 def test_of_a_group_only_what_is_wanted_is_drawn() -> None:
     worker = ScriptedWorker()
-    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9)
+    what = Generation(
+        "train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9
+    )
     (piece,) = worker.generate(prompts(), what, np.array([7, 10, 11]))
     assert sorted(piece.row_id.tolist()) == [7, 10, 11]
-    assert [request.seed for request in worker.requests] == row_seeds(4, "train", np.array([7, 10, 11])).tolist()
+    assert [request.seed for request in worker.requests] == row_seeds(
+        4, "train", np.array([7, 10, 11])
+    ).tolist()
 
 
 class Lossy(ScriptedEngine):
     """An engine that forgets the log-probs of what it drew."""
 
     def step(self) -> list[Chunk]:
-        return [replace(chunk, log_probs=chunk.log_probs[:0]) for chunk in super().step()]
+        return [
+            replace(chunk, log_probs=chunk.log_probs[:0]) for chunk in super().step()
+        ]
 
 
 def test_unusable_answers_are_a_lost_replica() -> None:
-    what = Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9)
+    what = Generation(
+        "train", 2, Sampling(1.0, 1.0, -1, LIMIT), run_seed=4, stream_rows=9
+    )
     worker = ScriptedWorker()
     worker.server = RolloutServer(lambda: Lossy(worker.script, initial_version=9))
-    with pytest.raises(EngineFailed, match="its answers cannot be used: ValueError"):
+    with pytest.raises(EngineFailed, match="its replies cannot be used: ValueError"):
         list(worker.generate(prompts(), what))
     asleep = ScriptedWorker()
     asleep.sleep("weights")
-    with pytest.raises(CannotGenerate):  # what the engine refuses is refused by every replica
+    with pytest.raises(
+        CannotGenerate
+    ):  # what the engine refuses is refused by every replica
         list(asleep.generate(prompts(), what))
 
 
@@ -127,7 +173,10 @@ def test_token_sequences_are_continued_as_they_are_drawn() -> None:
 def test_aborted_responses_come_back_as_far_as_they_got() -> None:
     worker = ScriptedWorker()
     worker.server.run(lambda engine: engine.pause())
-    stream = worker.generate(prompts(), Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), 4, stream_rows=1))
+    stream = worker.generate(
+        prompts(),
+        Generation("train", 2, Sampling(1.0, 1.0, -1, LIMIT), 4, stream_rows=1),
+    )
     with ThreadPoolExecutor(1) as pool:
         pieces = pool.submit(list, stream)
         while worker.health().in_flight < 4:
@@ -136,4 +185,6 @@ def test_aborted_responses_come_back_as_far_as_they_got() -> None:
         rows = Rollouts.concat(pieces.result(10))
     assert sorted(rows.row_id.tolist()) == [6, 7, 10, 11]
     assert set(rows.finish.tolist()) == {Finish.ABORTED}
-    assert rows.response_length.tolist() == [0] * 4 and len(rows.version_spans.values) == 0
+    assert (
+        rows.response_length.tolist() == [0] * 4 and len(rows.version_spans.values) == 0
+    )

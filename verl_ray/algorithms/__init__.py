@@ -1,1 +1,3 @@
-"""What makes a reinforcement-learning algorithm: advantages, losses, aggregation, control of the divergence."""
+"""The parts of a reinforcement-learning algorithm: advantages, losses, aggregation, and
+control of the divergence.
+"""

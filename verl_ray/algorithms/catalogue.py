@@ -1,8 +1,9 @@
-"""Every choice of an algorithm whose function needs torch, and which choices read settings.
+"""The choices of an algorithm whose functions need torch, and the settings of all.
 
-Invariant: light, and the only place that lists them; a function is named by its address and imported when it is called.
-Deliberately not here: advantages (`advantages.py`) and aggregations (`row_weights.py`), which NumPy computes and which
-are declared beside their functions.
+Invariant: light, and the only place that lists these choices; a function is named by
+its import address, and imported when it is called. Deliberately not here: advantages
+(`advantages.py`) and aggregations (`row_weights.py`), which NumPy computes and which
+are declared next to their functions.
 """
 
 from __future__ import annotations
@@ -19,27 +20,36 @@ from verl_ray.algorithms.row_weights import AGGREGATIONS
 from verl_ray.config.section import PositiveFloat
 from verl_ray.lazy import Lazy
 
-# -------------------------------------------------------------------------------------------------- policy losses
+# ----------------------------------------------------------------------- policy losses
 
-CLIP_LOW = Setting("clip_low", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high].")
-CLIP_HIGH = Setting("clip_high", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high].")
+CLIP_LOW = Setting(
+    "clip_low", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
+)
+CLIP_HIGH = Setting(
+    "clip_high", PositiveFloat, "The ratio is clipped to [1 - clip_low, 1 + clip_high]."
+)
 DUAL_CLIP = Setting(
     "dual_clip",
     Annotated[float, Field(gt=1)],
-    "Lower bound of the surrogate at negative advantages, as a multiple of the advantage; null = none.",
+    "Lower bound of the surrogate at negative advantages, as a multiple of the"
+    " advantage; null = none.",
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss(Declaration):
-    """(log_probs, old_log_probs, advantages), float32 [T] each over response tokens, and its settings -> TokenLoss.
+    """A choice of `algorithm.policy_loss`.
 
-    Where one update per batch makes old and new the same, `old_log_probs` is `log_probs.detach()`.
+    Attributes:
+        function: Maps (log_probs, old_log_probs, advantages), float32 [T] each over
+            response tokens, and its settings to a TokenLoss. With one update per batch
+            `old_log_probs` is `log_probs.detach()`.
+        has_ratio: True if tokens are weighted by their ratio to the old policy, which
+            corrects for several updates on the same rollouts.
     """
 
     function: Lazy
     has_ratio: bool
-    """Tokens are weighed by their ratio to the old policy, which makes up for several updates on the same rollouts."""
 
 
 POLICY_LOSSES = by_name(
@@ -58,50 +68,74 @@ POLICY_LOSSES = by_name(
     ),
 )
 
-# ----------------------------------------------------------------------------- the divergence from the reference
+# ----------------------------------------------------- divergence from the reference
 
 
 @dataclass(frozen=True, kw_only=True)
 class KLEstimator(Declaration):
-    """(log_probs, ref_log_probs), arrays or tensors alike -> one estimate per element."""
+    """A choice of `algorithm.kl.estimator`.
+
+    Attributes:
+        function: Maps (log_probs, ref_log_probs), arrays or tensors, to an estimate per
+            element.
+        has_gradient: True if its gradient, as a loss, is not 0 in expectation.
+    """
 
     function: Lazy
     has_gradient: bool = True
-    """As a loss, its gradient says something in expectation."""
 
 
 _SCHULMAN = "Schulman, Approximating KL divergence (2020)"
 
 KL_ESTIMATORS = by_name(
-    KLEstimator(name="k1", paper=_SCHULMAN, function=Lazy("verl_ray.ops.kl:k1"), has_gradient=False),
+    KLEstimator(
+        name="k1",
+        paper=_SCHULMAN,
+        function=Lazy("verl_ray.ops.kl:k1"),
+        has_gradient=False,
+    ),
     KLEstimator(name="k2", paper=_SCHULMAN, function=Lazy("verl_ray.ops.kl:k2")),
     KLEstimator(name="k3", paper=_SCHULMAN, function=Lazy("verl_ray.ops.kl:k3")),
-    KLEstimator(name="abs", paper="the mean bounds that of |k1|", function=Lazy("verl_ray.ops.kl:absolute")),
+    KLEstimator(
+        name="abs",
+        paper="the mean bounds that of |k1|",
+        function=Lazy("verl_ray.ops.kl:absolute"),
+    ),
 )
 
-# ------------------------------------------------------------- corrections of what sampler and trainer disagree on
+# ------------------------------------- corrections of a mismatch of sampler and trainer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Correction(Declaration):
-    """(ratio float32 [T], lower, upper) -> (weight float32 [T], kept bool [T])."""
+    """A choice of `algorithm.correction.kind`.
+
+    Attributes:
+        function: Maps (ratio float32 [T], lower, upper) to (weight float32 [T], mask
+            bool [T]), where the mask is False at tokens that leave the loss.
+        two_sided: True if there is a lower bound as well.
+        weights_by_ratio: True if tokens are weighted by their ratio; False: by 1.
+        drops_tokens: True if tokens beyond a bound leave the loss.
+    """
 
     function: Lazy
     two_sided: bool = False
-    """It has a lower bound, too."""
-    weighs: bool = True
-    """What is kept is weighed by its ratio; False: by 1."""
-    leaves_out: bool = True
-    """Tokens beyond a bound leave the loss."""
+    weights_by_ratio: bool = True
+    drops_tokens: bool = True
 
 
 _LIU = "Liu et al., When speed kills stability (2025)"
 
 CORRECTIONS = by_name(
     Correction(
-        name="tis", paper="Ionides, 2008", function=Lazy("verl_ray.algorithms.correction:tis"), leaves_out=False
+        name="tis",
+        paper="Ionides, 2008",
+        function=Lazy("verl_ray.algorithms.correction:tis"),
+        drops_tokens=False,
     ),
-    Correction(name="mis", paper=_LIU, function=Lazy("verl_ray.algorithms.correction:mis")),
+    Correction(
+        name="mis", paper=_LIU, function=Lazy("verl_ray.algorithms.correction:mis")
+    ),
     Correction(
         name="icepop",
         paper="IcePop (arXiv:2510.18855)",
@@ -113,39 +147,63 @@ CORRECTIONS = by_name(
         paper=_LIU,
         function=Lazy("verl_ray.algorithms.correction:reject"),
         two_sided=True,
-        weighs=False,
+        weights_by_ratio=False,
     ),
 )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Level(Declaration):
-    """(log_ratio float32 [T], row int64 [T]) -> the logarithm of the ratio that is bounded, [T]."""
+class CorrectionLevel(Declaration):
+    """A choice of `algorithm.correction.level`.
+
+    Attributes:
+        function: Maps (log_ratio float32 [T], row int64 [T]) to the logarithm of the
+            ratio that is bounded, float32 [T].
+    """
 
     function: Lazy
 
 
 LEVELS = by_name(
-    Level(name="token", paper="Yao et al., 2025", function=Lazy("verl_ray.algorithms.correction:of_token")),
-    Level(name="sequence", paper=_LIU, function=Lazy("verl_ray.algorithms.correction:of_sequence")),
-    Level(name="geometric", paper=_LIU, function=Lazy("verl_ray.algorithms.correction:geometric")),
+    CorrectionLevel(
+        name="token",
+        paper="Yao et al., 2025",
+        function=Lazy("verl_ray.algorithms.correction:token_log_ratio"),
+    ),
+    CorrectionLevel(
+        name="sequence",
+        paper=_LIU,
+        function=Lazy("verl_ray.algorithms.correction:sequence_log_ratio"),
+    ),
+    CorrectionLevel(
+        name="geometric",
+        paper=_LIU,
+        function=Lazy("verl_ray.algorithms.correction:geometric_log_ratio"),
+    ),
 )
 
-# ------------------------------------------------------------------------------------------- settings of formulas
+# ---------------------------------------------------------------- settings of formulas
 
 CHOICES: Mapping[str, Mapping[str, Declaration]] = {
     "advantage": ADVANTAGES,
     "policy_loss": POLICY_LOSSES,
     "aggregation": AGGREGATIONS,
 }
-"""The choices that read settings, by the key of `algorithm` that makes them."""
+"""The choices that read settings, by the key of `algorithm` that makes the choice."""
 
 
-def settings() -> dict[Setting, list[str]]:
-    """Every setting that is declared, and the keys in `CHOICES` that choose who may read it."""
-    found: dict[Setting, list[str]] = {}
+def declared_settings() -> dict[Setting, list[str]]:
+    """Return every setting, with the keys in `CHOICES` whose choices may read it."""
+    readers: dict[Setting, list[str]] = {}
+
     for key, table in CHOICES.items():
-        for setting in dict.fromkeys(setting for one in table.values() for setting in one.reads):
-            found.setdefault(setting, []).append(key)
-    assert len({one.name for one in found}) == len(found), "each setting is declared once"
-    return found
+        for declaration in table.values():
+            for setting in declaration.reads:
+                # Several choices of one key may read a setting.
+                keys = readers.setdefault(setting, [])
+                if key not in keys:
+                    keys.append(key)
+
+    names = {setting.name for setting in readers}
+    assert len(names) == len(readers), "each setting is declared once"
+    return readers

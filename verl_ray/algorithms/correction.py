@@ -1,10 +1,14 @@
-"""What is done about tokens that another policy sampled than the one that learns: weights, and tokens left out.
+"""Corrections for tokens that another policy sampled than the one that learns.
 
-Invariant: a weight is a constant for the gradient, and depends on its row alone; a token that is left out bears no term
-of the loss. Denominators stay what they are without a correction (`row_weights.py`): all response tokens, or rows, that
-are learned from, those left out among them; so a token is weighed the same whatever becomes of the others. A ratio that
-is NaN is beyond no bound: its token is kept with a weight of NaN, so that the step is skipped and says so.
-Deliberately not here: which policies are compared and where the weights go (`objectives.py`).
+A correction weights tokens, or leaves them out.
+
+Invariant: a weight is a constant for the gradient, and depends on its row alone; a
+token that is left out bears no term of the loss. Denominators remain as they are
+without a correction (`row_weights.py`): all response tokens, or rows, that are learned
+from, including those that are left out. So the weight of a token does not depend on
+what happens to others. A ratio that is NaN is beyond no bound: its token remains with a
+weight of NaN, so that the step is skipped and reported. Deliberately not here: which
+policies are compared and where the weights enter the loss (`objectives.py`).
 """
 
 from __future__ import annotations
@@ -21,145 +25,229 @@ from verl_ray.config.algorithm import CorrectionConfig
 from verl_ray.ops.kl import MAX_EXPONENT
 from verl_ray.ops.rows import row_lengths, row_sums
 
-APPLIED = "correction/"
-"""Names of token means and maxima that begin so are what `correction_metrics` reads."""
+CORRECTION_PREFIX = "correction/"
+"""The beginning of names of the token means and maxima that `correction_metrics`
+reads."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """What becomes of each token. `means` and `maxima`, float32 [T], are what the metrics are made of."""
+class CorrectionWeights:
+    """The effect of a correction on each token.
 
-    weight: Tensor  # float32 [T], of the token's policy loss; 0 where it is left out
-    kept: Tensor  # bool [T]; False: the token leaves the loss
+    Attributes:
+        weight: float32 [T], weight of the token's policy loss; 0 if it is left out.
+        mask: bool [T]; False: the token leaves the loss.
+        means: float32 [T] by name, values whose means over tokens make the metrics.
+        maxima: float32 [T] by name, values whose maxima make the metrics.
+    """
+
+    weight: Tensor
+    mask: Tensor
     means: dict[str, Tensor]
     maxima: dict[str, Tensor]
 
 
-def correct(config: CorrectionConfig, log_ratio: Tensor, row: Tensor) -> Weights:
-    """The weights that `config` asks for. `log_ratio` float32 [T] is log(p / p_rollout) of each sampled token under the
-    policy to correct towards, and `row` int64 [T] says whose token it is."""
-    kind, level, upper = config.kind, config.level, config.upper
-    assert kind is not None and level is not None and upper is not None, "the configuration requires them of a form"
-    ratio = LEVELS[level].function(log_ratio.detach(), row).clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
-    weight, kept = CORRECTIONS[kind].function(ratio, config.lower, upper)
-    low = 1 / upper if config.lower is None else config.lower
-    # Fractions count whatever has one ratio, a token or a row. A row is shared out over its tokens, which are summed.
-    share = torch.ones_like(ratio) if level == "token" else 1 / row_lengths(row)
+def correction_weights(
+    config: CorrectionConfig, log_ratio: Tensor, row: Tensor
+) -> CorrectionWeights:
+    """Return the weights of a correction.
+
+    Args:
+        config: The section `algorithm.correction`.
+        log_ratio: float32 [T], log(p / p_rollout) of each sampled token under the
+            policy to correct towards.
+        row: int64 [T], the row of each token.
+    """
+    kind = config.kind
+    level = config.level
+    upper = config.upper
+    assert kind is not None and level is not None and upper is not None, (
+        "the configuration requires them of a form"
+    )
+
+    level_log_ratio = LEVELS[level].function(log_ratio.detach(), row)
+    ratio = level_log_ratio.clamp(-MAX_EXPONENT, MAX_EXPONENT).exp()
+    weight, mask = CORRECTIONS[kind].function(ratio, config.lower, upper)
+
+    # Fractions count the ratios: one per token, or one per row, which is divided over
+    # its tokens, since those are summed.
+    if level == "token":
+        share = torch.ones_like(ratio)
+    else:
+        share = 1 / row_lengths(row)
+    lower = 1 / upper if config.lower is None else config.lower
+
     means = {
         "ratio": ratio,
         "share": share,
         "high": share * (ratio > upper),
-        "low": share * (ratio < low),
+        "low": share * (ratio < lower),
         "weight": weight,
-        "deviation_squared": (weight - 1).square(),  # from 1, where weights lie: squares of them would lose its digits
-        "left_out": ~kept,
+        # From 1, where weights lie: a difference of squares would lose its digits.
+        "deviation_squared": (weight - 1).square(),
+        "left_out": ~mask,
     }
-    return Weights(
+    # Minima travel as maxima of inverses. The inverse of the weight is infinite if a
+    # token is left out: the smallest weight is then 0.
+    maxima = {
+        "weight": weight,
+        "inverse_weight": 1 / weight,
+        "ratio": ratio,
+        "inverse_ratio": 1 / ratio,
+    }
+    return CorrectionWeights(
         weight,
-        kept,
-        {APPLIED + name: values.float() for name, values in means.items()},
+        mask,
         {
-            f"{APPLIED}weight": weight,
-            f"{APPLIED}inverse_weight": 1 / weight,  # infinite where a token is left out: the smallest weight is 0 then
-            f"{APPLIED}ratio": ratio,
-            f"{APPLIED}inverse_ratio": 1 / ratio,
+            f"{CORRECTION_PREFIX}{name}": values.float()
+            for name, values in means.items()
         },
+        {f"{CORRECTION_PREFIX}{name}": values for name, values in maxima.items()},
     )
 
 
-def correction_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under their published names, from the token means and maxima of `Weights`; nothing without them.
+def correction_metrics(
+    means: Mapping[str, float], maxima: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of a correction under their published names.
 
-    As on the field's dashboards, rollout_corr/rollout_is_mean, _max, _min, _std and _eff_sample_size, a fraction of all
-    tokens ((sum w)^2 / (n * sum w^2)), are of the weights in use: after truncation, and 0 where a token is left out.
-    rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without a lower one, below 1 / upper),
-    each token's, or each response's where the ratio is one of responses. rollout_rs_masked_fraction is of the tokens
-    left out. Ours: rollout_corr/ratio_mean, _max and _min are of the ratios before anything is done about them.
+    On the field's dashboards, rollout_corr/rollout_is_mean, _max, _min, _std and
+    _eff_sample_size, a fraction of all tokens ((sum w)^2 / (n * sum w^2)), describe the
+    weights in use: after truncation, and 0 where a token is left out. Here they do too.
+    rollout_is_ratio_fraction_high and _low count the ratios beyond the bounds (without
+    a lower one, below 1 / upper): each token's, or each response's if the ratio is one
+    of responses. rollout_rs_masked_fraction is the fraction of tokens left out. Names
+    of this project: rollout_corr/ratio_mean, _max and _min describe the ratios before
+    anything is done about them.
+
+    Args:
+        means: The token means of `CorrectionWeights.means`.
+        maxima: The maxima of `CorrectionWeights.maxima`.
+
+    Returns:
+        The metrics; none if the means have none of a correction.
     """
-    of = {name.removeprefix(APPLIED): value for name, value in means.items() if name.startswith(APPLIED)}
-    if not of:
+    own_means = {
+        name.removeprefix(CORRECTION_PREFIX): value
+        for name, value in means.items()
+        if name.startswith(CORRECTION_PREFIX)
+    }
+    if not own_means:
         return {}
-    mean = of["weight"]
-    variance = max(of["deviation_squared"] - (mean - 1) ** 2, 0.0)
+
+    mean = own_means["weight"]
+    # The variance around the mean from that around 1; rounding may make it negative.
+    variance = max(own_means["deviation_squared"] - (mean - 1) ** 2, 0.0)
+    sample_size = mean**2 / (variance + mean**2) if mean else 0.0
+    smallest_weight = _smallest(maxima[f"{CORRECTION_PREFIX}inverse_weight"])
+    smallest_ratio = _smallest(maxima[f"{CORRECTION_PREFIX}inverse_ratio"])
+    # Ratios beyond a bound, as a fraction of all ratios.
+    high = own_means["high"] / own_means["share"]
+    low = own_means["low"] / own_means["share"]
     return {
         "rollout_corr/rollout_is_mean": mean,
         "rollout_corr/rollout_is_std": math.sqrt(variance),
-        "rollout_corr/rollout_is_min": _inverse(maxima[f"{APPLIED}inverse_weight"]),
-        "rollout_corr/rollout_is_max": maxima[f"{APPLIED}weight"],
-        "rollout_corr/rollout_is_eff_sample_size": mean**2 / (variance + mean**2) if mean else 0.0,
-        "rollout_corr/rollout_is_ratio_fraction_high": of["high"] / of["share"],
-        "rollout_corr/rollout_is_ratio_fraction_low": of["low"] / of["share"],
-        "rollout_corr/rollout_rs_masked_fraction": of["left_out"],
-        "rollout_corr/ratio_mean": of["ratio"],
-        "rollout_corr/ratio_max": maxima[f"{APPLIED}ratio"],
-        "rollout_corr/ratio_min": _inverse(maxima[f"{APPLIED}inverse_ratio"]),
+        "rollout_corr/rollout_is_min": smallest_weight,
+        "rollout_corr/rollout_is_max": maxima[f"{CORRECTION_PREFIX}weight"],
+        "rollout_corr/rollout_is_eff_sample_size": sample_size,
+        "rollout_corr/rollout_is_ratio_fraction_high": high,
+        "rollout_corr/rollout_is_ratio_fraction_low": low,
+        "rollout_corr/rollout_rs_masked_fraction": own_means["left_out"],
+        "rollout_corr/ratio_mean": own_means["ratio"],
+        "rollout_corr/ratio_max": maxima[f"{CORRECTION_PREFIX}ratio"],
+        "rollout_corr/ratio_min": smallest_ratio,
     }
 
 
-def _inverse(largest: float) -> float:
-    """The smallest value, from the largest inverse of one; NaN of nothing."""
-    return 1 / largest if largest else math.nan
+def _smallest(largest_inverse: float) -> float:
+    """Return the smallest of some values from the largest of their inverses.
+
+    It is NaN if there are no values, whose largest inverse is 0.
+    """
+    if largest_inverse == 0:
+        return math.nan
+    return 1 / largest_inverse
 
 
-# ------------------------------------------------------------------------------------------------------- the levels
+# ------------------------------------------------------------------------------ levels
 
 
-def of_token(log_ratio: Tensor, row: Tensor) -> Tensor:
-    """Of the token by itself."""
+def token_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Return the log ratio of each token by itself."""
     return log_ratio
 
 
-def of_sequence(log_ratio: Tensor, row: Tensor) -> Tensor:
-    """Of the response as a whole: the product over its tokens, which alone is unbiased."""
+def sequence_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Return the log ratio of each token's response.
+
+    It is that of the product over the response's tokens, which alone is unbiased.
+    """
     return row_sums(log_ratio, row)
 
 
-def geometric(log_ratio: Tensor, row: Tensor) -> Tensor:
-    """The geometric mean over the response, which does not depend on its length."""
+def geometric_log_ratio(log_ratio: Tensor, row: Tensor) -> Tensor:
+    """Return the log of the geometric mean over each token's response.
+
+    It does not depend on the response's length.
+    """
     return row_sums(log_ratio, row) / row_lengths(row)
 
 
-# -------------------------------------------------------------------------------------------------------- the kinds
+# ------------------------------------------------------------------------------- kinds
 
 
 def tis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """min(ratio, upper): truncated importance sampling. Every token is kept.
+    """Return min(ratio, upper): truncated importance sampling. No token is left out.
 
-    E. L. Ionides, "Truncated importance sampling" (2008); per token, between a sampler and a trainer: F. Yao
-    et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025); per sequence: J. Liu et
-    al., "When speed kills stability" (2025).
+    E. L. Ionides, "Truncated importance sampling" (2008); per token, between a sampler
+    and a trainer: F. Yao et al., "Your efficient RL framework secretly brings you
+    off-policy RL training" (2025); per sequence: J. Liu et al., "When speed kills
+    stability" (2025).
     """
     return ratio.clamp(max=upper), torch.ones_like(ratio, dtype=torch.bool)
 
 
 def mis(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """ratio where ratio <= upper; other tokens are left out: masked importance sampling.
+    """Return ratio where ratio <= upper: masked importance sampling.
+
+    Other tokens are left out.
 
     J. Liu et al., "When speed kills stability" (2025), there per sequence.
     """
-    kept = ~(ratio > upper)
-    return torch.where(kept, ratio, 0.0), kept
+    # Not `ratio <= upper`, which would leave NaN out.
+    mask = ~(ratio > upper)
+    return torch.where(mask, ratio, 0.0), mask
 
 
 def icepop(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """ratio where lower <= ratio <= upper; other tokens are left out: masked on two sides.
+    """Return ratio where lower <= ratio <= upper: masked on two sides.
 
-    IcePop, in "Every step evolves" (arXiv:2510.18855): the function M of its objective, there per token. Deviation:
-    what is left out bears no divergence from the reference either.
+    Other tokens are left out.
+
+    IcePop, in "Every step evolves" (arXiv:2510.18855): the function M of its objective,
+    there per token. Deviation: a token that is left out bears no divergence from the
+    reference either.
     """
-    kept = _within(ratio, lower, upper)
-    return torch.where(kept, ratio, 0.0), kept
+    mask = _is_within(ratio, lower, upper)
+    return torch.where(mask, ratio, 0.0), mask
 
 
 def reject(ratio: Tensor, lower: float | None, upper: float) -> tuple[Tensor, Tensor]:
-    """1 where lower <= ratio <= upper; other tokens are left out: a mask without weights.
+    """1 where lower <= ratio <= upper: a mask without weights.
 
-    With the geometric mean, the sequence mask of J. Liu et al., "When speed kills stability" (2025).
+    Other tokens are left out.
+
+    With the geometric mean, the sequence mask of J. Liu et al., "When speed kills
+    stability" (2025).
     """
-    kept = _within(ratio, lower, upper)
-    return torch.where(ratio.isnan(), ratio, kept.float()), kept
+    mask = _is_within(ratio, lower, upper)
+    # A NaN remains the weight, so that it reaches the loss.
+    return torch.where(ratio.isnan(), ratio, mask.float()), mask
 
 
-def _within(ratio: Tensor, lower: float | None, upper: float) -> Tensor:
-    assert lower is not None, "the configuration requires it of corrections with two bounds"
+def _is_within(ratio: Tensor, lower: float | None, upper: float) -> Tensor:
+    """Return a mask of the ratios within the bounds; NaN counts as within."""
+    assert lower is not None, (
+        "the configuration requires it of corrections with two bounds"
+    )
     return ~((ratio < lower) | (ratio > upper))

@@ -1,8 +1,10 @@
-"""What a declaration of an algorithm holds: its name, its paper, and the settings that its function reads.
+"""The declaration of a choice of an algorithm: its name, its paper and its settings.
 
-Invariant: a declaration is light, so that the configuration may ask it; a function that needs torch is named by its
-address. The names that may stand in the configuration, its fields, its rules, and the documents' tables all follow from
-the declarations. Deliberately not here: any of them (`advantages.py`, `row_weights.py`, `catalogue.py`).
+Invariant: a declaration is light, so that the configuration can use it; a function that
+needs torch is named by its import address. The names that the configuration accepts,
+its fields, its rules, and the documents' tables all follow from the declarations.
+Deliberately not here: the declarations (`advantages.py`, `row_weights.py`,
+`catalogue.py`).
 """
 
 from __future__ import annotations
@@ -16,38 +18,66 @@ from verl_ray.errors import DataError
 
 @dataclass(frozen=True, eq=False)
 class Setting:
-    """A number that formulas read: the key `algorithm.<name>`, null where the chosen ones do not read it."""
+    """A number that formulas read: the key `algorithm.<name>`.
+
+    It is null if none of the chosen formulas reads it.
+
+    Attributes:
+        name: The last part of the key.
+        kind: Its type, as pydantic takes it.
+        meaning: Its description.
+    """
 
     name: str
     kind: Any
-    """Its type, as pydantic takes it."""
     meaning: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Declaration:
-    """One choice of an algorithm."""
+    """One choice of an algorithm.
+
+    Attributes:
+        name: Its name in the configuration.
+        paper: Its source.
+        reads: The settings that its function takes as keyword arguments, each with its
+            usual value. This is a value, `${key}` for the value of another setting, or
+            None if null means something to the function.
+    """
 
     name: str
-    """As the configuration has it."""
     paper: str
     reads: Mapping[Setting, object] = field(default_factory=dict)
-    """What its function takes as keyword arguments, each with its usual value: a value, `${key}` for that of another
-    setting, or None where null means something to the function."""
 
     def settings(self, algorithm: object) -> dict[str, Any]:
-        """The keyword arguments, from the settings of an algorithm. Raises DataError where one has no value."""
-        values = {setting.name: getattr(algorithm, setting.name) for setting in self.reads}
-        missing = [one.name for one, usual in self.reads.items() if usual is not None and values[one.name] is None]
+        """Return the keyword arguments of the function.
+
+        Args:
+            algorithm: The section `algorithm` of the configuration.
+
+        Raises:
+            DataError: A setting that needs a value is null.
+        """
+        values = {
+            setting.name: getattr(algorithm, setting.name) for setting in self.reads
+        }
+
+        missing = [
+            f"algorithm.{setting.name}"
+            for setting, usual_value in self.reads.items()
+            if usual_value is not None and values[setting.name] is None
+        ]
         if missing:
-            raise DataError(f"{self.name} needs {' and '.join(f'algorithm.{name}' for name in missing)}, which is null")
+            raise DataError(f"{self.name} needs {' and '.join(missing)}, which is null")
+
         return values
 
 
 D = TypeVar("D", bound=Declaration)
 
 
-def by_name(*declared: D) -> dict[str, D]:
-    """The table of one kind of choice."""
-    assert len({one.name for one in declared}) == len(declared), "each name is declared once"
-    return {one.name: one for one in declared}
+def by_name(*declarations: D) -> dict[str, D]:
+    """Return the table of one kind of choice, by the names of the choices."""
+    table = {declaration.name: declaration for declaration in declarations}
+    assert len(table) == len(declarations), "each name is declared once"
+    return table

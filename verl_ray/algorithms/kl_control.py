@@ -1,7 +1,8 @@
-"""What one nat of divergence from the reference policy costs, and how that changes over the run.
+"""The cost of a nat of divergence from the reference policy, and its course over a run.
 
-Invariant: the coefficient depends on the configuration, the divergences seen so far, and nothing else; `state()`
-holds all of it, and is part of the checkpoint. Not here: the estimators (`ops/kl.py`).
+Invariant: the coefficient depends on the configuration, the divergences of the steps so
+far, and nothing else. `state()` holds all of it, and is part of the checkpoint.
+Deliberately not here: the estimators of the divergence (`ops/kl.py`).
 """
 
 from __future__ import annotations
@@ -13,26 +14,41 @@ from verl_ray.config.algorithm import KLConfig
 from verl_ray.errors import CheckpointError, NonFiniteError
 
 MAX_ERROR = 0.2
-"""The relative error acted on in one update (arXiv:1909.08593, section 2.2)."""
+"""The largest relative error that an update acts on (arXiv:1909.08593, section 2.2)."""
 
 
 class KLController(Protocol):
+    """The owner of the coefficient."""
+
     @property
     def coefficient(self) -> float:
-        """What one nat costs now, >= 0."""
+        """The present cost of a nat, >= 0."""
 
     def update(self, mean_kl: float, num_rollouts: int) -> None:
-        """Take note of the mean divergence per response (nats, summed over its tokens) of the step's rollouts."""
+        """Take the divergence of a step's rollouts into account.
+
+        Args:
+            mean_kl: Mean over responses of the divergence, summed over their tokens, in
+                nats.
+            num_rollouts: Number of responses.
+        """
 
     def state(self) -> dict[str, float]:
-        """All that `load_state` needs to continue."""
+        """Return everything that `load_state` needs to continue."""
 
     def load_state(self, state: dict[str, float]) -> None:
-        """Continue from a state of the same kind of controller; raises CheckpointError on another."""
+        """Continue from the state of a controller of the same kind.
+
+        Raises:
+            CheckpointError: The state is of another kind of controller.
+        """
 
 
 class FixedKL:
-    """The coefficient of the configuration, always. Its state is empty: a resumed run obeys its configuration."""
+    """The coefficient of the configuration, throughout the run.
+
+    Its state is empty: a resumed run uses its configuration.
+    """
 
     def __init__(self, coefficient: float) -> None:
         self._coefficient = coefficient
@@ -42,7 +58,7 @@ class FixedKL:
         return self._coefficient
 
     def update(self, mean_kl: float, num_rollouts: int) -> None:
-        """Nothing changes."""
+        """Change nothing."""
 
     def state(self) -> dict[str, float]:
         return {}
@@ -52,29 +68,47 @@ class FixedKL:
 
 
 class AdaptiveKL:
-    """Raises the coefficient while the divergence is above `target` (nats per response), and lowers it below.
+    """A coefficient that rises while the divergence is above a target, and falls below.
 
-    Ziegler et al. (arXiv:1909.08593), section 2.2: e = clip((KL - target) / target, -0.2, 0.2) and
-    coefficient *= 1 + K * e. Deviation: K is 0.1 per step in the paper; here it is num_rollouts / horizon, at most 1,
-    so that the pace does not depend on the number of rollouts per step and the coefficient never turns negative.
+    Ziegler et al. (arXiv:1909.08593), section 2.2: e = clip((KL - target) / target,
+    -0.2, 0.2) and coefficient *= 1 + K * e. Deviation: K is 0.1 per step in the paper;
+    here it is num_rollouts / horizon, at most 1, so that the pace does not depend on
+    the number of rollouts per step and the coefficient never turns negative.
     """
 
     def __init__(self, coefficient: float, target: float, horizon: int) -> None:
-        self._coefficient, self._target, self._horizon = coefficient, target, horizon
+        """Begin with a coefficient.
+
+        Args:
+            coefficient: The initial cost of a nat.
+            target: The divergence to aim at, in nats per response.
+            horizon: Number of rollouts over which K adds up to 1.
+        """
+        self._coefficient = coefficient
+        self._target = target
+        self._horizon = horizon
 
     @property
     def coefficient(self) -> float:
         return self._coefficient
 
     def update(self, mean_kl: float, num_rollouts: int) -> None:
-        """As the contract says; raises NonFiniteError on a divergence that is not finite, and changes nothing."""
+        """Take the divergence of a step's rollouts into account.
+
+        Raises:
+            NonFiniteError: The divergence is not finite; nothing changes then.
+        """
         if not isfinite(mean_kl):
             raise NonFiniteError(
-                f"the mean divergence from the reference policy over {num_rollouts} rollouts is {mean_kl}; expected a "
-                "finite number (algorithm.kl.estimator)"
+                f"the mean divergence from the reference policy over {num_rollouts}"
+                f" rollouts is {mean_kl}; expected a finite number"
+                " (algorithm.kl.estimator)"
             )
+
+        # Both factors are bounded, so one unusual step changes the coefficient little.
         error = min(max(mean_kl / self._target - 1, -MAX_ERROR), MAX_ERROR)
-        self._coefficient *= 1 + error * min(num_rollouts / self._horizon, 1)
+        gain = min(num_rollouts / self._horizon, 1)
+        self._coefficient *= 1 + error * gain
 
     def state(self) -> dict[str, float]:
         return {"coefficient": self._coefficient}
@@ -85,19 +119,30 @@ class AdaptiveKL:
 
 
 def _check_state(state: dict[str, float], keys: set[str], kind: str) -> None:
+    """Raise CheckpointError if the state is of another kind of controller."""
     if state.keys() != keys:
         raise CheckpointError(
-            f"the checkpoint's KL controller holds {sorted(state)}, but a {kind} one holds {sorted(keys)}: "
-            "algorithm.kl.controller is not what it was when the checkpoint was written"
+            f"the checkpoint's KL controller holds {sorted(state)}, but a {kind} one"
+            f" holds {sorted(keys)}: algorithm.kl.controller is not what it was when"
+            " the checkpoint was written"
         )
 
 
-def make(config: KLConfig) -> KLController:
-    """The controller that `algorithm.kl` asks for; without a place for the divergence, one that charges nothing."""
+def make_kl_controller(config: KLConfig) -> KLController:
+    """Return the controller that the section `algorithm.kl` describes.
+
+    If the divergence is charged nowhere, the controller's coefficient is 0.
+    """
     if config.place == "none":
         return FixedKL(0.0)
-    assert config.coefficient is not None, "the configuration requires a coefficient where there is a place"
+
+    assert config.coefficient is not None, (
+        "the configuration requires a coefficient where there is a place"
+    )
     if config.controller == "adaptive":
-        assert config.target is not None and config.horizon is not None, "required with the adaptive controller"
+        assert config.target is not None and config.horizon is not None, (
+            "required with the adaptive controller"
+        )
         return AdaptiveKL(config.coefficient, config.target, config.horizon)
+
     return FixedKL(config.coefficient)

@@ -1,9 +1,10 @@
-"""How far the policy that the trainer computes is from the one that the sampler drew tokens from.
+"""The distance of the trainer's policy from the policy that sampled the tokens.
 
-Invariant: what tokens say is added up over micro-batches and ranks, and metrics are made of the sums alone; so they
-depend on neither. All are 0 (perplexities: equal) up to rounding while both hold one policy and compute alike.
-Deliberately not here: what is done about it (`correction.py`), and when it is too much
-(`controllers/watch/mismatch.py`).
+Invariant: contributions of tokens are added up over micro-batches and ranks, and
+metrics are made of the sums alone, so they depend on neither. All distances are 0
+(perplexities: equal) up to rounding while both hold the same policy and compute it in
+the same way. Deliberately not here: what is done about it (`correction.py`), and when
+it is too large (`controllers/watch/mismatch.py`).
 """
 
 from __future__ import annotations
@@ -17,24 +18,44 @@ from torch import Tensor
 from verl_ray.ops.kl import MAX_EXPONENT, k1, k3
 from verl_ray.ops.rows import row_lengths, row_sums
 
-COMPARED = "mismatch/"
-"""Names of token means and maxima that begin so are what `mismatch_metrics` reads."""
+MISMATCH_PREFIX = "mismatch/"
+"""The beginning of names of the token means and maxima that `mismatch_metrics`
+reads."""
 
-FLOAT32_NOISE = 1e-6  # of a variance that is a difference of means of float32 probabilities
+TOKEN_PREFIX = f"{MISMATCH_PREFIX}token/"
+"""The beginning of names of values of tokens."""
+
+ROW_PREFIX = f"{MISMATCH_PREFIX}row/"
+"""The beginning of names of values of rows, divided over their tokens."""
+
+FLOAT32_NOISE = 1e-6
+"""The noise of a variance that is a difference of means of float32 probabilities."""
 
 
-def compare(log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Values to average over tokens, and values of which the largest counts; all float32 [T], without gradients.
+def compare_log_probs(
+    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what the metrics of the mismatch are made of, without gradients.
 
-    `log_probs` and `rollout_log_probs` float32 [T]: of the trainer, before it learns from these tokens, and of the
-    sampler; `row` int64 [T]. What is said of a whole row is shared out over its tokens, so that sums over tokens are
-    sums over rows.
+    A value of a whole row is divided over its tokens, so that sums over tokens are sums
+    over rows.
+
+    Args:
+        log_probs: float32 [T], the trainer's, before it learns from these tokens.
+        rollout_log_probs: float32 [T], the sampler's.
+        row: int64 [T], the row of each token.
+
+    Returns:
+        Values to average over tokens, and values of which the largest counts; float32
+        [T] each.
     """
     log_probs = log_probs.detach()
-    log_ratio, length = log_probs - rollout_log_probs, row_lengths(row)
-    trainer_mean, rollout_mean = row_sums(log_probs, row) / length, row_sums(rollout_log_probs, row) / length
-    trainer, rollout = log_probs.exp(), rollout_log_probs.exp()
+    length = row_lengths(row)
+
+    trainer = log_probs.exp()
+    rollout = rollout_log_probs.exp()
     difference = (trainer - rollout).abs()
+    log_ratio = log_probs - rollout_log_probs
     of_tokens = {
         "kl": k1(rollout_log_probs, log_probs),
         "k3_kl": k3(rollout_log_probs, log_probs),
@@ -47,44 +68,60 @@ def compare(log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor) -> tuple[
         "rollout_squared": rollout * rollout,
         "product": trainer * rollout,
     }
+
+    trainer_mean = row_sums(log_probs, row) / length
+    rollout_mean = row_sums(rollout_log_probs, row) / length
     of_rows = {
         "count": torch.ones_like(length),
-        "trainer_ppl": _exp(-trainer_mean),
-        "rollout_ppl": _exp(-rollout_mean),
+        "trainer_ppl": _clamped_exp(-trainer_mean),
+        "rollout_ppl": _clamped_exp(-rollout_mean),
         "log_ppl_diff": rollout_mean - trainer_mean,
-        "ppl_ratio": _exp(rollout_mean - trainer_mean),
+        "ppl_ratio": _clamped_exp(rollout_mean - trainer_mean),
         "chi2": _squared_less_one(row_sums(log_ratio, row)),
     }
-    means = {f"{COMPARED}token/{name}": values for name, values in of_tokens.items()}
-    means |= {f"{COMPARED}row/{name}": values / length for name, values in of_rows.items()}
-    return means, {f"{COMPARED}difference": difference}
+
+    means = {f"{TOKEN_PREFIX}{name}": values for name, values in of_tokens.items()}
+    for name, values in of_rows.items():
+        means[f"{ROW_PREFIX}{name}"] = values / length
+    maxima = {f"{MISMATCH_PREFIX}difference": difference}
+    return means, maxima
 
 
-def mismatch_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) -> dict[str, float]:
-    """Metrics under their published names, from the token means and maxima of what `compare` returned; nothing where
-    nothing was compared.
+def mismatch_metrics(
+    means: Mapping[str, float], maxima: Mapping[str, float]
+) -> dict[str, float]:
+    """Return the metrics of the mismatch under their published names.
 
-    With rho = p_trainer / p_rollout of a sampled token: rollout_corr/kl and k3_kl estimate KL(rollout || trainer) per
-    token; chi2_token is the mean of rho^2 - 1 (an estimate of the chi-squared divergence), chi2_seq the same with the
-    product of rho over each response; training_ppl, rollout_ppl and ppl_ratio are means over responses of
-    exp(-mean log p) and of the quotient of both. training/rollout_probs_diff_* is of |p_trainer - p_rollout|.
+    With rho = p_trainer / p_rollout of a sampled token: rollout_corr/kl and k3_kl
+    estimate KL(rollout || trainer) per token; chi2_token is the mean of rho^2 - 1 (an
+    estimate of the chi-squared divergence), chi2_seq the same with the product of rho
+    over each response; training_ppl, rollout_ppl and ppl_ratio are means over responses
+    of exp(-mean log p) and of the quotient of both. training/rollout_probs_diff_* is
+    about |p_trainer - p_rollout|.
+
+    Args:
+        means: The token means of the first result of `compare_log_probs`.
+        maxima: The maxima of its second result.
+
+    Returns:
+        The metrics; none if nothing was compared.
     """
-    token, of_row = (
-        {name.removeprefix(prefix): value for name, value in means.items() if name.startswith(prefix)}
-        for prefix in (f"{COMPARED}token/", f"{COMPARED}row/")
-    )
+    token = _with_prefix(means, TOKEN_PREFIX)
     if not token:
         return {}
-    row = {name: value / of_row["count"] for name, value in of_row.items()}
-    spread = token["difference_squared"] - token["difference"] ** 2
-    trainer, rollout = (token[f"{name}_squared"] - token[name] ** 2 for name in ("trainer", "rollout"))
-    varies = min(trainer, rollout) > FLOAT32_NOISE
-    covariance = token["product"] - token["trainer"] * token["rollout"]
+
+    # The means of row values per token, divided by rows per token.
+    row_sums_per_token = _with_prefix(means, ROW_PREFIX)
+    rows_per_token = row_sums_per_token["count"]
+    row = {name: value / rows_per_token for name, value in row_sums_per_token.items()}
+
+    # Rounding may make the difference of two means negative.
+    variance = token["difference_squared"] - token["difference"] ** 2
     return {
         "training/rollout_probs_diff_mean": token["difference"],
-        "training/rollout_probs_diff_max": maxima[f"{COMPARED}difference"],
-        "training/rollout_probs_diff_std": math.sqrt(max(spread, 0.0)),
-        "training/rollout_actor_probs_pearson_corr": covariance / math.sqrt(trainer * rollout) if varies else math.nan,
+        "training/rollout_probs_diff_max": maxima[f"{MISMATCH_PREFIX}difference"],
+        "training/rollout_probs_diff_std": math.sqrt(max(variance, 0.0)),
+        "training/rollout_actor_probs_pearson_corr": _correlation(token),
         "rollout_corr/kl": token["kl"],
         "rollout_corr/k3_kl": token["k3_kl"],
         "rollout_corr/training_ppl": row["trainer_ppl"],
@@ -96,11 +133,35 @@ def mismatch_metrics(means: Mapping[str, float], maxima: Mapping[str, float]) ->
     }
 
 
-def _exp(exponent: Tensor) -> Tensor:
-    """Clamped where float32 would overflow."""
+def _correlation(token: Mapping[str, float]) -> float:
+    """Return Pearson's correlation of the probabilities; NaN if one hardly varies."""
+    trainer_variance = token["trainer_squared"] - token["trainer"] ** 2
+    rollout_variance = token["rollout_squared"] - token["rollout"] ** 2
+    # Below the noise the quotient would be arbitrary; NaN is not above it.
+    if not min(trainer_variance, rollout_variance) > FLOAT32_NOISE:
+        return math.nan
+
+    covariance = token["product"] - token["trainer"] * token["rollout"]
+    return covariance / math.sqrt(trainer_variance * rollout_variance)
+
+
+def _with_prefix(values: Mapping[str, float], prefix: str) -> dict[str, float]:
+    """Return the values whose names begin with the prefix, under their other parts."""
+    return {
+        name.removeprefix(prefix): value
+        for name, value in values.items()
+        if name.startswith(prefix)
+    }
+
+
+def _clamped_exp(exponent: Tensor) -> Tensor:
+    """Return exp, clamped where float32 would overflow."""
     return exponent.clamp(max=MAX_EXPONENT).exp()
 
 
 def _squared_less_one(log_ratio: Tensor) -> Tensor:
-    """rho^2 - 1, with the digits that exp(x) - 1 would lose near 0; clamped likewise."""
+    """Return rho^2 - 1 from log rho, clamped where float32 would overflow.
+
+    expm1 has the digits near 0 that exp(x) - 1 would lose.
+    """
     return torch.expm1(2 * log_ratio.clamp(max=MAX_EXPONENT))

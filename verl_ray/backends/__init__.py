@@ -1,7 +1,8 @@
-"""The training backends: each is one file here that declares it, and the table of all follows from the files.
+"""The training backends: each is declared by a file here, and the table follows.
 
-Invariant: light; the configuration, the rules and preflight ask a backend by the contract in `base.py` and name none.
-Deliberately not here: the engines, which compute (`verl_ray/engine`) and are declared by their addresses.
+Invariant: the declarations are light. The configuration, its rules and preflight use
+the contract in `base.py` and name no backend. Deliberately not here: the engines, which
+compute (`verl_ray/engine`); a declaration holds the import address of its engine.
 """
 
 from __future__ import annotations
@@ -16,21 +17,34 @@ from pydantic import Field
 from verl_ray.backends.base import BackendSettings
 
 
-def _declared(kind: Any) -> Iterator[type[BackendSettings]]:
-    """The classes below this one that say which choice they are."""
-    for one in kind.__subclasses__():
-        if "kind" in one.__annotations__:
-            yield one
-        yield from _declared(one)
+def _declared_backends(base: Any) -> Iterator[type[BackendSettings]]:
+    """Yield every subclass of `base` that declares its own value of `kind`."""
+    for backend in base.__subclasses__():
+        # Intermediate classes inherit `kind` and are no choice of their own.
+        if "kind" in backend.__annotations__:
+            yield backend
+
+        yield from _declared_backends(backend)
 
 
+def _kind_of(backend: type[BackendSettings]) -> str:
+    """Return the only value of the literal type of the field `kind`."""
+    annotation = backend.model_fields["kind"].annotation
+    kind: str = get_args(annotation)[0]
+    return kind
+
+
+# Subclasses exist once their modules have been imported.
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-BACKENDS = {get_args(one.model_fields["kind"].annotation)[0]: one for one in _declared(BackendSettings)}
-"""The settings of each choice of the group `backend`, by its name."""
+BACKENDS = {
+    _kind_of(backend): backend for backend in _declared_backends(BackendSettings)
+}
+"""The settings class of every choice of the group `backend`, by its name."""
 
 if TYPE_CHECKING:
     Backend = BackendSettings
 else:
-    Backend = Annotated[Union[tuple(BACKENDS.values())], Field(discriminator="kind")]  # noqa: UP007
+    _AnyBackend = Union[tuple(BACKENDS.values())]  # noqa: UP007
+    Backend = Annotated[_AnyBackend, Field(discriminator="kind")]

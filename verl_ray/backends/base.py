@@ -1,8 +1,9 @@
-"""The contract of a backend's declaration: its settings, and what is asked of it before it computes.
+"""The contract of a backend's declaration: its settings, and its figures before a run.
 
-Invariant: a backend's settings change speed and memory, never what a role computes. Everything here is arithmetic over
-settings, numbers of ranks and sizes of models; nothing is imported that computes. Deliberately not here: what a role
-learns (`verl_ray/config/roles.py`), and the engine's own contract (`verl_ray/engine/base.py`).
+Invariant: a backend's settings change speed and memory, never what a role computes.
+Everything here is arithmetic over settings, numbers of ranks and sizes of models;
+nothing is imported that computes. Deliberately not here: what a role learns
+(`verl_ray/config/roles.py`), and the engine's own contract (`verl_ray/engine/base.py`).
 """
 
 from __future__ import annotations
@@ -16,110 +17,143 @@ from verl_ray.config.section import Positive, Section
 from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
 
-Part = Literal["weights", "gradients", "optimizer", "cache", "activations", "buffers"]
-Bytes = Mapping[Part, int]
+MemoryPart = Literal[
+    "weights", "gradients", "optimizer", "cache", "activations", "buffers"
+]
+BytesPerPart = Mapping[MemoryPart, int]
 
 FLOAT32 = 4
+"""Bytes of a float32 number."""
+
 MOMENTS = 8
-"""AdamW's two, in float32."""
+"""Bytes per parameter of AdamW's two moments, in float32."""
 
 
 @dataclass(frozen=True)
 class ParameterCounts:
-    """Of a model."""
+    """Numbers of parameters of a model.
+
+    Attributes:
+        parameters: All parameters.
+        in_experts: Parameters that belong to experts.
+        in_layers: Parameters of all transformer layers.
+        largest_layer: Parameters of the largest layer.
+    """
 
     parameters: int
-    of_experts: int
+    in_experts: int
     in_layers: int
     largest_layer: int
 
     @property
-    def beside(self) -> int:
-        """Embeddings, the last norm, the head."""
+    def outside_layers(self) -> int:
+        """Parameters of the embeddings, the last norm and the head."""
         return self.parameters - self.in_layers
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What is known of a model's directory."""
+    """The contents of a model's directory, as far as they are known.
+
+    Attributes:
+        path: The directory.
+        settings: The contents of its config.json; empty if the file is missing.
+        tensors: The shape of every tensor; empty if there are none.
+        has_value_head: True if the role gives the model a value head in place of the
+            language head.
+    """
 
     path: str
     settings: Mapping[str, object]
-    """Of its config.json; empty where there is none."""
     tensors: Mapping[str, Sequence[int]]
-    """The shape of each; empty where there are none."""
-    reads_values: bool
-    """It has a value head in place of the language head."""
+    has_value_head: bool
 
 
 @dataclass(frozen=True)
-class State:
-    """What one rank holds of a model, in bytes."""
+class RankMemory:
+    """The memory that one rank holds of a model, in bytes.
 
-    kept: Bytes
-    """Between calls."""
-    passing: int = 0
-    """Gradients that are there only within a call."""
+    Attributes:
+        persistent: What the rank holds between calls.
+        transient: Gradients that exist only within a call.
+    """
+
+    persistent: BytesPerPart
+    transient: int = 0
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a rank's activations are made smaller."""
+class ActivationPartition:
+    """The ways in which a backend reduces a rank's activations.
 
-    tensor: int = 1
-    """Ranks that share out each layer's matrices."""
-    pipeline: int = 1
-    """Ranks that share out the layers."""
-    sliced: bool = False
-    """Between the matrices the tensor-parallel ranks share out the tokens."""
+    Attributes:
+        tensor_parallel: Ranks that share the matrices of each layer.
+        pipeline_parallel: Ranks that share the layers.
+        sequence_parallel: True if the tensor-parallel ranks share the tokens between
+            the matrices.
+        recompute: True if the backward pass computes whole layers again.
+        offloaded: True if activations that the backward pass needs are kept on the
+            host. It changes nothing on a CPU.
+    """
+
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    sequence_parallel: bool = False
     recompute: bool = False
-    """Whole layers are computed again in the backward pass."""
-    on_host: bool = False
-    """On a device: what the backward pass needs waits on the host."""
+    offloaded: bool = False
 
 
 class BackendSettings(Section):
-    """A backend: a subclass per choice, with its settings as fields and its answers as methods."""
+    """The base of all backends: a subclass per choice.
+
+    The settings of a backend are fields; figures that depend on them are methods.
+    """
 
     kind: str
     dtype: Literal["float32", "bfloat16"]
-    """Type of the forward and backward computation; master weights, log-probs and losses are always float32."""
+    """Type of the forward and backward computation; master weights, log-probs and
+    losses are always float32."""
     micro_batch_tokens_per_rank: Positive
-    """The most tokens one rank takes through the model at once."""
+    """The most tokens that one rank takes through the model at once."""
 
     engine: ClassVar[Lazy]
-    """The class behind the contract of `verl_ray/engine/base.py`."""
+    """The class that implements the contract of `verl_ray/engine/base.py`."""
     packages: ClassVar[tuple[str, ...]] = ()
-    """What it imports beside this project's own dependencies."""
+    """Packages that it imports and that this project does not depend on."""
     has_adapters: ClassVar[bool] = True
     """It can train a low-rank adapter alone."""
-    of_activations: ClassVar[tuple[str, ...]] = ()
-    """Settings that change nothing for a model that does not learn, since it keeps no activations."""
-    of_gradients: ClassVar[tuple[str, ...]] = ()
-    """The same, since it has no gradients."""
+    activation_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that change nothing for a model that does not learn, since such a model
+    keeps no activations."""
+    gradient_settings: ClassVar[tuple[str, ...]] = ()
+    """Settings that change nothing for a model that does not learn, since such a model
+    has no gradients."""
     token_slices_key: ClassVar[str | None] = None
-    """The key that says `token_slices`; None where there is no such choice."""
-    gradients_leave_with_weights: ClassVar[bool] = False
-    """The memory of gradients is given back with the weights'; False: wherever no step can follow."""
+    """The key of the setting that determines `token_slices`; None if there is none."""
+    releases_gradients_with_weights: ClassVar[bool] = False
+    """True: the memory of gradients is released when weights are offloaded. False: it
+    is released whenever no optimizer step can follow."""
 
     @classmethod
     def prepare_cpu(cls) -> None:
-        """What must happen before the engine's module is imported where there is no GPU."""
+        """Prepare this process for importing the engine on a machine without a GPU."""
 
     @property
     def peers(self) -> int:
-        """Ranks that are given the same rows, and compute them together."""
+        """Number of ranks that receive the same rows and compute them together."""
         return 1
 
     @property
     def token_slices(self) -> int:
-        """Into how many slices, one per peer, the tokens of a micro-batch are cut."""
+        """Number of slices that a micro-batch's tokens are cut into, one per peer."""
         return 1
 
     @property
-    def width(self) -> int:
-        """Bytes of a number that computes."""
-        return 2 if self.dtype == "bfloat16" else FLOAT32
+    def compute_width(self) -> int:
+        """Bytes of a number in the type of the computation."""
+        if self.dtype == "bfloat16":
+            return 2
+        return FLOAT32
 
     @property
     def sent_width(self) -> int:
@@ -127,49 +161,90 @@ class BackendSettings(Section):
         return FLOAT32
 
     @property
-    def moved_width(self) -> int:
-        """Bytes per parameter that learns which move between device and host with all of the state."""
+    def offload_width(self) -> int:
+        """Bytes per learning parameter that move when all of the state is offloaded."""
         return FLOAT32 + MOMENTS
 
     @property
     def stays_on_host(self) -> bool:
-        """Parameters and optimizer state never live on the device."""
+        """True if parameters and optimizer state never live on the device."""
         return False
 
-    def described(self, num_ranks: int) -> str:
-        """The backend, and how it shares a model out."""
+    def description(self, num_ranks: int) -> str:
+        """Return the name of the backend and, in short, how it partitions a model."""
         return self.kind
 
     def rank_problems(self, role: str, num_ranks: int) -> Iterator[Problem]:
-        """Which settings of the role's backend do not go together, or not with so many ranks."""
+        """Yield the role's settings that conflict with each other or with `num_ranks`.
+
+        These are the problems that do not depend on the model.
+        """
         yield from ()
 
-    def model_problems(self, role: str, num_ranks: int, model: ModelFacts) -> Iterator[Problem]:
-        """What of the role's model it cannot compute, or share out so."""
+    def model_problems(
+        self, role: str, num_ranks: int, model: ModelFacts
+    ) -> Iterator[Problem]:
+        """Yield the reasons why the backend cannot compute or partition the model."""
         yield from ()
 
     @abstractmethod
-    def state(self, num_ranks: int, model: ParameterCounts, trained: int) -> State:
-        """What one of so many ranks holds, of whose parameters `trained` learn (those of an adapter lie beside them).
-        Counted, and on average no rank holds less."""
+    def rank_memory(
+        self, num_ranks: int, model: ParameterCounts, trained: int
+    ) -> RankMemory:
+        """Return the memory that one rank holds of the model.
+
+        The figures are counted: on average no rank holds less.
+
+        Args:
+            num_ranks: Number of ranks of the role.
+            model: Sizes of the model, without an adapter.
+            trained: Number of parameters that learn; those of an adapter are held in
+                addition to the model's.
+        """
 
     @abstractmethod
-    def in_flight(self, num_ranks: int, model: ParameterCounts, trained: int, *, batches: int, learns: bool) -> int:
-        """Bytes of parameters that are put together, or cast, for a computation of so many micro-batches, and of
-        gradients on their way where it `learns`. An estimate."""
+    def working_bytes(
+        self,
+        num_ranks: int,
+        model: ParameterCounts,
+        trained: int,
+        *,
+        batches: int,
+        learns: bool,
+    ) -> int:
+        """Return an estimate of the bytes that a computation needs in addition.
+
+        These are parameters that are gathered or cast for it, and gradients that wait
+        to be reduced.
+
+        Args:
+            num_ranks: Number of ranks of the role.
+            model: Sizes of the model, without an adapter.
+            trained: Number of parameters that learn.
+            batches: Number of micro-batches of the computation.
+            learns: True if the computation has a backward pass.
+        """
 
     @abstractmethod
-    def cut(self) -> Cut:
-        """How activations are made smaller."""
+    def activation_partition(self) -> ActivationPartition:
+        """Return how the activations of a rank are reduced."""
 
 
 class ModuleBackend(BackendSettings):
     """A backend around one torch module of transformers per rank."""
 
     activation_checkpointing: bool
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    """Recompute each layer's activations in the backward pass instead of keeping
+    them."""
 
-    of_activations: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)
+    activation_settings: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)
 
-    def cut(self) -> Cut:
-        return Cut(recompute=self.activation_checkpointing)
+    def activation_partition(self) -> ActivationPartition:
+        return ActivationPartition(recompute=self.activation_checkpointing)
+
+
+def adapter_parameters(model: ParameterCounts, trained: int) -> int:
+    """Return the number of parameters of an adapter, which lie beside the model's."""
+    if trained == model.parameters:
+        return 0
+    return trained

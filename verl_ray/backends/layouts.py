@@ -1,187 +1,371 @@
-"""Which ways of sharing a model out over ranks are possible, and which possible one is nearest.
+"""Feasible ways to partition a model over ranks, and the nearest feasible one.
 
-Invariant: pure arithmetic over a backend's settings, a number of ranks and the sizes of a model; where the model is not
-known, only what holds for every model is asked. For whatever is refused, `nearest_layout` has what is possible.
-Deliberately not here: who holds what (`engine/megatron/layout.py`), and where sizes are read
-(`megatron_models.py`).
+Invariant: pure arithmetic over a backend's settings, a number of ranks and the sizes of
+a model. If the model is unknown, only the conditions that hold for every model are
+checked. For every layout that is refused, `nearest_layout` has a feasible one.
+Deliberately not here: which rank holds what (`engine/megatron/layout.py`), and where
+sizes are read (`megatron_models.py`).
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from verl_ray.backends.megatron import MegatronBackend
 
 
-_OF_MODEL = ("tensor_parallel", "pipeline_parallel", "context_parallel")
-"""What one copy of the model is shared out by."""
+_MODEL_FACTORS = ("tensor_parallel", "pipeline_parallel", "context_parallel")
+"""The settings whose product is the number of ranks of one copy of the model."""
 
-_OF_EXPERTS = ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")
-"""What one copy of the experts is shared out by."""
+_EXPERT_FACTORS = ("pipeline_parallel", "expert_tensor_parallel", "expert_parallel")
+"""The settings whose product is the number of ranks of one copy of the experts."""
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """What a layout must know of a model."""
+    """The sizes of a model that decide which layouts are feasible.
+
+    Attributes:
+        layers: Number of layers.
+        heads: Number of attention heads.
+        key_heads: Number of key-value heads.
+        vocabulary: Number of words.
+        intermediate: Inner size of the layers without experts; None if every layer has
+            experts.
+        experts: Number of experts per layer that has them; 0 in a model without.
+        expert_intermediate: Inner size of an expert.
+    """
 
     layers: int
     heads: int
     key_heads: int
     vocabulary: int
     intermediate: int | None
-    """Inner size of the layers without experts; None where all have them."""
     experts: int = 0
-    """Per layer that has them; 0 in a model without."""
     expert_intermediate: int = 0
-    """Inner size of one."""
 
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Why a layout is not possible."""
+    """The reason why a layout is not feasible.
+
+    Attributes:
+        key: The setting of the backend that should change.
+        rule: The rule that the setting breaks.
+    """
 
     key: str
-    """The setting of the backend that should change."""
     rule: str
 
 
+class _Option(NamedTuple):
+    """A value that a setting may take, and its distance from the present value."""
+
+    distance: float
+    value: int
+
+
 def can_exchange(heads: int, key_heads: int, ranks: int) -> bool:
-    """Whether so many ranks, each with a slice of the tokens, can share out the heads within attention: each gets as
-    many, and of the key-value heads as many or the same one as others."""
-    return heads % ranks == 0 and (key_heads % ranks == 0 or ranks % key_heads == 0)
+    """Return whether `ranks` slices of the tokens can be exchanged for heads.
+
+    Within attention every rank has an equal number of heads. It has an equal number of
+    key-value heads as well, or shares a key-value head with other ranks.
+    """
+    even_heads = heads % ranks == 0
+    even_key_heads = key_heads % ranks == 0 or ranks % key_heads == 0
+    return even_heads and even_key_heads
 
 
-def obstacles(backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None) -> Iterator[Obstacle]:
-    """All that is in the way of a layout."""
+# --------------------------------------------------------------------------- obstacles
+
+
+def obstacles(
+    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+) -> Iterator[Obstacle]:
+    """Yield every obstacle to a layout; `sizes` are the model's, if it is known."""
     yield from rank_obstacles(backend, num_ranks)
     if sizes is not None:
         yield from model_obstacles(backend, sizes)
 
 
 def rank_obstacles(backend: MegatronBackend, num_ranks: int) -> Iterator[Obstacle]:
-    """What no model changes: how the ranks divide, and settings that mean nothing without another."""
-    yield from _indivisible(backend, _OF_MODEL, num_ranks, "the model")
-    if num_ranks % backend.pipeline_parallel == 0:  # else that is what is wrong, and is said
-        yield from _indivisible(backend, _OF_EXPERTS, num_ranks, "the experts")
+    """Yield the obstacles that do not depend on a model.
+
+    These are ranks that do not divide, and settings that have no effect without
+    another.
+    """
+    yield from _indivisible(backend, _MODEL_FACTORS, num_ranks, "the model")
+    # If the pipeline stages alone do not divide, that is reported already.
+    if num_ranks % backend.pipeline_parallel == 0:
+        yield from _indivisible(backend, _EXPERT_FACTORS, num_ranks, "the experts")
+
     if backend.sequence_parallel and backend.tensor_parallel == 1:
-        yield Obstacle("sequence_parallel", "this setting would be ignored: tensor_parallel=1 shares no tokens out")
+        yield Obstacle(
+            "sequence_parallel",
+            "this setting would be ignored: tensor_parallel=1 shares no tokens out",
+        )
     if backend.virtual_stages > 1 and backend.pipeline_parallel == 1:
-        yield Obstacle("virtual_stages", "this setting would be ignored: pipeline_parallel=1 has one stage")
+        yield Obstacle(
+            "virtual_stages",
+            "this setting would be ignored: pipeline_parallel=1 has one stage",
+        )
 
 
 def model_obstacles(backend: MegatronBackend, sizes: ModelSizes) -> Iterator[Obstacle]:
-    """What does not fit a model of these sizes."""
-    tensor, pipeline, context = backend.tensor_parallel, backend.pipeline_parallel, backend.context_parallel
-    parts = {
+    """Yield the obstacles that a model of these sizes adds."""
+    uneven = _unevenly_cut_sizes(sizes, backend.tensor_parallel)
+
+    yield from _tensor_obstacles(backend, sizes, uneven)
+    yield from _context_obstacles(backend, sizes, heads_divide=not uneven)
+    yield from _pipeline_obstacles(backend, sizes)
+    yield from _expert_obstacles(backend, sizes)
+
+
+def _unevenly_cut_sizes(sizes: ModelSizes, ranks: int) -> list[str]:
+    """Return the sizes that `ranks` tensor-parallel ranks cannot share evenly."""
+    # Layers without experts that do not exist have size 0, which divides evenly.
+    named_sizes = {
         f"{sizes.heads} attention heads": sizes.heads,
         f"{sizes.key_heads} key-value heads": sizes.key_heads,
         f"intermediate_size of {sizes.intermediate}": sizes.intermediate or 0,
     }
-    uneven = [name for name, size in parts.items() if size % tensor]
+    return [name for name, size in named_sizes.items() if size % ranks]
+
+
+def _tensor_obstacles(
+    backend: MegatronBackend, sizes: ModelSizes, uneven: Sequence[str]
+) -> Iterator[Obstacle]:
+    ranks = backend.tensor_parallel
+    words_per_rank = math.ceil(sizes.vocabulary / ranks)
+
     if uneven:
-        yield Obstacle("tensor_parallel", f"it must divide the model's {' and '.join(uneven)}")
-    elif sizes.vocabulary <= (tensor - 1) * math.ceil(sizes.vocabulary / tensor):
-        rule = f"cut into {tensor} equal parts, the model's {sizes.vocabulary} words leave the last part without any"
+        rule = f"it must divide the model's {' and '.join(uneven)}"
         yield Obstacle("tensor_parallel", rule)
-    if sizes.experts and context > 1:
-        yield Obstacle("context_parallel", "the model has experts, whose balance is that of whole rows: none is cut")
-    elif not uneven and not can_exchange(sizes.heads // tensor, sizes.key_heads // tensor, context):
-        each = f"{sizes.heads // tensor} attention heads and {sizes.key_heads // tensor} key-value heads"
-        of = f" that each of tensor_parallel={tensor} ranks has" if tensor > 1 else " of the model"
-        yield Obstacle("context_parallel", f"these ranks share out the {each}{of}")
-    if sizes.layers % pipeline:
-        yield Obstacle("pipeline_parallel", f"it must divide the model's {sizes.layers} layers")
-    elif sizes.layers % (pipeline * backend.virtual_stages):
-        rule = f"pipeline_parallel={pipeline} times this must divide the model's {sizes.layers} layers"
-        yield Obstacle("virtual_stages", rule)
-    yield from _expert_obstacles(backend, sizes)
+    # Equal parts are rounded up, so the last rank has the remainder.
+    elif sizes.vocabulary <= (ranks - 1) * words_per_rank:
+        yield Obstacle(
+            "tensor_parallel",
+            f"cut into {ranks} equal parts, the model's {sizes.vocabulary} words leave"
+            " the last part without any",
+        )
 
 
-def _expert_obstacles(backend: MegatronBackend, sizes: ModelSizes) -> Iterator[Obstacle]:
+def _context_obstacles(
+    backend: MegatronBackend, sizes: ModelSizes, *, heads_divide: bool
+) -> Iterator[Obstacle]:
+    if sizes.experts and backend.context_parallel > 1:
+        yield Obstacle(
+            "context_parallel",
+            "the model has experts, whose balance is that of whole rows: rows cannot be"
+            " cut",
+        )
+        return
+
+    # Without whole heads per tensor-parallel rank there is nothing to exchange.
+    if not heads_divide:
+        return
+
+    tensor = backend.tensor_parallel
+    heads = sizes.heads // tensor
+    key_heads = sizes.key_heads // tensor
+    if can_exchange(heads, key_heads, backend.context_parallel):
+        return
+
+    owner = " of the model"
+    if tensor > 1:
+        owner = f" that each of tensor_parallel={tensor} ranks has"
+    yield Obstacle(
+        "context_parallel",
+        f"these ranks share out the {heads} attention heads and {key_heads} key-value"
+        f" heads{owner}",
+    )
+
+
+def _pipeline_obstacles(
+    backend: MegatronBackend, sizes: ModelSizes
+) -> Iterator[Obstacle]:
+    ranks = backend.pipeline_parallel
+    stages = ranks * backend.virtual_stages
+
+    if sizes.layers % ranks:
+        rule = f"it must divide the model's {sizes.layers} layers"
+        yield Obstacle("pipeline_parallel", rule)
+    elif sizes.layers % stages:
+        yield Obstacle(
+            "virtual_stages",
+            f"pipeline_parallel={ranks} times this must divide the model's"
+            f" {sizes.layers} layers",
+        )
+
+
+def _expert_obstacles(
+    backend: MegatronBackend, sizes: ModelSizes
+) -> Iterator[Obstacle]:
     if not sizes.experts:
+        rule = "this setting would be ignored: the model has no experts"
         for key in ("expert_parallel", "expert_tensor_parallel"):
             if getattr(backend, key) > 1:
-                yield Obstacle(key, "this setting would be ignored: the model has no experts")
+                yield Obstacle(key, rule)
         return
+
     if sizes.experts % backend.expert_parallel:
-        yield Obstacle("expert_parallel", f"it must divide the model's {sizes.experts} experts per layer")
+        rule = f"it must divide the model's {sizes.experts} experts per layer"
+        yield Obstacle("expert_parallel", rule)
     if sizes.expert_intermediate % backend.expert_tensor_parallel:
-        rule = f"it must divide the {sizes.expert_intermediate} numbers inside an expert"
+        inner = sizes.expert_intermediate
+        rule = f"it must divide the {inner} numbers inside an expert"
         yield Obstacle("expert_tensor_parallel", rule)
     if backend.tensor_parallel > 1 and not backend.sequence_parallel:
-        rule = f"with tensor_parallel={backend.tensor_parallel}, megatron-core gives experts slices of the tokens alone"
-        yield Obstacle("sequence_parallel", rule)
+        yield Obstacle(
+            "sequence_parallel",
+            f"with tensor_parallel={backend.tensor_parallel}, megatron-core gives"
+            " experts slices of the tokens alone",
+        )
 
 
-def nearest_layout(backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None) -> dict[str, int]:
-    """What makes the layout possible on as many ranks: the settings to change, with their new values, so that the
-    product of all factors is as small as can be; of equal ones, what is in the way changes. What is whole stays whole.
-    None for a layout that is possible."""
-    wrong = {obstacle.key for obstacle in obstacles(backend, num_ranks, sizes)}
+def _indivisible(
+    backend: MegatronBackend, factors: Sequence[str], num_ranks: int, whole: str
+) -> Iterator[Obstacle]:
+    """Yield an obstacle if the product of the factors does not divide `num_ranks`.
+
+    The obstacle names the first factor with which the product stops dividing.
+    """
+    sizes = {name: getattr(backend, name) for name in factors}
+    product = 1
+
+    for name, size in sizes.items():
+        product *= size
+        if num_ranks % product == 0:
+            continue
+
+        names = " x ".join(key for key in sizes if sizes[key] > 1)
+        ranks = math.prod(sizes.values())
+        yield Obstacle(
+            name,
+            f"one copy of {whole} takes {names} = {ranks} ranks, which must divide"
+            f" num_ranks={num_ranks}",
+        )
+        return
+
+
+# ------------------------------------------------------------------- feasible layouts
+
+
+def nearest_layout(
+    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+) -> dict[str, int]:
+    """Return the smallest change of settings that makes the layout feasible.
+
+    The change keeps the number of ranks, and leaves a feasible layout as it is. Its
+    distance is the sum of the distances of the changed settings (`_options`). Among
+    equal distances, settings that are obstacles change first.
+
+    Returns:
+        The settings to change, with their new values; empty for a feasible layout.
+    """
+    obstructing = {obstacle.key for obstacle in obstacles(backend, num_ranks, sizes)}
     options = _options(backend, num_ranks, sizes)
-    names = sorted(options, key=lambda name: name in wrong)  # of equal sums, the last are raised first
+    # Among equal distances the search raises the last settings first.
+    names = sorted(options, key=lambda name: name in obstructing)
+
+    # A candidate is an index into the options of every setting. The queue yields
+    # candidates in the order of their distances, beginning with no change. The search
+    # ends at the latest with the candidate whose sizes are all 1, which is feasible.
+    # The last entry is the first index that successors may raise: as each candidate is
+    # only raised from there on, none is reached twice.
     queue = [(0.0, (0,) * len(names), 0)]
     while True:
-        distance, places, first = heapq.heappop(queue)
-        chosen = {name: options[name][place] for name, place in zip(names, places, strict=True) if place}
-        change = {name: size for name, (_, size) in chosen.items()}
-        if not any(obstacles(backend.model_copy(update=change), num_ranks, sizes)):
-            return change  # at the latest where every size is 1
-        for i in range(first, len(names)):  # in the order of the names, so that none is met twice
-            if places[i] + 1 < len(options[names[i]]):
-                farther = options[names[i]][places[i] + 1][0] - options[names[i]][places[i]][0]
-                heapq.heappush(queue, (distance + farther, (*places[:i], places[i] + 1, *places[i + 1 :]), i))
+        distance, indices, first_raised = heapq.heappop(queue)
+        change = {
+            name: options[name][index].value
+            for name, index in zip(names, indices, strict=True)
+            if index > 0
+        }
+        candidate = backend.model_copy(update=change)
+        if not any(obstacles(candidate, num_ranks, sizes)):
+            return change
+
+        for raised in range(first_raised, len(names)):
+            setting_options = options[names[raised]]
+            index = indices[raised]
+            if index + 1 == len(setting_options):
+                continue
+
+            successor = (*indices[:raised], index + 1, *indices[raised + 1 :])
+            increase = (
+                setting_options[index + 1].distance - setting_options[index].distance
+            )
+            heapq.heappush(queue, (distance + increase, successor, raised))
 
 
-def other_ranks(backend: MegatronBackend, num_ranks: int) -> list[int]:
-    """The nearest numbers of ranks that this layout divides."""
-    unit = math.lcm(*(math.prod(getattr(backend, name) for name in names) for names in (_OF_MODEL, _OF_EXPERTS)))
-    return sorted({count for count in (num_ranks // unit * unit, -(-num_ranks // unit) * unit) if count})
+def _options(
+    backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None
+) -> dict[str, list[_Option]]:
+    """Return the values that each setting may take, nearest first.
 
+    The distance of a size is the difference of the binary logarithms, so that a factor
+    of 2 is at distance 1. To turn sequence parallelism on or off is at distance 0.1. A
+    size of 1 has no alternatives, since lowering the others is always sufficient.
+    """
+    multiples = dict.fromkeys((*_MODEL_FACTORS, *_EXPERT_FACTORS), num_ranks)
+    multiples["virtual_stages"] = 1 if sizes is None else sizes.layers
 
-def described(backend: MegatronBackend, num_ranks: int) -> str:
-    """The layout in short: its sizes above 1, and the ranks with rows of their own."""
-    sizes = {
-        "tp": backend.tensor_parallel, "pp": backend.pipeline_parallel, "vp": backend.virtual_stages,
-        "cp": backend.context_parallel, "ep": backend.expert_parallel, "etp": backend.expert_tensor_parallel,
-    }  # fmt: skip
-    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
-    if backend.sequence_parallel:
-        parts.insert(1, "sp")
-    return " ".join([*parts, f"dp{num_ranks // backend.peers}"])
+    options: dict[str, list[_Option]] = {}
+    for name, multiple in multiples.items():
+        size: int = getattr(backend, name)
+        if size == 1:
+            continue
 
+        values = {size, *_divisors(multiple)}
+        options[name] = sorted(
+            _Option(abs(math.log2(value / size)), value) for value in values
+        )
 
-def _indivisible(backend: MegatronBackend, names: Sequence[str], num_ranks: int, whole: str) -> Iterator[Obstacle]:
-    """Named is the first setting with which the product divides no more."""
-    sizes = {name: getattr(backend, name) for name in names}
-    together = 1
-    for name, size in sizes.items():
-        together *= size
-        if num_ranks % together:
-            factors, ranks = " x ".join(key for key in sizes if sizes[key] > 1), math.prod(sizes.values())
-            rule = f"one copy of {whole} takes {factors} = {ranks} ranks, which must divide num_ranks={num_ranks}"
-            yield Obstacle(name, rule)
-            return
-
-
-def _options(backend: MegatronBackend, num_ranks: int, sizes: ModelSizes | None) -> dict[str, list[tuple[float, int]]]:
-    """Values of each setting, nearest first, and how far they are from its own: a factor of 2 is 1, and turning
-    something on or off is little. A size of 1 stays, since to lower the others is always enough."""
-    totals = dict.fromkeys((*_OF_MODEL, *_OF_EXPERTS), num_ranks)
-    totals["virtual_stages"] = 1 if sizes is None else sizes.layers
-    asked = {name: size for name in totals if (size := getattr(backend, name)) > 1}
-    options = {
-        name: sorted((abs(math.log2(one / size)), one) for one in {size, *_divisors(totals[name])})
-        for name, size in asked.items()
-    }
     sliced = backend.sequence_parallel
-    return options | {"sequence_parallel": [(0.0, sliced), (0.1, not sliced)]}
+    options["sequence_parallel"] = [_Option(0.0, sliced), _Option(0.1, not sliced)]
+    return options
 
 
 def _divisors(number: int) -> list[int]:
+    """Return the divisors of a positive number in ascending order."""
     return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def other_ranks(backend: MegatronBackend, num_ranks: int) -> list[int]:
+    """Return the nearest numbers of ranks, at most two, that this layout divides."""
+    model_ranks = _product(backend, _MODEL_FACTORS)
+    expert_ranks = _product(backend, _EXPERT_FACTORS)
+    # Copies of the model and copies of the experts must both fit.
+    unit = math.lcm(model_ranks, expert_ranks)
+
+    next_lower = num_ranks // unit * unit
+    next_higher = -(-num_ranks // unit) * unit
+    return sorted({count for count in (next_lower, next_higher) if count})
+
+
+def _product(backend: MegatronBackend, factors: Sequence[str]) -> int:
+    """Return the product of the named settings."""
+    return math.prod(getattr(backend, name) for name in factors)
+
+
+def layout_description(backend: MegatronBackend, num_ranks: int) -> str:
+    """Return a layout in short: its sizes above 1, and the data-parallel size."""
+    sizes: Mapping[str, int] = {
+        "tp": backend.tensor_parallel,
+        "pp": backend.pipeline_parallel,
+        "vp": backend.virtual_stages,
+        "cp": backend.context_parallel,
+        "ep": backend.expert_parallel,
+        "etp": backend.expert_tensor_parallel,
+    }
+    parts = [f"{name}{size}" for name, size in sizes.items() if size > 1]
+    if backend.sequence_parallel:
+        # Sequence parallelism requires tensor parallelism, which is the first part.
+        parts.insert(1, "sp")
+
+    return " ".join([*parts, f"dp{num_ranks // backend.peers}"])

@@ -1,13 +1,34 @@
-"""The `megatron` backend: megatron-core, with layers, matrices, tokens and experts shared out over the ranks."""
+"""The `megatron` backend: megatron-core, which partitions layers, matrices, tokens and
+experts over ranks.
+
+Invariant: every layout that is refused names the nearest feasible one. Deliberately not
+here: which layouts are feasible (`layouts.py`), which models (`megatron_models.py`),
+and the computation (`verl_ray/engine/megatron`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import ClassVar, Literal
 
-from verl_ray.backends.base import FLOAT32, MOMENTS, BackendSettings, Cut, ModelFacts, ParameterCounts, State
-from verl_ray.backends.layouts import ModelSizes, described, nearest_layout, obstacles, other_ranks
-from verl_ray.backends.megatron_models import sizes_of, unmapped
+from verl_ray.backends.base import (
+    FLOAT32,
+    MOMENTS,
+    ActivationPartition,
+    BackendSettings,
+    BytesPerPart,
+    ModelFacts,
+    ParameterCounts,
+    RankMemory,
+)
+from verl_ray.backends.layouts import (
+    ModelSizes,
+    layout_description,
+    nearest_layout,
+    obstacles,
+    other_ranks,
+)
+from verl_ray.backends.megatron_models import sizes_of, unsupported_settings
 from verl_ray.config.section import Positive
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
@@ -15,30 +36,37 @@ from verl_ray.lazy import Lazy
 
 
 class MegatronBackend(BackendSettings):
+    """The settings of megatron-core."""
+
     kind: Literal["megatron"]
     dtype: Literal["float32", "bfloat16"]
-    """Type of the weights that compute; main weights and gradients, log-probs and losses are always float32."""
+    """Type of the weights that compute; main weights and gradients, log-probs and
+    losses are always float32."""
     tensor_parallel: Positive
-    """Ranks that share out each layer's matrices and heads, and the vocabulary."""
+    """Ranks that share each layer's matrices and heads, and the vocabulary."""
     sequence_parallel: bool
-    """Between the matrices, each of the tensor_parallel ranks holds a slice of the tokens in place of all."""
+    """Between the matrices, each of the tensor_parallel ranks holds a slice of the
+    tokens instead of all of them."""
     pipeline_parallel: Positive
-    """Ranks that share out the layers; micro-batches go through them one behind the other (1F1B)."""
+    """Ranks that share the layers; micro-batches pass through them in turn (1F1B)."""
     virtual_stages: Positive
-    """Runs of layers per pipeline rank (interleaved 1F1B): smaller bubbles for more messages; 1 = one run."""
+    """Runs of layers per pipeline rank (interleaved 1F1B): smaller bubbles for more
+    messages; 1 = one run."""
     context_parallel: Positive
-    """Ranks that share out the tokens of each row; within attention they share out its heads."""
+    """Ranks that share the tokens of each row; within attention they share its
+    heads."""
     expert_parallel: Positive
-    """Ranks, of those with rows of their own, that share out the experts of each layer."""
+    """Data-parallel ranks that share the experts of each layer."""
     expert_tensor_parallel: Positive
-    """Ranks that share out each expert's matrices."""
+    """Ranks that share each expert's matrices."""
     recompute: Literal["none", "selective", "full"]
-    """What the backward pass computes again instead of keeping it: attention alone (selective), or whole layers."""
+    """What the backward pass computes again instead of keeping it: attention alone
+    (selective), or whole layers."""
 
     engine: ClassVar[Lazy] = Lazy("verl_ray.engine.megatron.engine:MegatronEngine")
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
     has_adapters: ClassVar[bool] = False
-    of_activations: ClassVar[tuple[str, ...]] = ("recompute",)
+    activation_settings: ClassVar[tuple[str, ...]] = ("recompute",)
     token_slices_key: ClassVar[str | None] = "context_parallel"
 
     @classmethod
@@ -55,59 +83,124 @@ class MegatronBackend(BackendSettings):
 
     @property
     def sent_width(self) -> int:
-        return self.width
+        return self.compute_width
 
     @property
-    def moved_width(self) -> int:
-        """With the weights that compute, also where they are the same memory as those that are stepped."""
-        return FLOAT32 + MOMENTS + self.width
+    def offload_width(self) -> int:
+        # Weights that compute move too, even if the optimizer steps the same memory.
+        return FLOAT32 + MOMENTS + self.compute_width
 
-    def described(self, num_ranks: int) -> str:
-        return f"{self.kind} {described(self, num_ranks)}"
+    def description(self, num_ranks: int) -> str:
+        return f"{self.kind} {layout_description(self, num_ranks)}"
+
+    # ----------------------------------------------------------------------- problems
 
     def rank_problems(self, role: str, num_ranks: int) -> Iterator[Problem]:
         yield from self._layout_problems(role, num_ranks, None)
 
-    def model_problems(self, role: str, num_ranks: int, model: ModelFacts) -> Iterator[Problem]:
-        others = either(f"backend@{role}.backend={choice}" for choice in ("fsdp", "engine"))
-        for rule, instead in unmapped(model.path, model.settings):
-            fix = f"Choose {others}, or {instead}." if instead else f"Choose {others}."
+    def model_problems(
+        self, role: str, num_ranks: int, model: ModelFacts
+    ) -> Iterator[Problem]:
+        other_backends = either(
+            f"backend@{role}.backend={choice}" for choice in ("fsdp", "engine")
+        )
+        for rule, alternative in unsupported_settings(model.path, model.settings):
+            fix = f"Choose {other_backends}."
+            if alternative:
+                fix = f"Choose {other_backends}, or {alternative}."
             yield Problem(f"{role}.backend", self.kind, rule, fix)
+
         sizes = sizes_of(model.settings)
         if sizes is not None:
             yield from self._layout_problems(role, num_ranks, sizes)
 
-    def _layout_problems(self, role: str, num_ranks: int, sizes: ModelSizes | None) -> Iterator[Problem]:
-        """What is in the way of the layout, for a model of these sizes where they are known, and the nearest one that
-        is possible."""
-        found = list(obstacles(self, num_ranks, sizes))
-        if not found:
+    def _layout_problems(
+        self, role: str, num_ranks: int, sizes: ModelSizes | None
+    ) -> Iterator[Problem]:
+        """Yield every obstacle to the layout, with the nearest feasible layout.
+
+        Args:
+            role: Name of the role.
+            num_ranks: Number of ranks of the role.
+            sizes: Sizes of the role's model; None if they are unknown.
+        """
+        all_obstacles = list(obstacles(self, num_ranks, sizes))
+        if not all_obstacles:
             return
+
+        fix = self._layout_fix(role, num_ranks, sizes)
+        for obstacle in all_obstacles:
+            yield Problem(
+                f"{role}.backend.{obstacle.key}",
+                getattr(self, obstacle.key),
+                obstacle.rule,
+                fix,
+            )
+
+    def _layout_fix(self, role: str, num_ranks: int, sizes: ModelSizes | None) -> str:
+        """Return the nearest feasible layout, and the ranks that fit this layout."""
         change = nearest_layout(self, num_ranks, sizes)
-        said = (f"{role}.backend.{key}={str(value).lower()}" for key, value in change.items())
-        fix = f"The nearest layout that works has {' and '.join(said)}"
-        elsewhere = [count for count in other_ranks(self, num_ranks) if not any(obstacles(self, count, sizes))]
-        if elsewhere:
-            fix += f"; this one works with {role}.num_ranks={either(elsewhere)}"
-        for obstacle in found:
-            yield Problem(f"{role}.backend.{obstacle.key}", getattr(self, obstacle.key), obstacle.rule, f"{fix}.")
+        settings = " and ".join(
+            f"{role}.backend.{key}={str(value).lower()}"
+            for key, value in change.items()
+        )
+        fix = f"The nearest layout that works has {settings}"
 
-    def state(self, num_ranks: int, model: ParameterCounts, trained: int) -> State:
-        """Every copy of the model has weights and gradients; what the optimizer steps, all copies share out. Experts
-        may have other copies than the rest."""
-        of_experts = self.expert_tensor_parallel * self.expert_parallel * self.pipeline_parallel
-        rest = (model.parameters - model.of_experts) // (self.tensor_parallel * self.pipeline_parallel)
-        own = rest + model.of_experts // of_experts
+        feasible_ranks = [
+            count
+            for count in other_ranks(self, num_ranks)
+            if not any(obstacles(self, count, sizes))
+        ]
+        if feasible_ranks:
+            fix += f"; this one works with {role}.num_ranks={either(feasible_ranks)}"
+        return f"{fix}."
+
+    # ------------------------------------------------------------------------- memory
+
+    def rank_memory(
+        self, num_ranks: int, model: ParameterCounts, trained: int
+    ) -> RankMemory:
+        # Every copy of the model has weights and gradients. Experts may have more or
+        # fewer copies than the other parameters.
+        expert_shards = (
+            self.expert_tensor_parallel * self.expert_parallel * self.pipeline_parallel
+        )
+        dense_shards = self.tensor_parallel * self.pipeline_parallel
+        dense_parameters = model.parameters - model.in_experts
+        own_experts = model.in_experts // expert_shards
+        own_parameters = dense_parameters // dense_shards + own_experts
+
+        weights = self.compute_width * own_parameters
         if not trained:
-            return State({"weights": self.width * own})
-        # in float32 the weights that compute are stepped
-        stepped = MOMENTS + (FLOAT32 if self.width != FLOAT32 else 0)
-        optimizer = stepped * trained // num_ranks
-        return State({"weights": self.width * own, "gradients": FLOAT32 * own, "optimizer": optimizer})
+            return RankMemory({"weights": weights})
 
-    def in_flight(self, num_ranks: int, model: ParameterCounts, trained: int, *, batches: int, learns: bool) -> int:
+        # All copies share the state of the optimizer. In float32 it steps the weights
+        # that compute, and has no main weights of its own.
+        width = MOMENTS
+        if self.compute_width != FLOAT32:
+            width += FLOAT32
+        persistent: BytesPerPart = {
+            "weights": weights,
+            "gradients": FLOAT32 * own_parameters,
+            "optimizer": width * trained // num_ranks,
+        }
+        return RankMemory(persistent)
+
+    def working_bytes(
+        self,
+        num_ranks: int,
+        model: ParameterCounts,
+        trained: int,
+        *,
+        batches: int,
+        learns: bool,
+    ) -> int:
         return 0
 
-    def cut(self) -> Cut:
-        recompute = self.recompute == "full"
-        return Cut(self.tensor_parallel, self.pipeline_parallel, sliced=self.sequence_parallel, recompute=recompute)
+    def activation_partition(self) -> ActivationPartition:
+        return ActivationPartition(
+            tensor_parallel=self.tensor_parallel,
+            pipeline_parallel=self.pipeline_parallel,
+            sequence_parallel=self.sequence_parallel,
+            recompute=self.recompute == "full",
+        )

@@ -1,1 +1,1 @@
-"""Checkpoints: sharded states written by all ranks, and the store that makes them count."""
+"""Checkpoints: sharded states that all ranks write, and the store that commits them."""

@@ -1,8 +1,10 @@
-"""Which settings may differ between a checkpoint and the run that goes on from it.
+"""Settings that may differ between a checkpoint and the run that continues from it.
 
-Invariant: what the saved state means does not change under it: its data cursor, its random streams, its parameters
-and the roles they belong to. Everything else may change, and is shown. Deliberately not here: rules within one
-configuration (`verl_ray/config/rules`).
+Invariant: the meaning of the saved state does not change: its data cursor, its random
+streams, its parameters and the roles that they belong to. Every other setting may
+change, and the change is shown.
+
+Deliberately not here: rules within one configuration (`verl_ray/config/rules`).
 """
 
 from __future__ import annotations
@@ -17,7 +19,10 @@ from verl_ray.config.resolve import AUTO_KEYS
 _ROWS = "the data cursor counts the rows that it leads to"
 _STEP = "the steps that are done were made of it, and so is the length of the schedule"
 _MODEL = "the saved parameters are those of this model"
-_ADAPTER = "the saved parameters are those of an adapter of this shape, or of a model without one"
+_ADAPTER = (
+    "the saved parameters are those of an adapter of this shape, or of a model"
+    " without one"
+)
 
 FIXED: tuple[tuple[str, str], ...] = (
     ("task", "the state is that of another kind of run"),
@@ -40,7 +45,8 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("*.model.path", _MODEL),
     ("*.lora.*", _ADAPTER),
     ("algorithm.advantage", "it decides what the learned roles mean"),
-    ("algorithm.value_loss", "the critic would appear or vanish"),  # the whole section, set or null
+    # The whole section, which is set or null.
+    ("algorithm.value_loss", "the critic would appear or vanish"),
     ("algorithm.kl.controller", "its state is saved"),
     ("prepare", "the run made its inputs by it"),
     ("prepare.max_operand", "the run made its inputs by it"),
@@ -48,48 +54,96 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("prepare.model.*", "the run made its inputs by it"),
     ("prepare.warm_start*", "the run made its inputs by it"),
 )
-"""(key, where * stands for anything; why it stays)."""
+"""Settings that may not change: key (* stands for anything), reason."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One key that differs, and why it may not (None: it may)."""
+    """A setting that differs from the checkpoint's."""
 
     key: str
+
     saved: object
+    """Value in the checkpoint."""
+
     now: object
+    """Value in this run."""
+
     refused: str | None
+    """Reason why the setting may not change; None if it may."""
 
     def __str__(self) -> str:
         text = f"{self.key}: {self.saved!r} -> {self.now!r}"
-        return text if self.refused is None else f"{text} ({self.refused})"
+        if self.refused is None:
+            return text
+        return f"{text} ({self.refused})"
 
 
-def changed_keys(saved: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[Change], list[Change]]:
-    """(allowed, refused) changes from the configuration of a checkpoint to that of this run, both as plain trees.
+def changed_keys(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[list[Change], list[Change]]:
+    """Return the settings that changed since a checkpoint was written.
 
-    Paths below run.dir are compared from there, so that a run's folder can be moved. Where one side says `auto`, the
-    user has left it to the run, so nothing was changed; and where a run begins is no setting of what it does.
+    Paths below run.dir are compared relative to it, so that a run's folder can be
+    moved. A setting that is `auto` on one side is left to the run, so it did not
+    change. Where a run begins (run.resume) is no setting of what it does.
+
+    Args:
+        saved: Configuration of the checkpoint, as a plain tree.
+        now: Configuration of this run, as a plain tree.
+
+    Returns:
+        The allowed changes and the refused ones.
     """
-    changes = [
-        Change(key, before, after, next((why for pattern, why in FIXED if fnmatchcase(key, pattern)), None))
-        for key, before, after in _differences(_below_run_dir(saved, saved), _below_run_dir(now, now))
-    ]
-    return [c for c in changes if c.refused is None], [c for c in changes if c.refused is not None]
+    allowed = []
+    refused = []
+
+    # Either side has a run.dir of its own.
+    saved_tree = _below_run_dir(saved, saved)
+    tree = _below_run_dir(now, now)
+    for key, before, after in _differences(saved_tree, tree):
+        change = Change(key, before, after, _reason_to_refuse(key))
+        if change.refused is None:
+            allowed.append(change)
+        else:
+            refused.append(change)
+    return allowed, refused
 
 
-def _differences(saved: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, object, object]]:
-    """Keys of the smallest parts that differ. A section that only one side has is one difference."""
+def _reason_to_refuse(key: str) -> str | None:
+    """Return why a setting may not change; None if it may."""
+    for pattern, reason in FIXED:
+        if fnmatchcase(key, pattern):
+            return reason
+    return None
+
+
+def _differences(
+    saved: Any, now: Any, prefix: str = ""
+) -> Iterator[tuple[str, object, object]]:
+    """Yield key and values of the smallest parts that differ.
+
+    A section that only one side has is a single difference.
+    """
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
+        # A section that one side lacks is compared with None.
         for key in saved.keys() | now.keys():
-            yield from _differences(saved.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif saved != now and prefix != "run.resume" and not (prefix in AUTO_KEYS and "auto" in (saved, now)):
+            path = f"{prefix}.{key}" if prefix else key
+            yield from _differences(saved.get(key), now.get(key), path)
+        return
+
+    if saved == now or prefix == "run.resume":
+        return
+    is_left_to_the_run = prefix in AUTO_KEYS and "auto" in (saved, now)
+    if not is_left_to_the_run:
         yield prefix, saved, now
 
 
 def _below_run_dir(tree: Any, root: Mapping[str, Any]) -> Any:
+    """Return a tree in which paths below run.dir are relative to it."""
     if isinstance(tree, Mapping):
         return {key: _below_run_dir(value, root) for key, value in tree.items()}
+
     folder = root["run"]["dir"].rstrip("/") + "/"
     if isinstance(tree, str) and tree.startswith(folder):
         return "{run.dir}/" + tree.removeprefix(folder)

@@ -1,10 +1,16 @@
-"""The state of an engine on disk, each rank its shards, through torch's distributed checkpoint.
+"""The state of an engine on disk, to which each rank contributes its shards.
 
-Invariant: what any number of ranks of any backend wrote, any other number of ranks of any backend reads, value for
-value; only random streams belong to a rank and a type of device (torch's generators differ), and a rank that the
-checkpoint does not know keeps the stream it was seeded with. Every rank calls these, with a state of its engine. Saving
-may go on behind the training: what is written then is a copy of the state as it was. Deliberately not here: whether a
-checkpoint is whole (`store.py`).
+It is written through torch's distributed checkpoint.
+
+Invariant: a state that any number of ranks of any backend wrote is read by any other
+number of ranks of any backend, value for value. Only random streams belong to a rank
+and a type of device, since torch's generators differ. A rank that the checkpoint does
+not contain keeps the stream that it was seeded with.
+
+Every rank calls these functions with the state of its engine. A save may continue while
+the engine trains; it then writes a copy of the state as it was.
+
+Deliberately not here: whether a checkpoint is whole (`store.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +28,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.tensor import DTensor
@@ -33,105 +42,212 @@ from verl_ray.models.weights import is_first_copy, own_box
 from verl_ray.profiling.progress import advance
 
 RANK_KEY = "rng_"
-"""Keys of a state that begin so belong to one rank."""
+"""Prefix of those keys of a state that belong to one rank."""
 
 
 def random_key(rank: int, device: str, name: str = "") -> str:
-    """The key of a random stream of a rank, whose generator is of this type of device; `name`: where there are more."""
-    return f"{RANK_KEY}{rank}_{device}" + (f"_{name}" if name else "")
+    """Return the key of a random stream.
+
+    Args:
+        rank: Rank that the stream belongs to.
+        device: Type of device of its generator.
+        name: Name of the stream, if the rank has several.
+    """
+    key = f"{RANK_KEY}{rank}_{device}"
+    if name:
+        key += f"_{name}"
+    return key
+
+
+# ------------------------------------------------------------------------------ writing
 
 
 def save(state: dict[str, Any], path: str) -> None:
-    """Write this rank's shards into directory `path`, and to the disk. Raises CheckpointError if that fails."""
+    """Write this rank's shards into a directory, and wait until they are on the disk.
+
+    Raises:
+        CheckpointError: The shards cannot be written.
+    """
     _save(state, path, None)
 
 
 def _save(state: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
-    with _readable_errors(f"{path} cannot be written; the directory above it must exist on every node (run.dir)"):
-        # torch says of a full disk only that its archive is not as long as it should be
-        free = shutil.disk_usage(Path(path).parent).free / 2**30
-    with _readable_errors(f"{path} cannot be written ({free:.1f} GiB are free there)"):
-        writer, alone = FileSystemWriter(path), not dist.is_initialized()
-        state_dict_saver.save(state, storage_writer=writer, planner=_Written(), process_group=group, no_dist=alone)
+    """Write this rank's shards, coordinated over a process group; None = the default.
+
+    Raises:
+        CheckpointError: The shards cannot be written.
+    """
+    # If the disk is full, torch reports only that its archive is too short, so the
+    # free space becomes part of the error.
+    with _readable_errors(
+        f"{path} cannot be written; the directory above it must exist on every node"
+        " (run.dir)"
+    ):
+        free_gib = shutil.disk_usage(Path(path).parent).free / 2**30
+
+    with _readable_errors(
+        f"{path} cannot be written ({free_gib:.1f} GiB are free there)"
+    ):
+        state_dict_saver.save(
+            state,
+            storage_writer=FileSystemWriter(path),
+            planner=_CountingSavePlanner(),
+            process_group=group,
+            no_dist=not dist.is_initialized(),
+        )
 
 
-class Saving:
-    """A copy of a state on its way to the disk, in a thread of its own."""
+class BackgroundSave:
+    """A copy of a state that a thread of its own writes to the disk."""
 
-    def __init__(self, state: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
-        """`group`: over CPU tensors, of all ranks, for this alone: while the thread runs the others are in use."""
+    def __init__(
+        self, state: dict[str, Any], path: str, group: dist.ProcessGroup | None
+    ) -> None:
+        """Copy the state and begin to write it.
+
+        Args:
+            state: State of this rank's engine.
+            path: Directory to write to.
+            group: Process group over CPU tensors of all ranks. Only this thread uses
+                it, since the engine uses the others meanwhile.
+        """
         self._path = path
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._done = self._thread.submit(_save, copied(state), path, group)
+        self._done = self._thread.submit(_save, copy_to_host(state), path, group)
 
     def wait(self) -> None:
-        """Until it is on the disk. Raises CheckpointError if that failed."""
+        """Wait until the state is on the disk.
+
+        Raises:
+            CheckpointError: The state could not be written.
+        """
         try:
             self._done.result()
         finally:
             self._thread.shutdown()
 
 
-def copied(state: Any) -> Any:
-    """The same values on the host, in memory of their own; of a sharded tensor this rank's part."""
+def copy_to_host(state: Any) -> Any:
+    """Return the same values in new memory on the host.
+
+    A sharded tensor becomes the slices that this rank holds of it.
+    """
     if isinstance(state, dict):
-        return {key: copied(value) for key, value in state.items()}
+        return {key: copy_to_host(value) for key, value in state.items()}
     if isinstance(state, list | tuple):
-        return type(state)(copied(value) for value in state)
+        return type(state)(copy_to_host(value) for value in state)
+
+    # These are tensors, too, so they come before the plain ones.
     if isinstance(state, DTensor):
-        local, box = state.to_local(), own_box(state)
-        parts = [(box, local.detach().to("cpu", copy=True))] if local.numel() else []
-        return Slices(state.shape, state.dtype, parts, saved=is_first_copy(state))
+        return _slices_of(state)
     if isinstance(state, Slices):
-        kept = [(box, part.detach().to("cpu", copy=True)) for box, part in state.parts if state.saved]
-        return Slices(state.shape, state.dtype, kept, saved=state.saved)
-    return state.detach().to("cpu", copy=True) if isinstance(state, Tensor) else state
+        copies = []
+        if state.saved:
+            copies = [(box, _host_copy(part)) for box, part in state.parts]
+        return Slices(state.shape, state.dtype, copies, saved=state.saved)
+
+    if isinstance(state, Tensor):
+        return _host_copy(state)
+    return state
+
+
+def _slices_of(tensor: DTensor) -> Slices:
+    """Return a copy of this rank's part of a sharded tensor, on the host."""
+    local = tensor.to_local()
+    box = own_box(tensor)
+    parts = []
+    if local.numel():
+        parts = [(box, _host_copy(local))]
+    # Ranks may hold the same part; the first of them writes it.
+    return Slices(tensor.shape, tensor.dtype, parts, saved=is_first_copy(tensor))
+
+
+def _host_copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().to("cpu", copy=True)
+
+
+# ------------------------------------------------------------------------------ reading
 
 
 def load(state: dict[str, Any], path: str) -> list[str]:
-    """Fill `state`, in place, from what `save` wrote. Raises CheckpointError if `path` does not hold such a state.
+    """Fill a state, in place, from what `save` wrote.
 
-    Where a rank's random stream was written by a generator of another device, its entry becomes None. Returns what the
-    user has to know of such entries.
+    The entry of a random stream becomes None if a generator of another type of device
+    wrote it.
+
+    Args:
+        state: State of this rank's engine.
+        path: Directory to read from.
+
+    Returns:
+        What the user has to know about such random streams.
+
+    Raises:
+        CheckpointError: The directory does not hold such a state.
     """
     with _readable_errors(f"{path} cannot be read"):
         reader = FileSystemReader(path)
-        known = reader.read_metadata().state_dict_metadata
-        wanted = {key: value for key, value in state.items() if not key.startswith(RANK_KEY) or key in known}
-        state_dict_loader.load(wanted, storage_reader=reader, planner=_Read(), no_dist=not dist.is_initialized())
-        state.update(wanted)
+        saved_keys = reader.read_metadata().state_dict_metadata
+        # All other keys must be there; torch raises if one is missing.
+        requested = {
+            key: value
+            for key, value in state.items()
+            if not key.startswith(RANK_KEY) or key in saved_keys
+        }
+        state_dict_loader.load(
+            requested,
+            storage_reader=reader,
+            planner=_CountingLoadPlanner(),
+            no_dist=not dist.is_initialized(),
+        )
+        # Values that are not tensors are replaced, not filled.
+        state.update(requested)
+
     notes = []
-    for key in sorted(state.keys() - wanted.keys()):
-        if found := _of_another_device(key, known):
+    for key in sorted(state.keys() - requested.keys()):
+        saved_key = _stream_of_another_device(key, saved_keys)
+        if saved_key is not None:
             state[key] = None
             notes.append(
-                f"{path} has the random stream {found}, and this rank's is {key}: it is seeded anew, from the run's "
-                f"seed, the step and the rank"
+                f"{path} has the random stream {saved_key}, and this rank's is {key}:"
+                " it is seeded anew, from the run's seed, the step and the rank"
             )
     return notes
 
 
-def _of_another_device(key: str, known: Iterable[str]) -> str | None:
-    """The stream of the same rank and name that another type of device wrote."""
-    _, rank, _, *name = key.split("_", 3)
-    for other in known:
-        parts = other.split("_", 3)
-        if other.startswith(RANK_KEY) and parts[1] == rank and parts[3:] == name:
-            return other
+def _stream_of_another_device(key: str, saved_keys: Iterable[str]) -> str | None:
+    """Return the key of the same stream that another type of device wrote."""
+    # See `random_key`: prefix, rank, device, and perhaps a name.
+    fields = key.split("_", 3)
+    rank = fields[1]
+    name = fields[3:]
+
+    for saved_key in saved_keys:
+        if not saved_key.startswith(RANK_KEY):
+            continue
+        saved_fields = saved_key.split("_", 3)
+        if saved_fields[1] == rank and saved_fields[3:] == name:
+            return saved_key
     return None
 
 
-class _Written(DefaultSavePlanner):
-    """Counts what is handed to the writer, tensor by tensor."""
+# ------------------------------------------------------------------ progress and errors
+
+
+class _CountingSavePlanner(DefaultSavePlanner):
+    """Records progress for every tensor that is handed to the writer."""
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
         data: Tensor | io.BytesIO = super().resolve_data(write_item)
-        advance(data.nbytes if isinstance(data, Tensor) else data.getbuffer().nbytes, "bytes")
+        if isinstance(data, Tensor):
+            advance(data.nbytes, "bytes")
+        else:
+            advance(data.getbuffer().nbytes, "bytes")
         return data
 
 
-class _Read(DefaultLoadPlanner):
-    """Counts what has been read, tensor by tensor."""
+class _CountingLoadPlanner(DefaultLoadPlanner):
+    """Records progress for every tensor that has been read."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         super().commit_tensor(read_item, tensor)
@@ -139,13 +255,19 @@ class _Read(DefaultLoadPlanner):
 
 
 @contextlib.contextmanager
-def _readable_errors(what: str) -> Iterator[None]:
+def _readable_errors(summary: str) -> Iterator[None]:
+    """Raise CheckpointError in place of the errors of torch and of the file system."""
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one rank needs no group
+            # A single rank needs no process group.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             yield
-    except CheckpointException as error:  # not an Exception; holds those of all ranks
-        reasons = (f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items())
-        raise CheckpointError(f"{what}; {'; '.join(dict.fromkeys(reasons))}") from None
+    except CheckpointException as error:
+        # It is a BaseException, and contains the exceptions of all ranks.
+        reasons = []
+        for rank, (cause, _) in error.failures.items():
+            reasons.append(f"rank {rank}: {type(cause).__name__}: {cause}")
+        details = "; ".join(dict.fromkeys(reasons))
+        raise CheckpointError(f"{summary}; {details}") from None
     except OSError as error:
-        raise CheckpointError(f"{what}; {error}") from error
+        raise CheckpointError(f"{summary}; {error}") from error

@@ -1,7 +1,11 @@
-"""A tensor of a state of which a rank holds any number of boxes, as torch's distributed checkpoint saves and loads it.
+"""A tensor of which a rank holds any number of boxes.
 
-Invariant: what is saved says where in the whole tensor it stands, so any other cut of it can be read from there.
-Deliberately not here: which rank holds what, and the tensors' meaning.
+torch's distributed checkpoint saves and loads such tensors.
+
+Invariant: every saved part has its place in the whole tensor, so a tensor that is cut
+in any other way can be read from it.
+
+Deliberately not here: which rank holds which part, and the meaning of the tensors.
 """
 
 from __future__ import annotations
@@ -11,27 +15,54 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
 
 Box = tuple[slice, ...]
+"""Part of a tensor: a range of indices per dimension."""
 
 
 class Slices(Tensor):
-    """A tensor without memory of its own; torch's checkpoint asks it for its parts."""
+    """A tensor without memory, from which torch's checkpoint requests its parts.
+
+    The methods with double underscores are the interface that torch expects.
+    """
 
     parts: tuple[tuple[Box, Tensor], ...]
     saved: bool
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, parts: Sequence[tuple[Box, Tensor]], *, saved: bool = True
+        cls,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        parts: Sequence[tuple[Box, Tensor]],
+        *,
+        saved: bool = True,
     ) -> Slices:
-        """`parts`: disjoint boxes and what stands there, each of the box's shape. `saved`: whether this rank writes
-        them; another one holds the same otherwise, and all read."""
-        made: Slices = Tensor._make_wrapper_subclass(cls, torch.Size(shape), dtype=dtype)
-        made.parts, made.saved = tuple(parts), saved
-        return made
+        """Create a tensor from its parts.
+
+        Args:
+            shape: Shape of the whole tensor.
+            dtype: Type of its elements.
+            parts: Disjoint boxes and their values, which have the box's shape.
+            saved: Whether this rank writes the parts. If not, another rank holds the
+                same parts. Every rank reads them.
+        """
+        tensor: Slices = Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype
+        )
+        tensor.parts = tuple(parts)
+        tensor.saved = saved
+        return tensor
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -40,24 +71,37 @@ class Slices(Tensor):
         raise TypeError(f"{func}: slices of a tensor are only saved and loaded")
 
     def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        return [
-            WriteItem(
+        # Another rank writes the same parts.
+        if not self.saved:
+            return []
+
+        items = []
+        chunks = self.__create_chunk_list__()
+        for chunk, (_box, part) in zip(chunks, self.parts, strict=True):
+            properties = TensorProperties.create_from_tensor(part)
+            data = TensorWriteData(chunk, properties, self.size())
+            item = WriteItem(
                 index=MetadataIndex(name, chunk.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size()),
+                tensor_data=data,
             )
-            for chunk, (_, part) in zip(self.__create_chunk_list__(), self.parts if self.saved else (), strict=False)
-        ]
+            items.append(item)
+        return items
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [
-            ChunkStorageMetadata(
-                torch.Size(side.start for side in box), torch.Size(side.stop - side.start for side in box)
-            )
-            for box, _ in self.parts
-        ]
+        chunks = []
+        for box, _part in self.parts:
+            sizes = torch.Size(side.stop - side.start for side in box)
+            chunks.append(ChunkStorageMetadata(_offsets(box), sizes))
+        return chunks
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        found = [part for box, part in self.parts if torch.Size(side.start for side in box) == index.offset]
-        assert found, f"{index.fqn} has no part at {index.offset}"
-        return found[0]
+        for box, part in self.parts:
+            if _offsets(box) == index.offset:
+                return part
+        raise AssertionError(f"{index.fqn} has no part at {index.offset}")
+
+
+def _offsets(box: Box) -> torch.Size:
+    """Return the first index of a box in each dimension."""
+    return torch.Size(side.start for side in box)

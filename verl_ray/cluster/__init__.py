@@ -1,1 +1,1 @@
-"""The cluster layer: one driver, its worker processes on Ray, and typed calls between them."""
+"""The cluster layer: one driver, its worker processes on Ray, and typed calls."""

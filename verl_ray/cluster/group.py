@@ -1,34 +1,38 @@
-"""Typed calls on the workers of one role.
+"""Typed remote method calls on the workers of one role.
 
-Invariant: the verb says who is called (`scatter`: all, rows split over row coordinates; `broadcast`: all alike;
-`rank_zero`: one; `route`, `stream`: replicas), and rows that come back stand in the order of the rows that went out.
-A group that failed once refuses further calls until it is restarted. Deliberately not here: what the methods do, and
-processes (`processes.py`).
+Invariant: the name of the call says which ranks run it. `scatter` calls all ranks with
+the rows split over the data-parallel ranks, `broadcast` calls all ranks with the same
+arguments, and `rank_zero` calls one rank. `route` calls one replica, which is all ranks
+of one data-parallel rank, and `stream` every replica that has rows. A group
+that failed once refuses further calls until it is restarted. Deliberately not here:
+what the methods do, and processes (`role_processes.py`, `processes.py`).
 """
 
 from __future__ import annotations
 
-import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, cast, overload
 
-import numpy as np
-import ray
-
-from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Call, Flight
-from verl_ray.cluster.failures import Member
-from verl_ray.cluster.lanes import CONTROL, lane_of
-from verl_ray.cluster.messages import PATIENCE, Request, Status, Value
-from verl_ray.cluster.processes import Processes, Restart
-from verl_ray.cluster.streams import Stream, pieces
-from verl_ray.cluster.waiting import wait
+from verl_ray.cluster.calls import Call
+from verl_ray.cluster.concurrency_groups import concurrency_group_of
+from verl_ray.cluster.members import Member
+from verl_ray.cluster.messages import PEER_TIMEOUT_FRACTION, CallRequest
+from verl_ray.cluster.processes import Processes
+from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.role_processes import RoleProcesses
+from verl_ray.cluster.row_arguments import (
+    RankReply,
+    check_aligned,
+    check_assignment,
+    join_results,
+    plain_value,
+    result_of_replica,
+    select_rows,
+)
+from verl_ray.cluster.streams import Stream, iterate_streams
 from verl_ray.data.batch import Batch, Int64
-from verl_ray.data.packing import balance, estimated_work
-from verl_ray.data.sharded import Receipt, Sharded, join
-from verl_ray.errors import DataError, DeadlineExceeded, WorkerDied, WorkerError
+from verl_ray.data.sharded import Sharded
 
 W = TypeVar("W")
 B = TypeVar("B", bound=Batch)
@@ -37,56 +41,22 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
-class WorkerGroup(Generic[W]):
-    """All ranks of one role."""
+class WorkerGroup(RoleProcesses, Generic[W]):
+    """All ranks of one role, with typed calls on their workers."""
 
     def __init__(self, role: str, processes: Processes) -> None:
-        self.role = role
-        self._processes = processes
-        self._failure: WorkerError | None = None
-        self._failed_incarnation = 0
+        super().__init__(role, processes)
+        # Calls of `route` by replica that may still be open.
         self._routed: dict[int, list[Call[Any]]] = {}
 
-    # --------------------------------------------------------------------------------------------------- facts
-
-    @property
-    def incarnation(self) -> int:
-        """1 at first, one more after each restart."""
-        return self._processes.incarnation
-
-    @property
-    def stall_s(self) -> float:
-        """For how many seconds its processes may make no progress while something is asked of them."""
-        return self._processes.stall_s
-
-    @property
-    def num_ranks(self) -> int:
-        """Processes of this role."""
-        return len(self._processes.ranks)
-
-    @property
-    def row_count(self) -> int:
-        """Row coordinates: into how many parts `scatter` splits rows."""
-        return self._processes.topologies[self.role][0].row_count
-
-    def deal(self, lengths: Int64) -> list[Int64]:
-        """Row numbers of each row coordinate, for rows of these lengths, int64 [rows]: near equal shares of the work
-        that the workers' model has with them."""
-        quadratic = self._processes.topologies[self.role][0].quadratic
-        return balance(estimated_work(lengths, quadratic), self.row_count)
-
-    def members(self) -> list[Member]:
-        """The processes, by rank."""
-        return [replace(member, role=self.role) for member in self._processes.members]
-
-    # --------------------------------------------------------------------------------------------------- verbs
+    # ---------------------------------------------------------------------------- verbs
 
     @overload
     def scatter(  # type: ignore[overload-overlap]  # a batch is the narrower case of any value
         self,
         method: Callable[Concatenate[W, B, ...], R],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
         assignment: Sequence[Int64] | None = None,
     ) -> Call[Sharded[R]]: ...
 
@@ -95,7 +65,7 @@ class WorkerGroup(Generic[W]):
         self,
         method: Callable[Concatenate[W, B, ...], T],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
         assignment: Sequence[Int64] | None = None,
     ) -> Call[list[T]]: ...
 
@@ -103,56 +73,79 @@ class WorkerGroup(Generic[W]):
         self,
         method: Callable[..., Any],
         rows: Sharded[Any],
-        *more: object,
+        *more_args: object,
         assignment: Sequence[Int64] | None = None,
     ) -> Call[Any]:
-        """Call `method(worker, rows, *more)` on all ranks, rows split over the row coordinates (see `deal`).
+        """Call `method(worker, rows, *more_args)` on all ranks with `rows` split.
 
-        Each coordinate's rows keep their order; it may get none. Every further `Sharded` in `more` is taken to stand
-        row by row beside `rows` and is split alike; anything else goes to every rank as it is. `assignment` names the
-        rows of each coordinate instead. Returns rows in the order of `rows` where the method returns a batch, else
-        one value per row coordinate, in order. Raises DataError when row counts do not match.
+        Rows of one data-parallel rank keep their order. A rank may get no rows.
+
+        Args:
+            method: Method of the worker class.
+            rows: Rows to split over the data-parallel ranks.
+            more_args: Further arguments. A `Sharded` must match `rows` row by row and
+                is split in the same way. Other values go to every rank unchanged.
+            assignment: Row numbers of each data-parallel rank; None for `partition`.
+
+        Returns:
+            A call with rows in the order of `rows` if the method returns a batch,
+            else with a list of one value per data-parallel rank.
+
+        Raises:
+            DataError: Numbers of rows do not match.
         """
-        self._check_beside(rows, more)
-        chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
-        if len(chosen) != self.row_count or sum(map(len, chosen)) != len(rows):
-            raise DataError(
-                f"{self.role}: an assignment of {sum(map(len, chosen))} rows to {len(chosen)} coordinates was given "
-                f"for {len(rows)} rows and {self.row_count} coordinates"
-            )
-        parts = [_slice((rows, *more), index) for index in chosen]
-        topologies = self._processes.topologies[self.role]
-        flights = [
-            self._send(member, method, parts[topology.row_index], {})
-            for member, topology in zip(self._usable(), topologies, strict=True)
-        ]
-        order = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+        check_aligned(self.role, rows, more_args)
+        parts = self._assigned(rows, assignment)
+        check_assignment(self.role, parts, len(rows), self.dp_size)
 
-        def assemble(answers: list[tuple[Any, Any]]) -> Any:
-            ordered = _by_coordinate(answers, [(t.row_index, t.answers) for t in topologies])
-            if isinstance(ordered[0][1], Receipt):
-                pieces = [Sharded.stored(payload, reply) for payload, reply in ordered]
-                return pieces[0] if len(pieces) == 1 and _is_identity(order) else join(pieces, order)
-            return [reply.value for _, reply in ordered]
+        args_by_dp_rank = [select_rows((rows, *more_args), part) for part in parts]
+        topologies = self.topologies
+        rank_calls = []
+        for member, topology in zip(self._usable_members(), topologies, strict=True):
+            # Peers with the same data-parallel rank compute the same rows.
+            args = args_by_dp_rank[topology.dp_rank]
+            rank_calls.append(self._send(member, method, args, {}))
 
-        return Call(self, flights, assemble)
+        def assemble(replies: list[RankReply]) -> Any:
+            return join_results(replies, topologies, parts)
 
-    def broadcast(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[list[T]]:
-        """Call the method with the same arguments, no rows, on all ranks. Returns the value of each rank."""
-        flights = [self._send(member, method, args, kwargs) for member in self._usable()]
-        return Call(self, flights, lambda answers: [_plain(reply) for _, reply in answers])
+        return Call(self, rank_calls, assemble)
 
-    def rank_zero(self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs) -> Call[T]:
-        """Call the method on rank 0 alone; not for methods in which ranks meet."""
-        flight = self._send(self._usable()[0], method, args, kwargs)
-        return Call(self, [flight], lambda answers: _plain(answers[0][1]))
+    def broadcast(
+        self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[list[T]]:
+        """Call the method on all ranks with the same arguments, none of them `Sharded`.
+
+        Returns:
+            A call with the values of all ranks, by rank.
+        """
+        members = self._usable_members()
+        rank_calls = [self._send(member, method, args, kwargs) for member in members]
+
+        def assemble(replies: list[RankReply]) -> list[T]:
+            return [plain_value(reply) for _, reply in replies]
+
+        return Call(self, rank_calls, assemble)
+
+    def rank_zero(
+        self, method: Callable[Concatenate[W, P], T], *args: P.args, **kwargs: P.kwargs
+    ) -> Call[T]:
+        """Call the method on rank 0 alone; not for methods with collectives."""
+        first_member = self._usable_members()[0]
+        rank_call = self._send(first_member, method, args, kwargs)
+
+        def assemble(replies: list[RankReply]) -> T:
+            _, reply = replies[0]
+            return cast(T, plain_value(reply))
+
+        return Call(self, [rank_call], assemble)
 
     @overload
     def route(
         self,
         method: Callable[Concatenate[W, B, ...], R],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
         replica: int | None = None,
     ) -> Call[Sharded[R]]: ...
 
@@ -161,7 +154,7 @@ class WorkerGroup(Generic[W]):
         self,
         method: Callable[Concatenate[W, B, ...], T],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
         replica: int | None = None,
     ) -> Call[T]: ...
 
@@ -169,20 +162,28 @@ class WorkerGroup(Generic[W]):
         self,
         method: Callable[..., Any],
         rows: Sharded[Any],
-        *more: object,
+        *more_args: object,
         replica: int | None = None,
     ) -> Call[Any]:
-        """Call the method with all of `rows` on one replica (row coordinate): the one with the fewest open calls."""
-        self._check_beside(rows, more)
+        """Call the method with all of `rows` on one replica (data-parallel rank).
+
+        Args:
+            method: Method of the worker class.
+            rows: Rows of the call.
+            more_args: Further arguments; a `Sharded` must match `rows` row by row.
+            replica: Number of the replica; None for the one with the fewest open
+                calls of `route`.
+        """
+        check_aligned(self.role, rows, more_args)
         if replica is None:
-            replica = min(range(self.row_count), key=self._open_calls)
-        flights = [self._send(m, method, (rows, *more), {}) for m in self._replica(replica)]
+            replica = min(range(self.dp_size), key=self._num_open_calls)
 
-        def assemble(answers: list[tuple[Any, Any]]) -> Any:
-            payload, reply = next((payload, reply) for payload, reply in answers if reply is not None)
-            return Sharded.stored(payload, reply) if isinstance(reply, Receipt) else reply.value
+        # All ranks of a replica run the call, and one of them returns the result.
+        args = (rows, *more_args)
+        members = self._members_of_replica(replica)
+        rank_calls = [self._send(member, method, args, {}) for member in members]
 
-        call: Call[Any] = Call(self, flights, assemble)
+        call: Call[Any] = Call(self, rank_calls, result_of_replica)
         self._routed.setdefault(replica, []).append(call)
         return call
 
@@ -190,162 +191,108 @@ class WorkerGroup(Generic[W]):
         self,
         method: Callable[Concatenate[W, B, ...], Iterator[R]],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
         assignment: Sequence[Int64] | None = None,
     ) -> Iterator[Sharded[R]]:
-        """Call a generator method on all replicas, rows split over them, and yield each batch as soon as it is there.
+        """Call a generator method on all replicas with `rows` split over them.
 
-        The calls are made at once, not at the first `next`. Pieces of different replicas come in any order; replicas
-        without rows are not called. A stream may last as long as its replica makes progress. A consumer that stops
-        early makes the replicas stop too (their `abort`, if they have one).
+        The calls are made at once, not at the first `next`. Replicas without rows are
+        not called. The iterator yields each batch as soon as it arrives; batches of
+        different replicas come in any order. A stream has no time limit while its
+        process makes progress. If the consumer stops early, the workers' generators
+        are stopped as well (`Stream.abandon`).
         """
-        self._check_beside(rows, more)
-        chosen = self.deal(rows.lengths) if assignment is None else list(assignment)
-        streams = [
-            stream
-            for replica, index in enumerate(chosen)
-            if len(index)
-            for stream in self._streams(replica, method, _slice((rows, *more), index))
-        ]
-        return pieces(streams)
+        check_aligned(self.role, rows, more_args)
+        parts = self._assigned(rows, assignment)
+
+        # `iterate_streams` is a generator, so calls made there would wait for the first
+        # `next`.
+        streams: list[Stream[Any]] = []
+        for replica, part in enumerate(parts):
+            if len(part):
+                args = select_rows((rows, *more_args), part)
+                streams += self._open_streams(replica, method, args)
+        return iterate_streams(streams)
 
     def open_stream(
         self,
         method: Callable[Concatenate[W, B, ...], Iterator[R]],
         rows: Sharded[B],
-        *more: object,
+        *more_args: object,
     ) -> Stream[R]:
-        """Call a generator method with all of `rows` on a group of one process; its pieces are the caller's to wait
-        for, beside those of other groups (see `next_stream`)."""
-        self._check_beside(rows, more)
-        (stream,) = self._streams(0, method, (rows, *more))
+        """Call a generator method with all of `rows` on a group of one process.
+
+        The caller waits for its batches itself, together with the streams of other
+        groups (see `next_stream`).
+        """
+        check_aligned(self.role, rows, more_args)
+        (stream,) = self._open_streams(0, method, (rows, *more_args))
         return stream
 
-    def _streams(self, replica: int, method: Callable[..., Any], args: tuple[object, ...]) -> list[Stream[Any]]:
-        streams: list[Stream[Any]] = []
-        for member in self._replica(replica):
-            request = self._request(method, args, {})
-            stream_id = uuid.uuid4().hex
-            lane = member.actor.stream.options(num_returns="streaming", concurrency_group=request.lane)
-            source = lane.remote(request, stream_id)
-            streams.append(Stream(self, Flight(member, method.__name__, source, None, self.stall_s), stream_id))
-        return streams
+    # ----------------------------------------------------------------- sending requests
 
-    # ------------------------------------------------------------------------------------------- the control lane
+    def _assigned(
+        self, rows: Sharded[Any], assignment: Sequence[Int64] | None
+    ) -> list[Int64]:
+        if assignment is None:
+            return self.partition(rows.lengths)
+        return list(assignment)
 
-    def status(self) -> list[Status]:
-        """What each rank is doing now, also while it is busy."""
-        return cast(list[Status], self._control("status"))
+    def _members_of_replica(self, replica: int) -> list[Member]:
+        members = zip(self._usable_members(), self.topologies, strict=True)
+        return [member for member, topology in members if topology.dp_rank == replica]
 
-    def beat(self, interval_s: float, deadline_s: float, limit: str) -> Status | None:
-        """Of a group of one process: ask what it does, every `interval_s` seconds, and what it said last. Returns at
-        once while the process is well.
+    def _num_open_calls(self, replica: int) -> int:
+        routed = self._routed.get(replica, [])
+        open_calls = [call for call in routed if not call.replied()]
+        # Complete calls are forgotten here, so that their results can be freed.
+        self._routed[replica] = open_calls
+        return len(open_calls)
 
-        Raises:
-            WorkerDied: the process is gone.
-            DeadlineExceeded: it has not answered for `deadline_s` seconds; `limit` names the setting.
-        """
-        (member,) = self.members()
-        try:
-            if not member.heartbeat.beat(interval_s, deadline_s):
-                since = time.monotonic() - member.heartbeat.unanswered_s
-                raise failures.stalled([member], "the control lane", limit, since=since, mute=True)
-        except ray.exceptions.RayError as error:
-            raise failures.died(member, "status", error) from error
-        return member.heartbeat.status
-
-    def stacks(self) -> list[str]:
-        """The Python stacks of each rank, also while it is busy or stuck."""
-        return cast(list[str], self._control("stacks"))
-
-    def restart(self) -> Restart:
-        """New processes for this group, and for every group that shares them: one more incarnation of each. Returns
-        at once; the group may be called once the restart is over."""
-        return self._processes.restart()
-
-    def kill(self) -> None:
-        """End its processes at once, also those of a restart that is under way."""
-        self._processes.kill()
-
-    def owns(self, error: WorkerError) -> bool:
-        """Whether it is about a process of this group."""
-        return error.role == self.role and error.rank in self._processes.ranks
-
-    def fail(self, error: WorkerError) -> None:
-        """Refuse further calls of this incarnation, with this error as the reason."""
-        self._failure, self._failed_incarnation = error, self.incarnation
-        self._processes.broken |= isinstance(error, WorkerDied | DeadlineExceeded)
-
-    # ------------------------------------------------------------------------------------------------- internals
-
-    def _control(self, method: str) -> list[Any]:
-        lanes = [getattr(m.actor, method).options(concurrency_group=CONTROL) for m in self._processes.members]
-        asked = [lane.remote() for lane in lanes]
-        there = wait(asked, len(asked), self.stall_s)
-        silent = [member for member, reply in zip(self.members(), asked, strict=True) if reply not in there]
-        if silent:
-            raise failures.stalled(silent, method, f"run.stall_s = {self.stall_s:g}", mute=True)
-        return cast(list[Any], ray.get(asked))
-
-    def _usable(self) -> list[Member]:
-        if self._failure is not None and self._failed_incarnation == self.incarnation:
-            first = self._failure
-            what = f"the group failed earlier and was not restarted; first failure: {first.what}"
-            raise type(first)(
-                what, role=first.role, rank=first.rank, node=first.node, detail=first.detail, output=first.output
-            ) from first
-        return self.members()
-
-    def _replica(self, replica: int) -> list[Member]:
-        topologies = self._processes.topologies[self.role]
-        return [m for m, t in zip(self._usable(), topologies, strict=True) if t.row_index == replica]
-
-    def _open_calls(self, replica: int) -> int:
-        calls = [call for call in self._routed.get(replica, []) if not call.replied()]
-        self._routed[replica] = calls
-        return len(calls)
-
-    def _request(self, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]) -> Request:
-        patience_s = PATIENCE * self.stall_s
-        return Request(self.role, self.incarnation, method.__name__, args, kwargs, patience_s, lane_of(method))
+    def _request(
+        self,
+        method: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> CallRequest:
+        return CallRequest(
+            role=self.role,
+            incarnation=self.incarnation,
+            method=method.__name__,
+            args=args,
+            kwargs=kwargs,
+            patience_s=PEER_TIMEOUT_FRACTION * self.stall_s,
+            concurrency_group=concurrency_group_of(method),
+        )
 
     def _send(
-        self, member: Member, method: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
-    ) -> Flight:
+        self,
+        member: Member,
+        method: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+    ) -> RankCall:
         request = self._request(method, args, kwargs)
-        lane = member.actor.call.options(num_returns=2, concurrency_group=request.lane)
-        payload, reply = lane.remote(request)
-        return Flight(member, method.__name__, payload, reply, self.stall_s)
+        # There are two results: the driver fetches only the small reply, and the
+        # payload (a batch) stays in the object store.
+        actor_method = member.actor.call.options(
+            num_returns=2, concurrency_group=request.concurrency_group
+        )
+        payload, reply = actor_method.remote(request)
+        return RankCall(member, request.method, payload, reply, self.stall_s)
 
-    def _check_beside(self, rows: Sharded[Any], more: Sequence[object]) -> None:
-        for other in more:
-            if isinstance(other, Sharded) and len(other) != len(rows):
-                raise DataError(
-                    f"{self.role}: {len(other)} rows of {other.stage.__name__} were given beside {len(rows)} rows of "
-                    f"{rows.stage.__name__}; they must stand row by row"
-                )
-
-
-def _slice(args: tuple[object, ...], index: Int64) -> tuple[object, ...]:
-    def taken(argument: object) -> object:
-        if not isinstance(argument, Sharded):
-            return argument
-        whole = len(index) == len(argument) and _is_identity(index)
-        return argument if whole else argument.select(index)
-
-    return tuple(taken(argument) for argument in args)
-
-
-def _is_identity(order: Int64) -> bool:
-    return bool(np.array_equal(order, np.arange(len(order))))
-
-
-def _by_coordinate(answers: Sequence[tuple[Any, Any]], told: Sequence[tuple[int, bool]]) -> list[tuple[Any, Any]]:
-    chosen = [(index, answer) for answer, (index, answers_) in zip(answers, told, strict=True) if answers_]
-    return [answer for _, answer in sorted(chosen, key=lambda pair: pair[0])]
-
-
-def _plain(reply: Any) -> Any:
-    if isinstance(reply, Value):
-        return reply.value
-    raise DataError(f"a method that returns {reply.stage.__name__} must be called by scatter or route")
+    def _open_streams(
+        self, replica: int, method: Callable[..., Any], args: tuple[object, ...]
+    ) -> list[Stream[Any]]:
+        """Call a generator method on every rank of one replica."""
+        streams: list[Stream[Any]] = []
+        for member in self._members_of_replica(replica):
+            request = self._request(method, args, {})
+            stream_id = uuid.uuid4().hex
+            actor_method = member.actor.stream.options(
+                num_returns="streaming", concurrency_group=request.concurrency_group
+            )
+            source = actor_method.remote(request, stream_id)
+            rank_call = RankCall(member, request.method, source, None, self.stall_s)
+            streams.append(Stream(self, rank_call, stream_id))
+        return streams

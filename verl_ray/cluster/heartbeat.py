@@ -1,11 +1,14 @@
-"""When a process last made progress, and whether it still answers: its control lane is asked, and nobody waits for it.
+"""Heartbeats: when a process last made progress, and whether it still replies.
 
-A process is asked when something has been expected of it for an eighth of the limit, and again every eighth, so a run
-that goes well asks for nothing. What it answers are seconds of its own clock: those of two machines are never compared.
+The driver requests the status of a process in its control group and never waits for
+the reply. It sends the first request once a call has been pending for an eighth of the
+limit, and again every eighth, so a run without long calls sends none. A reply holds
+seconds of the process's own clock: clocks of two machines are never compared.
 
-Invariant: a process is late only if it says itself that it has stood still for the limit while something was expected
-of it, or if it does not answer. That the driver did not look for a while makes nobody late. Deliberately not here:
-which calls are waited for (`calls.py`), and what a process that is late had done (`failures.py`).
+Invariant: a process is late only if it reports that it has made no progress for the
+limit while a call was pending, or if it does not reply. It is never late because the
+driver did not look for a while. Deliberately not here: the choice of calls that are
+checked (`stalls.py`), and the error about a late process (`failures.py`).
 """
 
 from __future__ import annotations
@@ -20,137 +23,187 @@ import ray
 from verl_ray.cluster.messages import Status
 from verl_ray.cluster.waiting import wait
 
-ASKED = 0.125
-"""Of the limit: so long nothing is asked, and so long an answer may take."""
+QUERY_FRACTION = 0.125
+"""Fraction of the limit between two requests, and for which a reply may take."""
+
+# If the time ran out while the driver did not look, the reply may be available already
+# and only not delivered yet.
 _GRACE_S = 1.0
-"""Where the time is up because nobody looked, the answer may be there and not delivered yet."""
 
 
 @dataclass
-class Clock:
-    """The progress of one process as its answers tell it, in seconds of one clock of the caller's."""
+class ProgressClock:
+    """Progress of one process according to its replies.
 
-    moved: float = float("-inf")
-    """It has made progress at this time or later."""
-    asked: float | None = None
-    """When the question was asked that has no answer yet."""
-    told: tuple[float, float] | None = None
-    """When the last question was asked that has an answer, and how long the process had stood still by then."""
+    All times are seconds of one clock of the caller.
+
+    Attributes:
+        progress_at: The process made progress at this time or later.
+        requested_at: Time of the request that has no reply yet; None if there is none.
+        replied: Time of the last request that has a reply, and how many seconds the
+            process had made no progress by then; None before the first reply.
+    """
+
+    progress_at: float = float("-inf")
+    requested_at: float | None = None
+    replied: tuple[float, float] | None = None
 
     def is_due(self, since: float, now: float, stall_s: float) -> bool:
-        """Whether to ask, where something has been expected since `since`."""
-        if self.asked is not None:
+        """Whether to send a request, for a call that is pending since `since`."""
+        if self.requested_at is not None:
             return False
-        before = -float("inf") if self.told is None else self.told[0]
-        if now - max(since, self.moved) >= stall_s:
-            return True  # only an answer can tell now
-        return now - max(since, before) >= ASKED * stall_s
 
-    def ask(self, now: float) -> None:
-        """A question is on its way."""
-        self.asked = now
+        # The time has run out as far as is known: only a new reply can tell more.
+        if self.silent_s(since, now) >= stall_s:
+            return True
 
-    def answer(self, idle_s: float) -> None:
-        """The answer: the process last made progress so long before."""
-        assert self.asked is not None, "nothing was asked"
-        self.told = self.asked, idle_s
-        self.moved = max(self.moved, self.asked - idle_s)
-        self.asked = None
+        last_request = -float("inf")
+        if self.replied is not None:
+            last_request = self.replied[0]
+        return now - max(since, last_request) >= QUERY_FRACTION * stall_s
+
+    def record_request(self, now: float) -> None:
+        """Record that a request was sent."""
+        self.requested_at = now
+
+    def record_reply(self, idle_s: float) -> None:
+        """Record the reply: the process had made no progress for `idle_s` seconds."""
+        assert self.requested_at is not None, "there was no request"
+        self.replied = (self.requested_at, idle_s)
+        # The process measured `idle_s` after the request was sent, so its last progress
+        # was at this time or later.
+        self.progress_at = max(self.progress_at, self.requested_at - idle_s)
+        self.requested_at = None
 
     def silent_s(self, since: float, now: float) -> float:
-        """For how long it has made no progress, as far as is known, while something was expected of it."""
-        return now - max(since, self.moved)
+        """Seconds without known progress while a call was pending since `since`."""
+        return now - max(since, self.progress_at)
 
     def is_late(self, since: float, now: float, stall_s: float) -> bool:
-        """Whether it has certainly made no progress for the limit, while something was expected of it."""
+        """Whether the process certainly made no progress for `stall_s` seconds.
+
+        Only the time counts during which a call was pending since `since`.
+        """
         silent_s = self.silent_s(since, now)
         if silent_s < stall_s:
             return False
-        if self.told is not None and min(self.told[1], self.told[0] - since) >= stall_s:
-            return True
-        # A process that does not answer makes no progress. It may have made some between its last answer and the
-        # question, which lie so far apart.
-        mute_s = 0.0 if self.asked is None else now - self.asked
-        return silent_s >= (1 + ASKED) * stall_s and mute_s >= ASKED * stall_s
+
+        if self.replied is not None:
+            requested_at, idle_s = self.replied
+            pending_s = requested_at - since
+            if min(idle_s, pending_s) >= stall_s:
+                return True
+
+        # A process that does not reply makes no progress. It may still have made some
+        # between its last reply and the request, which lie this far apart.
+        if self.requested_at is None:
+            return False
+        unanswered_s = now - self.requested_at
+        return (
+            silent_s >= (1 + QUERY_FRACTION) * stall_s
+            and unanswered_s >= QUERY_FRACTION * stall_s
+        )
 
 
 class Heartbeat:
-    """Of one process: asks it, and remembers what it said last."""
+    """Requests the status of one process, and remembers its last reply.
 
-    def __init__(self, ask: Callable[[], Any]) -> None:
-        """`ask` asks for a `Status` and returns the reference to it at once."""
-        self._ask = ask
+    Args:
+        request: Function that requests a `Status` from the process and returns the
+            reference to the reply at once.
+    """
+
+    def __init__(self, request: Callable[[], Any]) -> None:
+        self._request = request
         self._pending: Any = None
-        self._clock = Clock()
-        self._looked = float("-inf")
+        self._clock = ProgressClock()
+        self._last_look = float("-inf")
         self.status: Status | None = None
-        """The last answer; None before the first."""
+        """The last reply; None before the first."""
 
     @property
     def unanswered_s(self) -> float:
-        """For how long a question has had no answer; 0 while there is none."""
-        return 0.0 if self._clock.asked is None else time.monotonic() - self._clock.asked
+        """Seconds since the request that has no reply yet; 0 if there is none."""
+        if self._clock.requested_at is None:
+            return 0.0
+        return time.monotonic() - self._clock.requested_at
 
     def silent_s(self, since: float) -> float:
-        """For how long nothing has been heard of its progress, while something was expected of it, which began at
-        `since` (monotonic clock)."""
+        """Seconds without known progress for a call that is pending since `since`.
+
+        `since` is a time of the monotonic clock.
+        """
         return self._clock.silent_s(since, time.monotonic())
 
     def status_since(self, since: float) -> Status | None:
-        """The last answer, if it is to a question that was asked at this time (monotonic clock) or later."""
-        told = self._clock.told
-        return self.status if told is not None and told[0] >= since else None
+        """The last reply if it was requested at `since` (monotonic clock) or later."""
+        replied = self._clock.replied
+        if replied is not None and replied[0] >= since:
+            return self.status
+        return None
 
     def is_late(self, since: float, stall_s: float) -> bool:
-        """Whether the process has made no progress for `stall_s` seconds while something was expected of it, which
-        began at `since` (monotonic clock). Asks it now and then, and returns at once while it is well.
+        """Whether the process made no progress for `stall_s` seconds.
 
-        A process that is gone is not late: whatever it was asked for will say so.
+        Only the time counts during which a call was pending, which is since `since`
+        (monotonic clock). The method sends a request now and then. It returns at once
+        while the process is well. A process that has ended is not late: the pending
+        call reports its end.
         """
         try:
-            self._take(0.0)
+            self._receive(0.0)
             now = time.monotonic()
             if self._clock.is_due(since, now, stall_s):
                 self._send(now)
-            if self._clock.is_late(since, now, stall_s) and now - self._looked > _GRACE_S:
-                self._take(_GRACE_S)
-            self._looked = now
+
+            looked_away = now - self._last_look > _GRACE_S
+            if self._clock.is_late(since, now, stall_s) and looked_away:
+                self._receive(_GRACE_S)
+            self._last_look = now
             return self._clock.is_late(since, now, stall_s)
         except ray.exceptions.RayActorError:
             return False
 
-    def beat(self, interval_s: float, deadline_s: float) -> bool:
-        """Ask every `interval_s` seconds, whatever is expected of the process. Returns whether it answers: not if it
-        has left a question open for `deadline_s` seconds.
+    def poll(self, interval_s: float, deadline_s: float) -> bool:
+        """Request the status every `interval_s` seconds, whether calls pend or not.
+
+        Returns:
+            False once a request has had no reply for `deadline_s` seconds.
 
         Raises:
-            RayError: the process is gone.
+            RayError: The process has ended.
         """
-        self._take(0.0)
+        self._receive(0.0)
         now = time.monotonic()
-        if self._clock.asked is None and (self._clock.told is None or now - self._clock.told[0] >= interval_s):
+        replied = self._clock.replied
+        is_due = replied is None or now - replied[0] >= interval_s
+        if self._clock.requested_at is None and is_due:
             self._send(now)
-        if self.unanswered_s > deadline_s and now - self._looked > _GRACE_S:
-            self._take(_GRACE_S)
-        self._looked = now
+
+        looked_away = now - self._last_look > _GRACE_S
+        if self.unanswered_s > deadline_s and looked_away:
+            self._receive(_GRACE_S)
+        self._last_look = now
         return self.unanswered_s <= deadline_s
 
     def _send(self, now: float) -> None:
-        self._pending = self._ask()
-        self._clock.ask(now)
+        self._pending = self._request()
+        self._clock.record_request(now)
 
-    def _take(self, timeout_s: float) -> None:
-        """The answer, if it has come or comes within so many seconds."""
+    def _receive(self, timeout_s: float) -> None:
+        """Record the pending reply if it is available within `timeout_s` seconds."""
         if self._pending is None:
             return
         ready = wait([self._pending], 1, timeout_s)
         if not ready:
             return
-        pending, self._pending = self._pending, None
+
+        reply = self._pending
+        self._pending = None
         try:
-            status: Status = ray.get(pending)
+            status: Status = ray.get(reply)
         except ray.exceptions.RayError:
-            self._clock.asked = None
+            self._clock.requested_at = None
             raise
-        self._clock.answer(status.progress.idle_s)
+        self._clock.record_reply(status.progress.idle_s)
         self.status = status

@@ -1,145 +1,181 @@
-"""One worker process: hosts the workers of one or several roles that share it.
+"""One worker process, which hosts the workers of one or several roles.
 
-Invariant: calls run one at a time, in the order they were sent, on the collective lane; calls of methods marked
-`concurrent` or `steering` run beside them and beside each other; the control lane has a thread of its own and answers
-while the others are busy or stuck. A call that raises returns a `Failure`; it never ends the process. Deliberately not
-here: what a worker does, and who calls it (`group.py`).
+Invariant: calls in the collective group run one at a time in the order they were sent.
+Calls of methods marked `concurrent` or `steering` run at the same time as those and as
+each other. The control group has a thread of its own and replies while the others are
+busy or stuck. A call that raises returns a `Failure`; it never ends the process.
+Deliberately not here: what a worker does, and the driver's side (`group.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import gc
 import os
-import signal
 import socket
 import sys
-import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import psutil
 import ray
 
+from verl_ray.cluster.concurrency_groups import (
+    COLLECTIVE,
+    SERVING,
+    STEERING,
+    StreamState,
+    this_thread,
+)
 from verl_ray.cluster.context import WorkerContext
-from verl_ray.cluster.lanes import COLLECTIVE, SERVING, STEERING, Listening, this_thread
-from verl_ray.cluster.messages import Facts, Failure, Reply, Request, Seat, Status, Value
-from verl_ray.cluster.rendezvous import Meeting, join, listen, share_timeout
+from verl_ray.cluster.environment import process_environment
+from verl_ray.cluster.messages import (
+    CallRequest,
+    Failure,
+    ProcessInfo,
+    RankSpec,
+    Reply,
+    Status,
+    Value,
+)
+from verl_ray.cluster.output import keep_output, tail
+from verl_ray.cluster.rendezvous import Rendezvous, join, listen, share_timeout
 from verl_ray.cluster.store import read
+from verl_ray.cluster.thread_stacks import is_in_collective, thread_stacks
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Receipt, Sharded
 from verl_ray.errors import ClusterError, StaleIncarnation, VerlRayError
 from verl_ray.parallel.topology import Topology
-from verl_ray.profiling.allocator import trainer_environment
 from verl_ray.profiling.memory import CallPeaks, PeakWatch
-from verl_ray.profiling.progress import advance, begin, progress, touch, waiting_for_others
+from verl_ray.profiling.progress import (
+    advance,
+    begin,
+    progress,
+    touch,
+    waiting_for_others,
+)
 
-STACKS_SIGNAL = signal.SIGUSR2  # dumps all stacks into the log, also while the interpreter lock is held
-_TAIL_BYTES = 4096
+# Streams whose end their callers may not know yet.
+_REMEMBERED_STREAMS = 1024
 
 
 class WorkerHost:
-    """The Ray actor. Every method runs on the lane that its caller names."""
+    """The Ray actor; its callers name the concurrency group of each method call."""
 
-    def __init__(self, seat: Seat) -> None:
-        gc.disable()  # until workers are built: going through what imports leave behind took a fifth of vLLM's start
-        os.environ.update(process_environment(seat, os.environ))
-        self._seat = seat
-        self._log_path = _keep_output(seat)
+    def __init__(self, rank_spec: RankSpec) -> None:
+        # The collector is off until the workers are built: it took a fifth of vLLM's
+        # start to go through what imports leave behind.
+        gc.disable()
+        os.environ.update(process_environment(rank_spec, os.environ))
+
+        self._rank_spec = rank_spec
+        self._log_path = keep_output(rank_spec)
         self._workers: dict[str, Any] = {}
+        # (role, method, start) of the call in the collective group.
         self._running: tuple[str, str, float] | None = None
-        self._streams: dict[str, Listening] = {}
-        self._ended: deque[str] = deque(maxlen=1024)  # of which their callers may not know yet
+        self._streams: dict[str, StreamState] = {}
+        self._ended_streams: deque[str] = deque(maxlen=_REMEMBERED_STREAMS)
         self._listener: socket.socket | None = None
-        self._joined = not seat.process_group
-        self._memory = PeakWatch(on_device=seat.device != "cpu")
+        self._joined = not rank_spec.process_group
+        self._memory = PeakWatch(on_device=rank_spec.device != "cpu")
 
-    # ------------------------------------------------------------------------------------------- collective lane
+    # ----------------------------------------------------------------- collective group
 
-    def join(self, meeting: Meeting, timeout_s: float) -> Failure | None:
-        """Enter torch.distributed; returns when every rank has."""
+    def join(self, rendezvous: Rendezvous, timeout_s: float) -> Failure | None:
+        """Enter the process group of torch.distributed; return when every rank has."""
         try:
             address = ray.util.get_node_ip_address()
             begin()
             with waiting_for_others():
-                join(meeting, self._seat.rank, self._seat.device, address, self._listener, timeout_s)
+                join(
+                    rendezvous,
+                    self._rank_spec.rank,
+                    self._rank_spec.device,
+                    address,
+                    self._listener,
+                    timeout_s,
+                )
             self._joined = True
         except Exception as error:
             return self._failure(error)
         return None
 
-    def build(self, role: str, factory: Callable[..., Any], args: tuple[object, ...]) -> Topology | Failure:
-        """Build this rank's worker of `role`: `factory(context, *args)`."""
-        seat = self._seat
-        context = WorkerContext(
-            role,
-            seat.rank,
-            seat.num_ranks,
-            seat.device,
-            seat.process_group,
-            seat.threads,
-            self._log_path,
-            seat.incarnation,
-        )
-        self._running = role, "build", time.monotonic()
+    def build(
+        self, role: str, factory: Callable[..., Any], args: tuple[object, ...]
+    ) -> Topology | Failure:
+        """Build this rank's worker of `role` with `factory(context, *args)`."""
+        self._running = (role, "build", time.monotonic())
         begin()
         try:
             if not self._joined:
-                raise ClusterError(f"{role} rank {seat.rank} is not in its process group")
+                rank = self._rank_spec.rank
+                raise ClusterError(f"{role} rank {rank} is not in its process group")
+
             self._set_threads()
-            worker = self._workers[role] = factory(context, *args)
-            if seat.process_group:
+            worker = factory(self._context(role), *args)
+            self._workers[role] = worker
+
+            # The factory may have made process groups, and it may have imported torch.
+            if self._rank_spec.process_group:
                 share_timeout()
-            self._set_threads()  # the factory may have imported torch
-            told = getattr(worker, "topology", None)
-            index = seat.rank % seat.num_ranks  # a replica is alone, whatever its number
-            return Topology(index, seat.num_ranks, True) if told is None else told
+            self._set_threads()
+            return self._topology(worker)
         except Exception as error:
             return self._failure(error)
         finally:
-            gc.freeze()  # what is there now stays: no collection looks at it again
+            # Objects that exist now are permanent: no collection visits them again.
+            gc.freeze()
             gc.enable()
             self._running = None
             touch()
 
-    def call(self, request: Request) -> tuple[Batch | None, Reply]:
-        """Run one method: its batch (stored by Ray) and the batch's receipt, or None and any other value."""
-        with self._doing(request):
+    def call(self, request: CallRequest) -> tuple[Batch | None, Reply]:
+        """Run one method.
+
+        Returns:
+            The batch that the method returned, which Ray stores, with its receipt; or
+            None and any other value.
+        """
+        with self._recording(request):
             try:
-                answer = self._bound(request)(*self._arguments(request), **request.kwargs)
-                if not self._answers(request):
+                method = self._bound_method(request)
+                result = method(*self._arguments(request), **request.kwargs)
+                if not self._returns_results(request):
                     return None, None
-                return (answer, Receipt.of(answer)) if isinstance(answer, Batch) else (None, Value(answer))
+                if isinstance(result, Batch):
+                    return result, Receipt.of(result)
+                return None, Value(result)
             except Exception as error:
                 return None, self._failure(error)
 
-    def stream(self, request: Request, stream_id: str) -> Iterator[Batch | Reply]:
-        """Run one generator method: each batch that it yields, followed by its receipt."""
-        listening = self._streams.setdefault(stream_id, Listening(request.lane))
-        this_thread.listening = listening
-        with self._doing(request):
+    def stream(self, request: CallRequest, stream_id: str) -> Iterator[Batch | Reply]:
+        """Run one generator method; yield each batch, followed by its receipt."""
+        new_state = StreamState(request.concurrency_group)
+        # The caller may have abandoned the stream before it began.
+        state = self._streams.setdefault(stream_id, new_state)
+        this_thread.stream_state = state
+
+        with self._recording(request):
             try:
-                for piece in self._bound(request)(*self._arguments(request), **request.kwargs):
-                    if listening.gone:
+                method = self._bound_method(request)
+                for batch in method(*self._arguments(request), **request.kwargs):
+                    if state.abandoned:
                         break
-                    advance(piece.num_rows, "rows")
-                    if self._answers(request):
-                        yield piece
-                        yield Receipt.of(piece)
+                    advance(batch.num_rows, "rows")
+                    if self._returns_results(request):
+                        yield batch
+                        yield Receipt.of(batch)
             except Exception as error:
                 yield None
                 yield self._failure(error)
             finally:
-                this_thread.listening = None
+                this_thread.stream_state = None
                 del self._streams[stream_id]
-                self._ended.append(stream_id)
+                self._ended_streams.append(stream_id)
 
     def close(self) -> None:
         """Close the workers, the last one built first, and leave the process group."""
@@ -149,182 +185,189 @@ class WorkerHost:
                 try:
                     worker.close()
                 except Exception:
+                    # The other workers are closed all the same.
                     traceback.print_exc()
+
+        # A process that never imported torch has no process group to leave.
         torch = sys.modules.get("torch")
-        if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        if torch is None or not torch.distributed.is_available():
+            return
+        if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
-    # ---------------------------------------------------------------------------------------------- control lane
+    # -------------------------------------------------------------------- control group
 
-    def listen(self) -> Meeting:
-        """On rank 0: where the ranks of this set will meet."""
-        meeting, self._listener = listen(ray.util.get_node_ip_address(), self._seat.num_ranks)
-        return meeting
-
-    def facts(self) -> Facts:
-        """Where this process runs."""
-        context, process = ray.get_runtime_context(), psutil.Process()
+    def listen(self) -> Rendezvous:
+        """Open the rendezvous of this process set; called on rank 0."""
         address = ray.util.get_node_ip_address()
-        log_path = str(self._log_path)
-        node_id = context.get_node_id()
-        return Facts(process.pid, process.create_time(), node_id, address, socket.gethostname(), log_path)
+        rendezvous, self._listener = listen(address, self._rank_spec.num_ranks)
+        return rendezvous
+
+    def process_info(self) -> ProcessInfo:
+        """Location of this process and of its log."""
+        process = psutil.Process()
+        return ProcessInfo(
+            pid=process.pid,
+            started=process.create_time(),
+            node_id=ray.get_runtime_context().get_node_id(),
+            address=ray.util.get_node_ip_address(),
+            host_name=socket.gethostname(),
+            log_path=str(self._log_path),
+        )
 
     def status(self) -> Status:
-        """What the process is doing now."""
+        """Present activity of this process."""
+        # Another thread may replace the attribute meanwhile.
         running = self._running
-        process = psutil.Process()
-        since = running and (running[0], running[1], time.monotonic() - running[2])
+        if running is not None:
+            role, method, start = running
+            running = (role, method, time.monotonic() - start)
+
+        # Workers report their waits on a wire; a wait in a collective is visible on the
+        # stack alone.
         done = progress()
-        done = replace(done, waits_for_others=done.waits_for_others or _in_a_collective())
-        health = {role: worker.health() for role, worker in self._workers.items() if hasattr(worker, "health")}
-        return Status(process.pid, process.memory_info().rss, since, done, health)
+        waits_for_others = done.waits_for_others or is_in_collective()
+
+        health = {
+            role: worker.health()
+            for role, worker in self._workers.items()
+            if hasattr(worker, "health")
+        }
+        process = psutil.Process()
+        return Status(
+            pid=process.pid,
+            resident_bytes=process.memory_info().rss,
+            running=running,
+            progress=replace(done, waits_for_others=waits_for_others),
+            health=health,
+        )
 
     def memory(self) -> CallPeaks:
-        """What this process held at most in each call that ended since this was asked last."""
+        """Peak memory of each call that ended since the last call of this method."""
         return self._memory.take()
 
     def stacks(self) -> str:
-        """The Python stacks of all threads but this one, the one that runs a worker's method first."""
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        own = threading.get_ident()
-        texts = [
-            (f"thread {names.get(ident, ident)}:\n" + "".join(traceback.format_stack(frame)))
-            for ident, frame in sys._current_frames().items()
-            if ident != own
-        ]
-        return "\n".join(sorted(texts, key=lambda text: f'"{__file__}"' not in text))
+        """Python stacks of all threads but this one, threads that run a call first."""
+        return thread_stacks(first_file=__file__)
 
-    def end_stream(self, role: str, stream_id: str) -> None:
-        """Nobody listens to this stream any more: stop at its next piece, which the worker may bring about."""
-        if stream_id in self._ended:
+    def abandon_stream(self, role: str, stream_id: str) -> None:
+        """Stop a stream that its caller no longer consumes, at its next batch.
+
+        The worker may stop sooner: through its callbacks (`when_abandoned`), or through
+        its `abort` where the stream runs in the collective group.
+        """
+        if stream_id in self._ended_streams:
             return
-        listening = self._streams.setdefault(stream_id, Listening(SERVING))  # it may begin yet
-        listening.gone = True
-        for act in listening.acts:
-            act()
+
+        # A stream that has not begun finds this state when it begins. It needs no
+        # `abort`, which is for streams of the collective group.
+        state = self._streams.setdefault(stream_id, StreamState(SERVING))
+        state.abandoned = True
+        for callback in state.callbacks:
+            callback()
+
         worker: Any = self._workers.get(role)
-        if listening.lane == COLLECTIVE and hasattr(worker, "abort"):
+        if state.concurrency_group == COLLECTIVE and hasattr(worker, "abort"):
             worker.abort()
 
-    # ------------------------------------------------------------------------------------------------- internals
+    # ------------------------------------------------------------------------ internals
 
     @contextlib.contextmanager
-    def _doing(self, request: Request) -> Iterator[None]:
-        """Note what the collective lane does, and the memory that it takes on any lane. A call that begins or ends is
-        progress; one that only steers others is none."""
-        if request.lane == COLLECTIVE:
-            self._running = request.role, request.method, time.monotonic()
-        if request.lane != STEERING:
+    def _recording(self, request: CallRequest) -> Iterator[None]:
+        """Record the call in the status, in the peaks of memory, and as progress.
+
+        The start and the end of a call are progress. Those of a steering call are none,
+        since the calls that it directs may be stuck all the same.
+        """
+        is_collective = request.concurrency_group == COLLECTIVE
+        is_progress = request.concurrency_group != STEERING
+
+        if is_collective:
+            self._running = (request.role, request.method, time.monotonic())
+        if is_progress:
             begin()
         try:
             with self._memory(request.role, request.method):
                 yield
         finally:
-            if request.lane != STEERING:
+            if is_progress:
                 touch()
-            if request.lane == COLLECTIVE:
+            if is_collective:
                 self._running = None
 
-    def _bound(self, request: Request) -> Callable[..., Any]:
-        if request.incarnation != self._seat.incarnation:
+    def _bound_method(self, request: CallRequest) -> Callable[..., Any]:
+        own_incarnation = self._rank_spec.incarnation
+        if request.incarnation != own_incarnation:
             raise StaleIncarnation(
-                f"{request.method} was called on incarnation {request.incarnation}, this is {self._seat.incarnation}",
+                f"{request.method} was called on incarnation {request.incarnation},"
+                f" this is {own_incarnation}",
                 role=request.role,
-                rank=self._seat.rank,
+                rank=self._rank_spec.rank,
                 node=socket.gethostname(),
             )
-        method: Callable[..., Any] = getattr(self._workers[request.role], request.method)
+        worker = self._workers[request.role]
+        method: Callable[..., Any] = getattr(worker, request.method)
         return method
 
-    def _arguments(self, request: Request) -> list[object]:
-        return [read(a, request.patience_s) if isinstance(a, Sharded) else a for a in request.args]
+    def _arguments(self, request: CallRequest) -> list[object]:
+        """Arguments of the method, with batches instead of references to rows."""
+        arguments: list[object] = []
+        for argument in request.args:
+            if isinstance(argument, Sharded):
+                argument = read(argument, request.patience_s)
+            arguments.append(argument)
+        return arguments
 
-    def _answers(self, request: Request) -> bool:
-        """Of ranks that compute the same rows one answers for them; of anything else each speaks for itself."""
-        if not any(isinstance(argument, Sharded) for argument in request.args):
+    def _returns_results(self, request: CallRequest) -> bool:
+        """Whether this rank's result is the one that the driver reads.
+
+        Of several ranks that compute the same rows, one returns their result. A call
+        without rows has one result per rank.
+        """
+        has_rows = any(isinstance(argument, Sharded) for argument in request.args)
+        if not has_rows:
             return True
-        told = getattr(self._workers[request.role], "topology", None)
-        return told is None or bool(told.answers)
+        topology = getattr(self._workers[request.role], "topology", None)
+        return topology is None or bool(topology.returns_results)
+
+    def _context(self, role: str) -> WorkerContext:
+        return WorkerContext(
+            role=role,
+            rank=self._rank_spec.rank,
+            num_ranks=self._rank_spec.num_ranks,
+            device=self._rank_spec.device,
+            process_group=self._rank_spec.process_group,
+            threads=self._rank_spec.threads,
+            log_path=self._log_path,
+            incarnation=self._rank_spec.incarnation,
+        )
+
+    def _topology(self, worker: Any) -> Topology:
+        """The worker's topology; by default every rank has rows of its own."""
+        topology: Topology | None = getattr(worker, "topology", None)
+        if topology is not None:
+            return topology
+
+        num_ranks = self._rank_spec.num_ranks
+        # A replica is the only rank of its processes, whatever its number in the set.
+        dp_rank = self._rank_spec.rank % num_ranks
+        return Topology(dp_rank, num_ranks, True)
 
     def _set_threads(self) -> None:
-        # The lane has a thread of its own, and torch keeps this number per thread.
+        # Torch keeps this number per thread, and the collective group has a thread of
+        # its own.
         torch = sys.modules.get("torch")
         if torch is not None:
-            torch.set_num_threads(self._seat.threads)
+            torch.set_num_threads(self._rank_spec.threads)
 
     def _failure(self, error: Exception) -> Failure:
-        what, trace = f"{type(error).__name__}: {error}", "".join(traceback.format_exception(error))
+        message = f"{type(error).__name__}: {error}"
+        trace = "".join(traceback.format_exception(error))
         if isinstance(error, VerlRayError):
-            print(trace, file=sys.stderr, flush=True)  # the log
-            return Failure(what, "", "", error)
+            # The log keeps the stack; the driver shows the error without it.
+            print(trace, file=sys.stderr, flush=True)
+            return Failure(message, "", "", error)
+
+        # What the process has printed last must be in the log that `tail` reads.
         sys.stdout.flush()
-        return Failure(what, trace, tail(self._log_path), None)
-
-
-def process_environment(seat: Seat, given: Mapping[str, str]) -> dict[str, str]:
-    """What this process sets for itself, `given` what it was started with; before torch is imported."""
-    trains = seat.process_group and seat.device != "cpu"
-    return thread_environment(seat.threads) | (trainer_environment(given) if trains else {})
-
-
-_COLLECTIVES = ("torch/distributed/distributed_c10d.py", "torch/distributed/_functional_collectives.py")
-_INNERMOST = 3  # a collective's own frames: torch's operator, the function, its decorator
-
-
-def _in_a_collective() -> bool:
-    """Whether a thread is inside one of torch's collectives, as far as its Python frames tell: what runs on a device
-    they do not show."""
-    for frame in sys._current_frames().values():
-        at: FrameType | None = frame
-        for _ in range(_INNERMOST):
-            if at is None:
-                break
-            if at.f_code.co_filename.endswith(_COLLECTIVES):
-                return True
-            at = at.f_back
-    return False
-
-
-def thread_environment(threads: int) -> dict[str, str]:
-    """Environment variables of a process that computes with `threads` threads; torch reads them when it is imported.
-
-    Idle OpenMP threads sleep instead of spinning: the processes of a node take turns on its cores, and a spinning
-    thread keeps the core from the one that is waited for. Measured on two busy cores, the update of a small model with
-    two threads took 0.10 s and 0.12 s of CPU time; with spinning threads 1.1 s and 0.97 s.
-    """
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    return {**counts, "OMP_WAIT_POLICY": "PASSIVE"}
-
-
-def _keep_output(seat: Seat) -> Path:
-    """Send this process's output to a file of its own, in the run's folder or, where that cannot be, in Ray's."""
-    again = f".{seat.incarnation}" if seat.incarnation > 1 else ""
-    name = f"{seat.processes}-{seat.rank}{again}.log"
-    try:
-        Path(seat.log_dir).mkdir(parents=True, exist_ok=True)
-        path = Path(seat.log_dir) / name
-        log = path.open("ab", buffering=0)
-    except OSError as error:
-        path = Path(ray._private.worker.global_worker.node.get_logs_dir_path()) / f"verl_ray-{os.getpid()}-{name}"
-        print(f"{seat.log_dir} cannot be written here ({error}); output is kept in {path}")
-        log = path.open("ab", buffering=0)
-    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
-        stream.flush()
-        os.dup2(log.fileno(), descriptor)
-    log.close()
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    faulthandler.enable(file=2)
-    faulthandler.register(STACKS_SIGNAL, file=2)
-    return path
-
-
-def tail(path: str | Path, size: int = _TAIL_BYTES) -> str:
-    """The last lines of a file, at most `size` bytes; empty when there is none."""
-    try:
-        with Path(path).open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(0, end - size))
-            text = file.read().decode(errors="replace")
-    except OSError:
-        return ""
-    return text if end <= size else text.partition("\n")[2]
+        return Failure(message, trace, tail(self._log_path), None)

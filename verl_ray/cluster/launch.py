@@ -1,63 +1,92 @@
-"""From a plan of process sets and roles to worker groups that can be called.
+"""The start of a plan: from process sets and roles to worker groups.
 
-Invariant: all groups are up, or nothing is left of any. Deliberately not here: which sets and roles a run has.
+Invariant: either all groups run, or no process and no reservation of any remains.
+Deliberately not here: the choice of sets and roles of a run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar, cast
 
-from verl_ray.cluster.calls import answered
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.placement import Place, ProcessSet, place, release
 from verl_ray.cluster.processes import Processes, Role, close, start
+from verl_ray.cluster.rank_calls import replies_within
 from verl_ray.profiling.memory import CallPeaks
 
 W = TypeVar("W")
 
-_MEMORY_S = 2.0  # for a record that nothing depends on
+# Short, since nothing depends on the record of memory.
+_MEMORY_S = 2.0
 
 
 class Groups:
-    """The groups of a run: `groups[role]` is the group that was started for this `Role`."""
+    """The groups of a run; `groups[role]` is the group that was started for a `Role`.
+
+    Use it as a context manager, or call `close`.
+    """
 
     def __init__(self, sets: Sequence[Processes], places: Sequence[Place]) -> None:
         self._sets = sets
         self._places = places
         self._groups: dict[str, list[WorkerGroup[Any]]] = {}
-        for one in sets:
-            for role in one.roles:
-                self._groups.setdefault(role.name, []).append(WorkerGroup(role.name, one))
+        for processes in sets:
+            for role in processes.roles:
+                group: WorkerGroup[Any] = WorkerGroup(role.name, processes)
+                self._groups.setdefault(role.name, []).append(group)
 
     def __getitem__(self, role: Role[W]) -> WorkerGroup[W]:
+        """The only group of a role whose processes are not replicas."""
         (group,) = self._groups[role.name]
         return cast(WorkerGroup[W], group)
 
     def replicas(self, role: Role[W]) -> tuple[WorkerGroup[W], ...]:
-        """The groups of a role whose processes are replicas, one each."""
+        """Groups of a role whose processes are replicas, one group per replica."""
         return tuple(self._groups[role.name])
 
-    def ask_memory(self) -> Callable[[], list[CallPeaks]]:
-        """Ask all processes what they held in the calls that ended since this was asked last; they answer while they
-        are busy. Returns what waits a moment for the answers; those of processes that are lost are left out."""
-        flights = [flight for one in self._sets for flight in one.ask_memory()]
-        return lambda: answered(flights, _MEMORY_S)
+    def request_memory(self) -> Callable[[], list[CallPeaks]]:
+        """Request the peak memory of each call since the last such request.
+
+        Processes reply also while they are busy.
+
+        Returns:
+            Function that waits a moment and returns the replies. Replies of processes
+            that are lost are left out.
+        """
+        rank_calls = []
+        for processes in self._sets:
+            rank_calls += processes.request_memory()
+
+        def peaks() -> list[CallPeaks]:
+            return replies_within(rank_calls, _MEMORY_S)
+
+        return peaks
 
     def close(self) -> None:
-        """Close all workers, end their processes and give the bundles back. Closing twice is closing once."""
+        """Close all workers, stop their processes and release the bundles.
+
+        A second call has no effect.
+        """
+        # The bundles are released even if a process could not be stopped.
         try:
             close(self._sets)
         finally:
-            release({one.group.id: one.group for one in self._places}.values())
-            self._sets, self._places = (), ()
+            _release(self._places)
+            self._sets = ()
+            self._places = ()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.close()
 
 
@@ -68,31 +97,64 @@ def start_groups(
     stall_s: float,
     log_dir: Path,
 ) -> Groups:
-    """Reserve bundles, start all processes side by side, join them and build every role's workers.
+    """Reserve bundles, start and join all processes, and build every role's workers.
 
-    Sets that are `built_first` are built before the others, roles of one set in the given order. Raises ClusterError
-    when the cluster cannot hold the plan, and the typed error of the part (set or role, rank, node) that failed or made
-    no progress for `stall_s` seconds, which is the limit of later calls, too; everything else is ended by then.
+    Sets that are `built_first` are built before the others. Roles of one set are built
+    in the order of `roles`.
+
+    Args:
+        sets: Process sets to start.
+        roles: Roles to build; each names its process set.
+        stall_s: Seconds for which a process may make no progress, now and in later
+            calls.
+        log_dir: Directory for the output of the processes.
+
+    Raises:
+        ClusterError: The cluster cannot hold the plan.
+        VerlRayError: A part failed or made no progress; the error names its set or
+            role, rank and node. All other parts are stopped then.
     """
-    unknown = {role.processes for role in roles} - {one.name for one in sets}
+    set_names = {process_set.name for process_set in sets}
+    unknown = {role.processes for role in roles} - set_names
     if unknown:
-        raise ValueError(f"roles name process sets that are not in the plan: {sorted(unknown)}")
-    places = place(sets, stall_s)
-    running = [
-        Processes(
-            one,
-            ranks,
-            places[one.name],
-            [role for role in roles if role.processes == one.name],
-            str(log_dir.resolve()),
-            stall_s,
+        raise ValueError(
+            f"roles name process sets that are not in the plan: {sorted(unknown)}"
         )
-        for one in sets
-        for ranks in ([[rank] for rank in range(one.num_ranks)] if one.replicas else [list(range(one.num_ranks))])
-    ]
+
+    places = place(sets, stall_s)
+    running: list[Processes] = []
+    for process_set in sets:
+        set_roles = [role for role in roles if role.processes == process_set.name]
+        for ranks in _ranks_that_live_together(process_set):
+            running.append(
+                Processes(
+                    spec=process_set,
+                    ranks=ranks,
+                    place=places[process_set.name],
+                    roles=set_roles,
+                    log_dir=str(log_dir.resolve()),
+                    stall_s=stall_s,
+                )
+            )
+
+    # `start` kills the processes of a failed start; their bundles remain.
     try:
         start(running)
     except BaseException:
-        release({one.group.id: one.group for one in places.values()}.values())
+        _release(places.values())
         raise
     return Groups(running, tuple(places.values()))
+
+
+def _ranks_that_live_together(process_set: ProcessSet) -> list[list[int]]:
+    """Ranks of a set, partitioned into those that fail and restart together."""
+    ranks = list(range(process_set.num_ranks))
+    if process_set.replicas:
+        return [[rank] for rank in ranks]
+    return [ranks]
+
+
+def _release(places: Iterable[Place]) -> None:
+    # All sets of a plan share one placement group, which may be removed only once.
+    groups = {place.group.id: place.group for place in places}
+    release(groups.values())

@@ -1,7 +1,7 @@
-"""What travels between the driver and a worker process, besides rows.
+"""Messages between the driver and a worker process, besides rows.
 
-Invariant: plain values that survive pickling. Deliberately not here: rows (`verl_ray/data`), and who sends what
-(`group.py`, `host.py`).
+Invariant: every message is a plain value that survives pickling. Deliberately not
+here: rows (`verl_ray/data`), and the code that sends messages (`group.py`, `host.py`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,28 @@ from verl_ray.data.sharded import Receipt
 from verl_ray.errors import VerlRayError
 from verl_ray.profiling.progress import Progress
 
-PATIENCE = 0.8
-"""Of run.stall_s: so long a worker waits for others, so that it can say who did not come before it is named itself."""
+PEER_TIMEOUT_FRACTION = 0.8
+"""Fraction of `run.stall_s` for which a worker waits for its peers.
+
+It is below 1 so that the worker can report which peer did not come before the driver
+reports the worker itself as stalled.
+"""
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Which process this is: rank `rank` of the process set `processes`, of which `num_ranks` live and die together."""
+class RankSpec:
+    """Identity and settings of one process: rank `rank` of its process set.
+
+    Attributes:
+        processes: Name of the process set.
+        rank: Number of the process in its set.
+        num_ranks: Number of ranks that live and die together with this one.
+        device: "cpu", or "cuda:0" as the only device that the process sees.
+        threads: Number of CPU threads that the process may use.
+        process_group: True if the ranks form a torch.distributed process group.
+        log_dir: Directory for the output of the process.
+        incarnation: 1 at first, plus one for each restart.
+    """
 
     processes: str
     rank: int
@@ -32,11 +47,21 @@ class Seat:
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Where a process runs and where its output is kept."""
+class ProcessInfo:
+    """Location of a running process and of its log.
+
+    Attributes:
+        pid: Process id on its node.
+        started: Start of the process in seconds since the epoch. Together with `pid`
+            it distinguishes the process from a later one with the same id.
+        node_id: Ray's id of the node.
+        address: IP address of the node.
+        host_name: Host name of the node.
+        log_path: Path of the process's log on its node.
+    """
 
     pid: int
-    started: float  # seconds since the epoch; with pid, tells it from a later process of the same number
+    started: float
     node_id: str
     address: str
     host_name: str
@@ -44,12 +69,25 @@ class Facts:
 
     @property
     def node(self) -> str:
+        """Name of the node for messages: host name and address."""
         return f"{self.host_name} ({self.address})"
 
 
 @dataclass(frozen=True)
-class Request:
-    """One call of one method. `Sharded` arguments arrive at the method as plain batches."""
+class CallRequest:
+    """One call of one method.
+
+    The process replaces `Sharded` arguments by the batches that they refer to.
+
+    Attributes:
+        role: Role whose worker is called.
+        incarnation: Incarnation of the process that the call is meant for.
+        method: Name of the method.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        patience_s: Seconds that the process waits for the rows of its arguments.
+        concurrency_group: Concurrency group that the method runs in.
+    """
 
     role: str
     incarnation: int
@@ -57,37 +95,52 @@ class Request:
     args: tuple[object, ...]
     kwargs: dict[str, object]
     patience_s: float
-    """How long it waits for the rows to come."""
-    lane: str
+    concurrency_group: str
 
 
 @dataclass(frozen=True)
 class Value:
-    """What a method returned that is not a batch."""
+    """Return value of a method that is not a batch."""
 
     value: Any
 
 
 @dataclass(frozen=True)
 class Failure:
-    """An exception of a worker."""
+    """Exception that a worker raised.
 
-    what: str
+    A defect carries its stack and the last output of the process. An error that this
+    project raises on purpose explains itself; its stack is in the process's log.
+
+    Attributes:
+        message: Type and text of the exception.
+        trace: Stack of the exception; empty for an error raised on purpose.
+        output: Last output of the process; empty for an error raised on purpose.
+        error: The exception itself if it is an error of this project, else None.
+    """
+
+    message: str
     trace: str
-    """Its stack, and the last of what the process wrote: of a defect. What this project raises on purpose says itself
-    what is wrong, and the stack is in the process's log."""
     output: str
     error: VerlRayError | None
-    """The exception itself, where it is one of these."""
 
 
-Reply = Receipt[Any] | Value | Failure | None  # None: a rank that does not answer for its rows
+Reply = Receipt[Any] | Value | Failure | None
+"""Reply of one rank to a call; None if another rank replies for the same rows."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What the collective lane is doing: (role, method, seconds so far), or None when it is idle; how far the process
-    is with whatever it does on any lane; and what workers that have a `health` say of themselves, by role."""
+    """Present activity of a process.
+
+    Attributes:
+        pid: Process id.
+        resident_bytes: Resident set size of the process.
+        running: (role, method, seconds so far) of the call in the collective group;
+            None while that group is idle.
+        progress: Progress of the process in any concurrency group.
+        health: Results of the `health` methods of its workers, by role.
+    """
 
     pid: int
     resident_bytes: int

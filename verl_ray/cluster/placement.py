@@ -1,16 +1,21 @@
-"""Which processes run where: sets of processes -> bundles -> one Ray placement group -> the bundle of each rank.
+"""Placement of processes: from process sets to the bundle of each rank.
 
-Invariant: what the cluster does not have is refused at once with both figures, and what is not refused Ray can place.
-Sets of the same bundle group share bundles rank by rank, so colocated ranks are on one node and one device. Ranks are
-numbered node by node, so groups of neighbouring ranks stay within a node wherever the nodes' sizes allow it.
-Deliberately not here: the processes themselves (`launch.py`), and which of a node's GPUs a bundle has: Ray decides it.
+Sets of the same bundle group share bundles rank by rank, so colocated ranks are on one
+node and one device. All bundles are reserved in one Ray placement group. Ranks are
+numbered node by node, so groups of neighbouring ranks stay within a node wherever the
+sizes of the nodes allow it.
+
+Invariant: a plan that the cluster cannot hold is refused at once with both figures, and
+a plan that is not refused can be placed by Ray. Deliberately not here: how bundles are
+packed and numbered (`packing.py`), the processes themselves (`launch.py`), and the
+choice of a node's GPUs for a bundle, which is Ray's.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,56 +23,75 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from verl_ray.cluster.packing import (
+    Bundles,
+    NodeName,
+    Resources,
+    fits,
+    number_ranks,
+)
 from verl_ray.cluster.session import NodeResources, node_resources
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.cluster.waiting import TICK_S
 from verl_ray.errors import ClusterError
 
-Resources = dict[str, float]
-NodeName = tuple[str, str]
-"""The address of a node and, since several may have the same, Ray's id of it. Nodes are sorted by it."""
-_Kind = tuple[tuple[str, float], ...]  # what a bundle asks for; those that ask for the same are of one kind
-
-_GRAIN = 10_000  # Ray counts resources in ten-thousandths
-_TICK_S = 0.5
-_RELEASE_S = 5.0  # resources of processes that ended come back this late at most
+# Ray counts resources in ten-thousandths.
+_GRAIN = 10_000
+# Resources of processes that ended become available this late at most.
+_RELEASE_S = 5.0
 
 
 @dataclass(frozen=True)
 class ProcessSet:
-    """Processes of one kind, one per rank; roles that share a process per rank live in one set."""
+    """Processes of one kind, one per rank.
+
+    Roles that share a process per rank live in one set.
+
+    Attributes:
+        name: Name of the set.
+        num_ranks: Number of ranks.
+        cpus_per_rank: CPUs that Ray reserves for each rank; may be a fraction.
+        gpus_per_rank: GPUs that each rank sees; colocated ranks see the same one.
+        bundle_group: Sets with the same bundle group share bundles: rank i of each is
+            in bundle i.
+        threads_per_rank: CPU threads that each process may use.
+        process_group: True if the ranks form a torch.distributed process group.
+        replicas: True if each rank is a group of its own, which fails and restarts
+            without the others.
+        built_first: True if the set is built before the others, since it needs their
+            devices' memory until it is built.
+    """
 
     name: str
     num_ranks: int
-    cpus_per_rank: float  # may be a fraction
-    gpus_per_rank: int  # devices each rank sees; colocated ranks see the same one
-    bundle_group: str  # sets with the same name here share bundles: rank i of each sits in bundle i
+    cpus_per_rank: float
+    gpus_per_rank: int
+    bundle_group: str
     threads_per_rank: int
-    process_group: bool  # torch.distributed over its ranks
-    replicas: bool = False  # each rank is a group of its own: it fails and restarts alone
-    built_first: bool = False  # before the others: it needs their devices' memory until it is built
-
-
-@dataclass(frozen=True)
-class Bundles:
-    """The bundles of one bundle group, one per rank, and what one process of each set takes of its bundle."""
-
-    name: str
-    bundles: tuple[Resources, ...]
-    """A later one is never larger than an earlier one."""
-    shares: dict[str, Resources]  # by set name
+    process_group: bool
+    replicas: bool = False
+    built_first: bool = False
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where the processes of one set go: rank i into the bundle `bundles[i]` of the placement group."""
+    """Bundles of one process set.
+
+    Attributes:
+        group: Ray's placement group.
+        bundles: Index of each rank's bundle in the placement group.
+        share: Resources that one process takes of its bundle.
+    """
 
     group: Any
     bundles: tuple[int, ...]
     share: Resources
 
     def options(self, rank: int) -> dict[str, Any]:
-        """Actor options for one rank."""
-        strategy = PlacementGroupSchedulingStrategy(self.group, placement_group_bundle_index=self.bundles[rank])
+        """Ray's options of the actor for one rank."""
+        strategy = PlacementGroupSchedulingStrategy(
+            self.group, placement_group_bundle_index=self.bundles[rank]
+        )
         return {
             "num_cpus": self.share["CPU"],
             "num_gpus": self.share.get("GPU", 0),
@@ -75,197 +99,231 @@ class Place:
         }
 
 
-def share_cpus(sets: Sequence[ProcessSet], nodes: Sequence[Resources]) -> tuple[list[ProcessSet], str | None]:
-    """The sets with as many CPUs per rank, at most 1, as let all bundles fit on these nodes, each bundle on one node;
-    and a warning if that is less than 1. A fair share of all cores would not do: on several nodes some cores stay
-    unused. Sets that no share makes fit keep 1 each; `check_fits` will say what they lack.
+# ------------------------------------------------------------------- sets and bundles
+
+
+def share_cpus(
+    sets: Sequence[ProcessSet], nodes: Sequence[Resources]
+) -> tuple[list[ProcessSet], str | None]:
+    """Sets with the largest number of CPUs per rank, at most 1, that lets all fit.
+
+    Each bundle must fit on one node. A fair share of all cores would be too large: on
+    several nodes some cores stay unused.
+
+    Args:
+        sets: Process sets; their own CPUs per rank are ignored.
+        nodes: Resources of each node.
+
+    Returns:
+        The sets, and a warning if the ranks get less than 1 CPU each. If no share lets
+        the sets fit, the ranks get 1 CPU each and no warning; `check_fits` will report
+        what they lack.
     """
-    processes = sum(one.num_ranks for one in sets)
-    cores = [node.get("CPU", 0.0) for node in nodes]
-    shares = {1.0} | {math.floor(100 * some / n) / 100 for some in set(cores) for n in range(1, processes + 1)}
-    for share in sorted((share for share in shares if share <= 1), reverse=True):
-        shared = [replace(one, cpus_per_rank=max(share, 1 / _GRAIN)) for one in sets]
-        if not fits([bundle for plan in plan_bundles(shared) for bundle in plan.bundles], nodes):
+    num_processes = sum(process_set.num_ranks for process_set in sets)
+    cores_of_nodes = [node.get("CPU", 0.0) for node in nodes]
+
+    for share in _possible_shares(cores_of_nodes, num_processes):
+        # Ray rounds less than a grain down to nothing.
+        cpus = max(share, 1 / _GRAIN)
+        shared = [replace(process_set, cpus_per_rank=cpus) for process_set in sets]
+        if not fits(_all_bundles(plan_bundles(shared)), nodes):
             continue
-        if share == 1:
-            return shared, None
-        return shared, f"{processes} worker processes share {sum(cores):g} CPU cores; steps will be slower for it"
-    return [replace(one, cpus_per_rank=1.0) for one in sets], None
+
+        warning = None
+        if share != 1:
+            warning = (
+                f"{num_processes} worker processes share {sum(cores_of_nodes):g} CPU"
+                " cores; steps will be slower for it"
+            )
+        return shared, warning
+
+    return [replace(process_set, cpus_per_rank=1.0) for process_set in sets], None
+
+
+def _possible_shares(
+    cores_of_nodes: Sequence[float], num_processes: int
+) -> list[float]:
+    """Shares of 1 CPU or less that divide the cores of a node, the largest first."""
+    shares = {1.0}
+    for cores in set(cores_of_nodes):
+        for num_on_node in range(1, num_processes + 1):
+            shares.add(math.floor(100 * cores / num_on_node) / 100)
+    return sorted((share for share in shares if share <= 1), reverse=True)
 
 
 def plan_bundles(sets: Sequence[ProcessSet]) -> list[Bundles]:
-    """The bundles of every bundle group, in order of first appearance."""
-    members: dict[str, list[ProcessSet]] = {}
-    for one in sets:
-        members.setdefault(one.bundle_group, []).append(one)
-    return [_bundles(name, group) for name, group in members.items()]
+    """Bundles of every bundle group, in order of first appearance."""
+    sets_by_group: dict[str, list[ProcessSet]] = {}
+    for process_set in sets:
+        sets_by_group.setdefault(process_set.bundle_group, []).append(process_set)
+    return [_bundles(name, members) for name, members in sets_by_group.items()]
 
 
 def _bundles(name: str, sets: Sequence[ProcessSet]) -> Bundles:
-    devices = max(one.gpus_per_rank for one in sets)
-    sharing = sum(one.gpus_per_rank > 0 for one in sets)
-    if sharing > 1 and devices > 1:
-        raise ClusterError(
-            f"bundle group {name!r}: {[one.name for one in sets]} share bundles, and one asks for {devices} GPUs per "
-            "rank; colocated ranks share exactly one GPU. Use placement=separate, or one GPU per rank"
-        )
-    shares: dict[str, Resources] = {}
-    for one in sets:
-        shares[one.name] = {"CPU": math.floor(one.cpus_per_rank * _GRAIN) / _GRAIN}
-        if one.gpus_per_rank:
-            # Shared devices are charged by equal fractions; Ray then shows each process the whole device.
-            shares[one.name]["GPU"] = devices if sharing == 1 else math.floor(_GRAIN / sharing) / _GRAIN
+    """Bundles that the sets of one bundle group share."""
+    gpus_per_bundle = max(process_set.gpus_per_rank for process_set in sets)
+    shares = _shares_of_bundle(name, sets, gpus_per_bundle)
+
     bundles: list[Resources] = []
-    for rank in range(max(one.num_ranks for one in sets)):
-        present = [one for one in sets if rank < one.num_ranks]
-        bundle = {"CPU": max(round(sum(shares[one.name]["CPU"] for one in present), 4), 1 / _GRAIN)}
-        if any(one.gpus_per_rank for one in present):
-            bundle["GPU"] = float(devices)
+    num_bundles = max(process_set.num_ranks for process_set in sets)
+    for rank in range(num_bundles):
+        # Sets of a bundle group may have different numbers of ranks.
+        present = [process_set for process_set in sets if rank < process_set.num_ranks]
+        cpus = sum(shares[process_set.name]["CPU"] for process_set in present)
+        # The sum of fractions is not exact, and Ray refuses an empty bundle.
+        bundle = {"CPU": max(round(cpus, 4), 1 / _GRAIN)}
+        if any(process_set.gpus_per_rank for process_set in present):
+            bundle["GPU"] = float(gpus_per_bundle)
         bundles.append(bundle)
     return Bundles(name, tuple(bundles), shares)
 
 
-def fits(bundles: Sequence[Resources], nodes: Sequence[Resources]) -> bool:
-    """Whether Ray's PACK strategy would find a node for each of the bundles.
-
-    What it does (Ray 2.60, bundle_scheduling_policy.cc and scorer.cc): the bundles are sorted by GPUs, then by CPUs,
-    largest first. The first of them goes to the node of which it leaves the largest fractions free, then all others
-    that still fit there. What is left begins anew on the other nodes. Among nodes of the same score Ray takes any.
-    """
-    waiting = sorted(bundles, key=lambda bundle: (bundle.get("GPU", 0.0), bundle["CPU"]), reverse=True)
-    candidates = [dict(node) for node in nodes]
-    while waiting:
-        possible = [node for node in candidates if _holds(node, waiting[0])]
-        if not possible:
-            return False
-        node = max(possible, key=lambda free: _free_fractions(free, waiting[0]))
-        candidates = [other for other in candidates if other is not node]
-        left: list[Resources] = []
-        for bundle in waiting:
-            if not _holds(node, bundle):
-                left.append(bundle)
-                continue
-            for key, amount in bundle.items():
-                node[key] -= amount
-        waiting = left
-    return True
-
-
-def _holds(free: Resources, bundle: Resources) -> bool:
-    return all(free.get(key, 0.0) + 1e-6 >= amount for key, amount in bundle.items())
-
-
-def _free_fractions(free: Resources, bundle: Resources) -> float:
-    """How much of each resource that the bundle asks for stays free, as fractions that are added up."""
-    return sum((free[key] - amount) / free[key] for key, amount in bundle.items() if free.get(key))
-
-
-def number_ranks(plans: Sequence[Bundles], homes: Sequence[NodeName]) -> dict[str, tuple[int, ...]]:
-    """The bundle of each rank, by bundle group: the index of a bundle among those of all plans, one after another.
-
-    `homes`: the node of each of these bundles. Ray sorts equal bundles by an algorithm that is not stable, so which of
-    them are on one node says nothing. Equal bundles are therefore interchangeable here, between groups too: largest
-    group first, each takes its bundles node by node. Nodes that hold more of them come first, so that groups of
-    neighbouring ranks meet the odd nodes last. Where the first ranks of a group ask for more than the others, a node
-    that holds both kinds lies between those that hold one.
-    """
-    asked = [_kind(bundle) for plan in plans for bundle in plan.bundles]
-    unused: dict[_Kind, list[int]] = {}
-    for index, kind in enumerate(asked):
-        unused.setdefault(kind, []).append(index)
-
-    numbered: dict[str, tuple[int, ...]] = {}
-    for plan in sorted(plans, key=lambda one: len(one.bundles), reverse=True):
-        kinds = list(dict.fromkeys(_kind(bundle) for bundle in plan.bundles))
-        held: dict[NodeName, list[int]] = {}  # by node, the kind of each bundle there that the group may take
-        for number, kind in enumerate(kinds):
-            for index in unused[kind]:
-                held.setdefault(homes[index], []).append(number)
-        nodes = sorted(held, key=lambda node: (min(held[node]), max(held[node]), -len(held[node]), node))
-        place_of = {node: place for place, node in enumerate(nodes)}
-        for kind in kinds:
-            unused[kind].sort(key=lambda index: (place_of[homes[index]], index))
-        numbered[plan.name] = tuple(unused[_kind(bundle)].pop(0) for bundle in plan.bundles)
-    return numbered
-
-
-def _kind(bundle: Resources) -> _Kind:
-    return tuple(sorted(bundle.items()))
-
-
-def _refusal(plans: Sequence[Bundles], nodes: Sequence[NodeResources], free: bool) -> ClusterError:
-    def text(amounts: Resources) -> str:
-        return ", ".join(f"{amounts[key]:g} {key}" for key in ("CPU", "GPU") if amounts.get(key)) or "nothing"
-
-    asked = [bundle for plan in plans for bundle in plan.bundles]
-    total = {key: sum(bundle.get(key, 0.0) for bundle in asked) for key in ("CPU", "GPU")}
-    lines = [f"the run asks for {text(total)} in {len(asked)} bundles, and the cluster cannot hold them:"]
-    for plan in plans:
-        lines += [f"  asked by {plan.name} bundle {i}: {text(bundle)}" for i, bundle in enumerate(plan.bundles)]
-    for node in nodes:
-        lines.append(
-            f"  node {node.address} has {text(node.total)}" + (f", free {text(node.available)}" if free else "")
+def _shares_of_bundle(
+    name: str, sets: Sequence[ProcessSet], gpus_per_bundle: int
+) -> dict[str, Resources]:
+    """Resources that one process of each set takes of its bundle, by set name."""
+    num_sharing = sum(process_set.gpus_per_rank > 0 for process_set in sets)
+    if num_sharing > 1 and gpus_per_bundle > 1:
+        set_names = [process_set.name for process_set in sets]
+        raise ClusterError(
+            f"bundle group {name!r}: {set_names} share bundles, and one asks for"
+            f" {gpus_per_bundle} GPUs per rank; colocated ranks share exactly one GPU."
+            " Use placement=separate, or one GPU per rank"
         )
-    lines.append("lower <role>.num_ranks or rollout.num_replicas, use placement=colocated, or add nodes")
-    return ClusterError("\n".join(lines))
+
+    shares: dict[str, Resources] = {}
+    for process_set in sets:
+        cpus = math.floor(process_set.cpus_per_rank * _GRAIN) / _GRAIN
+        share: Resources = {"CPU": cpus}
+        if process_set.gpus_per_rank and num_sharing == 1:
+            share["GPU"] = gpus_per_bundle
+        elif process_set.gpus_per_rank:
+            # A shared device is charged by equal fractions. Ray then shows each process
+            # the whole device.
+            share["GPU"] = math.floor(_GRAIN / num_sharing) / _GRAIN
+        shares[process_set.name] = share
+    return shares
+
+
+def _all_bundles(plans: Sequence[Bundles]) -> list[Resources]:
+    return [bundle for plan in plans for bundle in plan.bundles]
+
+
+# ------------------------------------------------------------------------ reservation
+
+
+def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
+    """Reserve bundles for all sets in one placement group; return places by set name.
+
+    Raises:
+        ClusterError: The cluster cannot hold the bundles, or Ray did not reserve them
+            within `stall_s` seconds. Nothing is reserved then.
+    """
+    plans = plan_bundles(sets)
+    check_fits(plans)
+    group = placement_group(_all_bundles(plans), strategy="PACK")
+    # The nodes of the bundles are known only once Ray has reserved them.
+    try:
+        _wait_until_reserved(group, plans, stall_s)
+        homes = _homes(ray.util.placement_group_table(group))
+        numbered = number_ranks(plans, homes)
+    except BaseException:
+        release([group])
+        raise
+
+    places: dict[str, Place] = {}
+    for plan in plans:
+        for process_set in sets:
+            if process_set.bundle_group == plan.name:
+                share = plan.shares[process_set.name]
+                places[process_set.name] = Place(group, numbered[plan.name], share)
+    return places
 
 
 def check_fits(plans: Sequence[Bundles]) -> None:
-    """Raise ClusterError, with asked and available, unless the cluster can hold all the bundles now."""
-    asked = [bundle for plan in plans for bundle in plan.bundles]
+    """Raise ClusterError unless the cluster can hold all the bundles now.
+
+    The error states the requested and the available resources. Resources of processes
+    that have just ended may take some seconds to become available, so the function
+    waits that long.
+    """
+    # A plan that does not fit an empty cluster need not wait.
+    bundles = _all_bundles(plans)
     nodes = node_resources()
-    if not fits(asked, [node.total for node in nodes]):
-        raise _refusal(plans, nodes, free=False)
-    give_up = time.monotonic() + _RELEASE_S
-    while not fits(asked, [node.available for node in nodes]):
-        if time.monotonic() > give_up:
-            raise _refusal(plans, nodes, free=True)
+    if not fits(bundles, [node.total for node in nodes]):
+        raise _refusal(plans, nodes, show_available=False)
+
+    deadline = time.monotonic() + _RELEASE_S
+    while not fits(bundles, [node.available for node in nodes]):
+        if time.monotonic() > deadline:
+            raise _refusal(plans, nodes, show_available=True)
         heed_signals()
         time.sleep(0.1)
         nodes = node_resources()
 
 
-def place(sets: Sequence[ProcessSet], stall_s: float) -> dict[str, Place]:
-    """Reserve bundles for all sets, in one placement group; by set name. Raises ClusterError, with nothing reserved,
-    if that fails."""
-    plans = plan_bundles(sets)
-    check_fits(plans)
-    group = placement_group([bundle for plan in plans for bundle in plan.bundles], strategy="PACK")
-    try:
-        _wait_until_reserved(group, plans, stall_s)
-        numbered = number_ranks(plans, _homes(ray.util.placement_group_table(group)))
-    except BaseException:
-        release([group])
-        raise
-    return {
-        one.name: Place(group, numbered[plan.name], plan.shares[one.name])
-        for plan in plans
-        for one in sets
-        if one.bundle_group == plan.name
+def _refusal(
+    plans: Sequence[Bundles], nodes: Sequence[NodeResources], show_available: bool
+) -> ClusterError:
+    bundles = _all_bundles(plans)
+    total = {
+        key: sum(bundle.get(key, 0.0) for bundle in bundles) for key in ("CPU", "GPU")
     }
+    lines = [
+        f"the run requests {_amounts(total)} in {len(bundles)} bundles, and the cluster"
+        " cannot hold them:"
+    ]
+    for plan in plans:
+        for index, bundle in enumerate(plan.bundles):
+            lines.append(f"  {plan.name} bundle {index} needs {_amounts(bundle)}")
+    for node in nodes:
+        line = f"  node {node.address} has {_amounts(node.total)}"
+        if show_available:
+            line += f", free {_amounts(node.available)}"
+        lines.append(line)
+    lines.append(
+        "lower <role>.num_ranks or rollout.num_replicas, use placement=colocated, or"
+        " add nodes"
+    )
+    return ClusterError("\n".join(lines))
+
+
+def _amounts(resources: Resources) -> str:
+    amounts = [
+        f"{resources[key]:g} {key}" for key in ("CPU", "GPU") if resources.get(key)
+    ]
+    return ", ".join(amounts) or "nothing"
 
 
 def _wait_until_reserved(group: Any, plans: Sequence[Bundles], stall_s: float) -> None:
     ready = group.ready()
-    give_up = time.monotonic() + stall_s
-    while not ray.wait([ready], timeout=_TICK_S)[0]:
+    deadline = time.monotonic() + stall_s
+    while not ray.wait([ready], timeout=TICK_S)[0]:
         heed_signals()
-        if time.monotonic() > give_up:
+        if time.monotonic() > deadline:
             raise ClusterError(
-                f"Ray did not reserve the bundles of {[plan.name for plan in plans]} within {stall_s:g} s "
-                "(run.stall_s). They fitted when this began, so another program may have taken resources since"
+                f"Ray did not reserve the bundles of {[plan.name for plan in plans]}"
+                f" within {stall_s:g} s (run.stall_s). They fitted when this began, so"
+                " another program may have taken resources since"
             )
 
 
 def _homes(table: Mapping[str, Any]) -> list[NodeName]:
-    """The node of each bundle, in the order of the bundles, from Ray's table of a placement group."""
+    """Node of each bundle, in the order of the bundles.
+
+    Args:
+        table: Ray's table of the placement group.
+    """
     addresses = {node.node_id: node.address for node in node_resources()}
     node_of: Mapping[int, str] = table["bundles_to_node_id"]
-    # A node that has been lost since has no address; what starts there will say so.
-    return [(addresses.get(node_of[index], ""), node_of[index]) for index in sorted(node_of)]
+    # A node that was lost since then has no address. The start of a process on it will
+    # report that.
+    return [
+        (addresses.get(node_of[index], ""), node_of[index]) for index in sorted(node_of)
+    ]
 
 
-def release(groups: Any) -> None:
-    """Give the bundles of placement groups back."""
+def release(groups: Iterable[Any]) -> None:
+    """Release the bundles of placement groups."""
     for group in groups:
         remove_placement_group(group)

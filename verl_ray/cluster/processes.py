@@ -1,7 +1,8 @@
-"""The running form of process sets: actors in their bundles, joined, with the workers of their roles built.
+"""Running process sets: actors in their bundles, joined, with their workers built.
 
-Invariant: start-up is a transaction; if any process of any set fails or makes no progress, all of them end. A restart
-replaces every process of a set, and with them every role that shares them. Deliberately not here: calls on workers
+Invariant: a start is all or nothing. If any process of any set fails or makes no
+progress, all of them are killed. A restart replaces every process of a set, and with
+them every role that shares them. Deliberately not here: calls on workers
 (`group.py`).
 """
 
@@ -13,14 +14,23 @@ from typing import Any, Generic, TypeVar
 
 import ray
 
-from verl_ray.cluster import failures
-from verl_ray.cluster.calls import Flight, arrived, collect, failing
-from verl_ray.cluster.failures import Member
+from verl_ray.cluster import process_control
+from verl_ray.cluster.calls import (
+    collect,
+    replies_if_complete,
+    reporting_failures_to,
+)
+from verl_ray.cluster.concurrency_groups import (
+    COLLECTIVE,
+    CONCURRENCY_GROUPS,
+    CONTROL,
+)
 from verl_ray.cluster.heartbeat import Heartbeat
 from verl_ray.cluster.host import WorkerHost
-from verl_ray.cluster.lanes import COLLECTIVE, CONTROL, LANES
-from verl_ray.cluster.messages import Seat
+from verl_ray.cluster.members import Member
+from verl_ray.cluster.messages import RankSpec
 from verl_ray.cluster.placement import Place, ProcessSet
+from verl_ray.cluster.rank_calls import RankCall
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
@@ -28,14 +38,25 @@ from verl_ray.parallel.topology import Topology
 W = TypeVar("W")
 
 _CLOSE_S = 5.0
-COLLECTIVES_LAST = 4
-"""Times run.stall_s: so long ranks wait for each other in one collective. The driver names the one that makes no
-progress long before; and those that wait for one that does make progress are not late."""
+
+COLLECTIVE_TIMEOUT_FACTOR = 4
+"""Timeout of a collective, as a multiple of `run.stall_s`.
+
+The driver reports a rank that makes no progress long before that, and ranks that wait
+for one that does make progress are not late.
+"""
 
 
 @dataclass(frozen=True)
 class Role(Generic[W]):
-    """One role to start: `factory(context, *args)` builds its worker on every rank of the set `processes`."""
+    """One role to start.
+
+    Attributes:
+        name: Name of the role.
+        processes: Name of the process set whose ranks hold the role's workers.
+        factory: Function that builds a worker with `factory(context, *args)`.
+        args: Further arguments of the factory.
+    """
 
     name: str
     processes: str
@@ -44,7 +65,16 @@ class Role(Generic[W]):
 
 
 class Processes:
-    """The processes of one set that live and die together: all of them, or one of several replicas."""
+    """Processes that live and die together: all of a set, or one of its replicas.
+
+    Args:
+        spec: Process set that the processes belong to.
+        ranks: Ranks of the set that live and die together.
+        place: Bundles of the set.
+        roles: Roles whose workers the processes hold, in the order of their build.
+        log_dir: Directory for the output of the processes.
+        stall_s: Seconds for which a process may make no progress.
+    """
 
     def __init__(
         self,
@@ -55,121 +85,185 @@ class Processes:
         log_dir: str,
         stall_s: float,
     ) -> None:
-        """`ranks`: those of the set that live and die together; `stall_s`: how long they may make no progress."""
         self.spec = spec
         self.ranks = tuple(ranks)
         self.roles = tuple(roles)
+        self.stall_s = stall_s
         self.incarnation = 0
-        self.broken = False  # a process died or is stuck: the others cannot be asked to end by themselves
         self.members: list[Member] = []
         self.topologies: dict[str, list[Topology]] = {}
+        self.broken = False
+        """True once a process died or is stuck, so that the others cannot close."""
         self._place = place
         self._log_dir = log_dir
-        self.stall_s = stall_s
 
-    def spawn(self) -> list[Flight]:
-        """Create the actors of a new incarnation and ask where they are; rank 0 also where its set will meet."""
+    # ---------------------------------------------------------------------------- start
+
+    def start_steps(self) -> Generator[list[RankCall], list[Any], None]:
+        """Start a new incarnation in steps.
+
+        The generator yields the calls of each step, and is sent their replies.
+        """
+        spawn_replies = yield self.spawn()
+        build_replies = yield self.build(spawn_replies)
+        self.settle(build_replies)
+
+    def spawn(self) -> list[RankCall]:
+        """Create the actors of a new incarnation.
+
+        Returns:
+            Calls for the location of each process, followed by the call that opens the
+            rendezvous of the process group, if there is one.
+        """
         self.incarnation += 1
         self.broken = False
-        spec = self.spec
-        host = ray.remote(concurrency_groups=LANES, max_restarts=0, max_task_retries=0)(WorkerHost)
-        device = "cuda:0" if spec.gpus_per_rank else "cpu"
+
+        # Ray must not restart or retry anything by itself: a restart replaces all
+        # processes of the set.
+        remote = ray.remote(
+            concurrency_groups=CONCURRENCY_GROUPS, max_restarts=0, max_task_retries=0
+        )
+        host = remote(WorkerHost)
         self.members = []
         for rank in self.ranks:
-            seat = Seat(
-                spec.name,
-                rank,
-                len(self.ranks),
-                device,
-                spec.threads_per_rank,
-                spec.process_group,
-                self._log_dir,
-                self.incarnation,
-            )
-            actor = host.options(**self._place.options(rank)).remote(seat)
-            heartbeat = Heartbeat(actor.status.options(concurrency_group=CONTROL).remote)
-            self.members.append(Member(spec.name, rank, actor, None, heartbeat))
-        flights = [self._ask(member, "facts", CONTROL) for member in self.members]
-        if spec.process_group:
-            flights.append(self._ask(self.members[0], "listen", CONTROL))
-        return flights
+            options = self._place.options(rank)
+            actor = host.options(**options).remote(self._rank_spec(rank))
+            status = actor.status.options(concurrency_group=CONTROL)
+            heartbeat = Heartbeat(status.remote)
+            self.members.append(Member(self.spec.name, rank, actor, None, heartbeat))
 
-    def build(self, told: Sequence[Any]) -> list[Flight]:
-        """Given the replies to `spawn`: join the ranks and build every role, in the order they were given."""
-        ranks = len(self.ranks)
-        self.members = [replace(m, facts=facts) for m, facts in zip(self.members, told[:ranks], strict=True)]
-        flights = []
+        rank_calls = [
+            self._send(member, "process_info", CONTROL) for member in self.members
+        ]
         if self.spec.process_group:
-            flights += [
-                self._ask(member, "join", COLLECTIVE, told[ranks], COLLECTIVES_LAST * self.stall_s)
-                for member in self.members
-            ]
+            rank_calls.append(self._send(self.members[0], "listen", CONTROL))
+        return rank_calls
+
+    def _rank_spec(self, rank: int) -> RankSpec:
+        device = "cpu"
+        if self.spec.gpus_per_rank:
+            # Ray shows each process its own devices only.
+            device = "cuda:0"
+        return RankSpec(
+            processes=self.spec.name,
+            rank=rank,
+            num_ranks=len(self.ranks),
+            device=device,
+            threads=self.spec.threads_per_rank,
+            process_group=self.spec.process_group,
+            log_dir=self._log_dir,
+            incarnation=self.incarnation,
+        )
+
+    def build(self, spawn_replies: Sequence[Any]) -> list[RankCall]:
+        """Join the ranks and build the workers of every role, in the order of `roles`.
+
+        Args:
+            spawn_replies: Replies to the calls of `spawn`.
+        """
+        num_ranks = len(self.ranks)
+        infos = spawn_replies[:num_ranks]
+        self.members = [
+            replace(member, process_info=info)
+            for member, info in zip(self.members, infos, strict=True)
+        ]
+
+        rank_calls = []
+        if self.spec.process_group:
+            rendezvous = spawn_replies[num_ranks]
+            timeout_s = COLLECTIVE_TIMEOUT_FACTOR * self.stall_s
+            for member in self.members:
+                rank_calls.append(
+                    self._send(member, "join", COLLECTIVE, rendezvous, timeout_s)
+                )
+
         for role in self.roles:
             for member in self.members:
+                # An error then names the role whose worker could not be built.
                 as_role = replace(member, role=role.name)
-                flights.append(self._ask(as_role, "build", COLLECTIVE, role.name, role.factory, role.args))
-        return flights
+                build_args = (role.name, role.factory, role.args)
+                rank_calls.append(self._send(as_role, "build", COLLECTIVE, *build_args))
+        return rank_calls
 
-    def settle(self, told: Sequence[Any]) -> None:
-        """Given the replies to `build`: keep every role's topology. Raises ClusterError when it makes no sense."""
-        ranks = len(self.ranks)
-        replies = list(told)[ranks if self.spec.process_group else 0 :]
+    def settle(self, build_replies: Sequence[Any]) -> None:
+        """Store the topologies of every role.
+
+        Args:
+            build_replies: Replies to the calls of `build`.
+
+        Raises:
+            ClusterError: The topologies of a role contradict each other.
+        """
+        num_ranks = len(self.ranks)
+        topology_replies = list(build_replies)
+        if self.spec.process_group:
+            # The first reply of each rank is the one to `join`.
+            topology_replies = topology_replies[num_ranks:]
+
         for index, role in enumerate(self.roles):
-            topologies = replies[index * ranks : (index + 1) * ranks]
+            first = index * num_ranks
+            topologies = topology_replies[first : first + num_ranks]
             check_topologies(role.name, topologies)
             self.topologies[role.name] = topologies
 
-    def ask_memory(self) -> list[Flight]:
-        """Of every rank its `CallPeaks`, also while it is busy."""
-        there = [member for member in self.members if member.facts is not None]
-        flights = [self._ask(member, "memory", CONTROL) for member in there]
-        return [replace(flight, method="memory") for flight in flights]
+    def _send(
+        self, member: Member, method: str, concurrency_group: str, *args: object
+    ) -> RankCall:
+        actor_method = getattr(member.actor, method)
+        in_group = actor_method.options(concurrency_group=concurrency_group)
+        reply = in_group.remote(*args)
+        return RankCall(member, f"start ({method})", None, reply, self.stall_s)
 
-    def close(self) -> list[Any]:
-        """Ask every worker to close; references to wait for."""
-        return [m.actor.close.options(concurrency_group=COLLECTIVE).remote() for m in self.members]
+    # ------------------------------------------------------------------- while they run
 
-    def kill(self) -> None:
-        """End the processes at once."""
-        failures.kill(self.members)
-        self.members = []
+    def request_memory(self) -> list[RankCall]:
+        """Request the `CallPeaks` of every rank, which replies while it is busy too."""
+        started = [member for member in self.members if member.process_info is not None]
+        rank_calls = [self._send(member, "memory", CONTROL) for member in started]
+        # `_send` names its calls as parts of a start, which this one is not.
+        return [replace(rank_call, method="memory") for rank_call in rank_calls]
 
     def restart(self) -> Restart:
-        """End all processes, and begin to start new ones in their place, as one more incarnation; all or nothing."""
+        """Kill all processes, then begin to start the next incarnation."""
         self.kill()
         return Restart(self)
 
-    def start_steps(self) -> Generator[list[Flight], list[Any], None]:
-        """The steps of a start: yields what is asked of the processes, and is sent the replies."""
-        facts = yield self.spawn()
-        told = yield self.build(facts)
-        self.settle(told)
+    def close(self) -> list[Any]:
+        """Request every process to close its workers; return references to wait for."""
+        references = []
+        for member in self.members:
+            in_group = member.actor.close.options(concurrency_group=COLLECTIVE)
+            references.append(in_group.remote())
+        return references
 
-    def _ask(self, member: Member, method: str, lane: str, *args: object) -> Flight:
-        reply = getattr(member.actor, method).options(concurrency_group=lane).remote(*args)
-        return Flight(member, f"start ({method})", None, reply, self.stall_s)
+    def kill(self) -> None:
+        """Kill the processes at once."""
+        process_control.kill(self.members)
+        self.members = []
 
 
 class Restart:
-    """New processes on their way. Whoever waits for them asks now and then, and does other things meanwhile."""
+    """A restart under way. Its owner polls it and does other work meanwhile."""
 
     def __init__(self, processes: Processes) -> None:
         self._processes = processes
         self._steps = processes.start_steps()
-        self._asked = next(self._steps)
+        self._pending = next(self._steps)
 
     def poll(self) -> bool:
-        """Whether they are there; returns at once.
+        """Whether the restart is complete; returns at once.
 
         Raises:
-            VerlRayError: one of them failed or makes no progress; all have ended by then.
+            VerlRayError: A process failed or makes no progress. All are killed then.
         """
         try:
-            with failing(()):
-                replies = arrived(self._asked)
+            # No group may be called yet, so none has to refuse calls after a failure.
+            with reporting_failures_to(()):
+                replies = replies_if_complete(self._pending)
             if replies is None:
                 return False
-            self._asked = self._steps.send(replies)
+            # The generator returns after the last step, which raises StopIteration.
+            self._pending = self._steps.send(replies)
         except StopIteration:
             return True
         except BaseException:
@@ -178,51 +272,81 @@ class Restart:
         return False
 
     def wait(self) -> None:
-        """Until they are there; raises as `poll` does."""
+        """Wait until the restart is complete; raises as `poll` does."""
         while not self.poll():
-            wait([flight.reply for flight in self._asked], len(self._asked), TICK_S)
+            references = [rank_call.reply for rank_call in self._pending]
+            wait(references, len(references), TICK_S)
 
 
 def start(sets: Sequence[Processes]) -> None:
-    """Bring up all sets side by side, but for those to be built first. Raises, with every process ended, if any part
-    fails or makes no progress."""
+    """Start all sets at the same time, in two waves of builds.
+
+    Sets that are `built_first` are built before the others. If any part fails or makes
+    no progress, every process is killed and its error raised.
+    """
     try:
-        spawned = list(zip(sets, _collect_by_set([one.spawn() for one in sets]), strict=True))
-        for first in (True, False):
-            wave = [(one, facts) for one, facts in spawned if one.spec.built_first is first]
-            told = _collect_by_set([one.build(facts) for one, facts in wave])
-            for (one, _), replies in zip(wave, told, strict=True):
-                one.settle(replies)
+        spawn_calls = [processes.spawn() for processes in sets]
+        spawn_replies = _collect_by_set(spawn_calls)
+        spawned = list(zip(sets, spawn_replies, strict=True))
+
+        for built_first in (True, False):
+            wave = [
+                (processes, replies)
+                for processes, replies in spawned
+                if processes.spec.built_first is built_first
+            ]
+            build_calls = [processes.build(replies) for processes, replies in wave]
+            build_replies = _collect_by_set(build_calls)
+            for (processes, _), replies in zip(wave, build_replies, strict=True):
+                processes.settle(replies)
     except BaseException:
-        for one in sets:
-            one.kill()
+        for processes in sets:
+            processes.kill()
         raise
 
 
 def close(sets: Sequence[Processes]) -> None:
-    """Close the workers, then end the processes whether or not that was done in time."""
+    """Close the workers for a few seconds, then kill the processes in any case."""
     try:
-        asked = [reference for one in sets if not one.broken for reference in one.close()]
-        if asked:
-            ray.wait(asked, num_returns=len(asked), timeout=_CLOSE_S)
+        references = []
+        for processes in sets:
+            if not processes.broken:
+                references += processes.close()
+        # No `wait`, which would stop at a signal: closing continues after one.
+        if references:
+            ray.wait(references, num_returns=len(references), timeout=_CLOSE_S)
     finally:
-        for one in sets:
-            one.kill()
+        for processes in sets:
+            processes.kill()
 
 
 def check_topologies(role: str, topologies: Sequence[Topology]) -> None:
-    """Every row coordinate must be there, and answered for exactly once."""
-    count = topologies[0].row_count
-    answering = sorted(t.row_index for t in topologies if t.answers)
-    if any(t.row_count != count for t in topologies) or answering != list(range(count)):
-        told = [(t.row_index, t.row_count, t.answers) for t in topologies]
-        raise ClusterError(
-            f"{role}: each of the row coordinates 0..{count - 1} needs exactly one rank that answers; the ranks told "
-            f"(row_index, row_count, answers) {told}"
-        )
+    """Raise ClusterError unless one rank returns results for each data-parallel rank.
+
+    All ranks must also report the same `dp_size`.
+    """
+    dp_size = topologies[0].dp_size
+    sizes = {topology.dp_size for topology in topologies}
+    returning = sorted(
+        topology.dp_rank for topology in topologies if topology.returns_results
+    )
+    if sizes == {dp_size} and returning == list(range(dp_size)):
+        return
+
+    reported = [
+        (topology.dp_rank, topology.dp_size, topology.returns_results)
+        for topology in topologies
+    ]
+    raise ClusterError(
+        f"{role}: each of the data-parallel ranks 0..{dp_size - 1} needs exactly one"
+        " rank that returns results; the ranks reported (dp_rank, dp_size,"
+        f" returns_results) {reported}"
+    )
 
 
-def _collect_by_set(flights: Sequence[Sequence[Flight]]) -> list[list[Any]]:
-    with failing(()):
-        replies = iter(collect([flight for one in flights for flight in one]))
-    return [[next(replies) for _ in one] for one in flights]
+def _collect_by_set(calls_by_set: Sequence[Sequence[RankCall]]) -> list[list[Any]]:
+    """Wait for the replies of several sets at the same time; return them by set."""
+    all_calls = [rank_call for calls in calls_by_set for rank_call in calls]
+    with reporting_failures_to(()):
+        replies = iter(collect(all_calls))
+    return [[next(replies) for _ in calls] for calls in calls_by_set]

@@ -1,20 +1,15 @@
-"""The driver's connection to a Ray cluster: a running one, or one of its own.
+"""The driver's connection to a Ray cluster: a running cluster, or one that it starts.
 
-Invariant: a cluster that this session started ends with it, through its own handle; a cluster that it found is left
-as it was. Deliberately not here: which processes run on it (`placement.py`, `launch.py`).
+Invariant: a cluster that the session started ends with the session, through its own
+handle. A cluster that the session connected to is left as it was. Deliberately not
+here: the processes that run on the cluster (`placement.py`, `launch.py`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import functools
 import os
-import secrets
-import shutil
 import subprocess
 import sys
-import time
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -23,50 +18,36 @@ from typing import Any, Self
 import psutil
 import ray
 from ray._common.utils import get_default_ray_temp_dir
-from ray._private import services
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 
-from verl_ray.cluster.signals import heed_signals, noting
+from verl_ray.cluster import authentication
+from verl_ray.cluster.guard import start_guard
+from verl_ray.cluster.ray_patches import leaving_signals_to_driver
+from verl_ray.cluster.session_folders import (
+    name_owners,
+    remove_ended_sessions,
+    remove_folder,
+)
 from verl_ray.errors import ClusterError, Interrupted, WorkerDied
-from verl_ray.ownership import Owner
-from verl_ray.weight_sync.shared_files import FOLDER, room
+from verl_ray.weight_sync.shared_files import FOLDER, available_bytes
 
-_LEAST_STORE_BYTES = 80 << 20  # Ray refuses less than 75 MiB
-# Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish (Wi-Fi, VPN) while the run goes on.
-# Any other loopback address it keeps.
+# Ray refuses an object store of less than 75 MiB.
+_LEAST_STORE_BYTES = 80 << 20
+# Ray exchanges 127.0.0.1 for the address of a network interface, which may vanish
+# (Wi-Fi, VPN) during the run. Any other loopback address stays.
 _LOOPBACK = "127.0.0.2"
-_OWNERS = "verl_ray_owners"  # in Ray's folder of a cluster of our own: the driver, then Ray's processes, one a line
-_PATIENCE_S = 5.0  # for processes that were told to end
-# When a driver is killed, the kernel ends the head processes of its own cluster, but Ray's agents linger for a minute:
-# they first report the death of the raylet to a server that died with it. And a worker that has only just been started
-# looks for its raylet for as long. This process holds on to the first, waits for the end of its input, which is the end
-# of the driver or of the session, and ends what is left; it knows the others by what they were started with.
-_GUARD = """
-import contextlib, os, signal, sys
-mark = os.fsencode(sys.argv[1])
-def end(process):
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        signal.pidfd_send_signal(process, signal.SIGKILL)
-processes = []
-for pid in sys.argv[2:]:
-    with contextlib.suppress(ProcessLookupError):
-        processes.append(os.pidfd_open(int(pid)))
-sys.stdin.read()
-for process in processes:
-    end(process)
-for pid in filter(str.isdecimal, os.listdir('/proc')):
-    with contextlib.suppress(OSError):
-        process = os.pidfd_open(int(pid))
-        with open(f'/proc/{pid}/cmdline', 'rb') as file:
-            if int(pid) != os.getpid() and mark in file.read():
-                end(process)
-        os.close(process)
-"""
 
 
 @dataclass(frozen=True)
 class NodeResources:
-    """One live node: `total` and `available` are amounts by Ray's resource names (CPU, GPU, memory in bytes, ...)."""
+    """Resources of one live node.
+
+    Attributes:
+        node_id: Ray's id of the node.
+        address: IP address of the node.
+        total: Amounts that the node has, by Ray's resource names (CPU, GPU, memory in
+            bytes, ...).
+        available: Amounts that are free now.
+    """
 
     node_id: str
     address: str
@@ -75,7 +56,19 @@ class NodeResources:
 
 
 class Session:
-    """An open connection. Use as a context manager, or call `close`; at most one per process at a time."""
+    """An open connection to a cluster.
+
+    Use it as a context manager, or call `close`. A process may have one open session
+    at a time.
+
+    Args:
+        address: Address of the cluster.
+        guard: Guard of the cluster if the session started it, else None.
+        environment: Environment variables to restore at the end, with their previous
+            values.
+        folder: Ray's folder of logs and spilled objects if the session started the
+            cluster, else None.
+    """
 
     def __init__(
         self,
@@ -84,12 +77,13 @@ class Session:
         environment: dict[str, str | None],
         folder: Path | None = None,
     ) -> None:
-        """`folder`: where Ray keeps logs and spilled objects of a cluster of the session's own."""
         self.address = address
-        self.own = guard is not None
+        self.owns_cluster = guard is not None
+        self.folder = folder
         self._guard = guard
         self._environment = environment
-        self.folder = folder
+
+    # ----------------------------------------------------------------------------- open
 
     @classmethod
     def open(
@@ -100,14 +94,29 @@ class Session:
         gpus: int | None = None,
         object_store_bytes: int | None = None,
     ) -> Session:
-        """Connect to `address`, else to RAY_ADDRESS, else start a cluster on this machine.
+        """Connect to a cluster, or start one on this machine.
 
-        `cores`, `gpus` and `object_store_bytes` describe a cluster that is started; None = what the machine has, and
-        for the store the smaller of an eighth of its memory and half of the room in /dev/shm. Open it from the main
-        thread: Linux ends Ray's processes with the thread that started them.
+        Call it from the main thread: Linux ends Ray's processes together with the
+        thread that started them.
+
+        Args:
+            address: Cluster to connect to. None stands for RAY_ADDRESS; if that is not
+                set either, a cluster is started.
+            cores: CPU cores of a cluster that is started; None for all of the machine.
+            gpus: GPUs of a cluster that is started; None for all of the machine.
+            object_store_bytes: Size of the object store of a cluster that is started;
+                None for the smaller of an eighth of the machine's memory and half of
+                the available bytes in /dev/shm.
+
+        Raises:
+            ClusterError: This process has an open session, or there is no connection,
+                or the cluster could not be started.
         """
         if ray.is_initialized():
-            raise ClusterError("this process is connected to a Ray cluster already; close that session first")
+            raise ClusterError(
+                "this process is connected to a Ray cluster already; close that session"
+                " first"
+            )
         address = address or os.environ.get("RAY_ADDRESS") or None
         if address is not None:
             return cls._connect(address)
@@ -116,200 +125,177 @@ class Session:
     @classmethod
     def _connect(cls, address: str) -> Session:
         try:
-            with _signals_left_to_the_driver():
-                context = ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+            with leaving_signals_to_driver():
+                context = ray.init(
+                    address=address, log_to_driver=False, logging_level="ERROR"
+                )
         except Interrupted:
             ray.shutdown()
             raise
-        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        except (
+            ConnectionError,
+            RuntimeError,
+            ValueError,
+            ray.exceptions.RayError,
+        ) as error:
             raise ClusterError(
-                f"no connection to the Ray cluster at {address} (ray.address, else RAY_ADDRESS): {error}. If it uses "
-                "token authentication, set RAY_AUTH_MODE=token here as well"
+                f"no connection to the Ray cluster at {address} (ray.address, else"
+                f" RAY_ADDRESS): {error}. If it uses token authentication, set"
+                " RAY_AUTH_MODE=token here as well"
             ) from error
         return cls(context.address_info["gcs_address"], None, {})
 
     @classmethod
-    def _start(cls, cores: int | None, gpus: int | None, store: int) -> Session:
-        # A token of this cluster's own, in the environment only. Left to itself Ray would save one in the home
-        # directory, and a later `ray start` would adopt it and refuse `ray job submit` from shells that do not know.
-        changed: dict[str, str] = {}
-        if os.environ.get("RAY_AUTH_MODE", "token").lower() == "token":
-            changed["RAY_AUTH_MODE"] = "token"
-            if not {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-                changed["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
-        environment = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed)
-        _reload_authentication()
+    def _start(
+        cls, cores: int | None, gpus: int | None, object_store_bytes: int
+    ) -> Session:
+        environment = authentication.set_own_token()
         remove_ended_sessions(Path(get_default_ray_temp_dir()))
-        before = psutil.Process().children(recursive=True)
+
+        this_process = psutil.Process()
+        children_before = this_process.children(recursive=True)
         try:
-            with _signals_left_to_the_driver():
-                context = ray.init(
-                    address="local",
-                    num_cpus=cores,
-                    num_gpus=gpus,
-                    object_store_memory=store,
-                    include_dashboard=False,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    _node_ip_address=_LOOPBACK,
-                    # Workers are started for actors as they come; spare ones would only take start-up time and memory.
-                    # Ray would run them at a niceness of 15: anything else on the machine would come first.
-                    _system_config={"prestart_worker_first_driver": False, "worker_niceness": 0},
-                )
+            context = _start_ray(cores, gpus, object_store_bytes)
         except BaseException as error:
             ray.shutdown()
-            _restore(environment)
+            authentication.restore(environment)
             if isinstance(error, Exception) and not isinstance(error, Interrupted):
-                raise ClusterError(f"a Ray cluster could not be started on this machine: {error}") from error
+                raise ClusterError(
+                    f"a Ray cluster could not be started on this machine: {error}"
+                ) from error
             raise
-        started = [child for child in psutil.Process().children(recursive=True) if child not in before]
+
+        # Ray starts its processes as children of this one.
+        children = this_process.children(recursive=True)
+        ray_pids = [child.pid for child in children if child not in children_before]
         folder = Path(context.address_info["session_dir"])
-        guard = subprocess.Popen(
-            [sys.executable, "-ISc", _GUARD, f"--raylet-name={folder}/", *(str(child.pid) for child in started)],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the driver, which ends the session in order
-        )
+        guard = start_guard(folder, ray_pids)
         session = cls(context.address_info["gcs_address"], guard, environment, folder)
+
+        # If this process is killed, a later session can remove the folder.
         try:
-            name_owners(folder, [os.getpid(), *(child.pid for child in started)])
+            name_owners(folder, [os.getpid(), *ray_pids])
         except OSError as error:
             session.close()
-            raise ClusterError(f"Ray's folder {folder} cannot be written: {error}") from error
+            raise ClusterError(
+                f"Ray's folder {folder} cannot be written: {error}"
+            ) from error
         return session
 
-    def resources(self) -> list[NodeResources]:
-        """What each live node has and what of it is free now. The latter lags a release by up to about a second."""
-        return node_resources()
+    # ---------------------------------------------------------------------------- close
 
     def close(self, *, keep_logs: bool = False) -> None:
-        """Disconnect; a cluster of the session's own ends, and all its processes and Ray's folder with it.
+        """Disconnect, and stop the cluster if the session started it.
 
-        `keep_logs`: Ray's folder stays until the next session starts.
+        Ray's folder of such a cluster is removed.
+
+        Args:
+            keep_logs: Whether to keep Ray's folder until the next session starts.
         """
         ray.shutdown()
         if self._guard is not None:
+            # This closes the guard's input, and waits until it has killed what remains.
             self._guard.communicate()
             self._guard = None
+
         if self.folder is not None and keep_logs:
-            print(f"Ray's own logs stay in {self.folder}/logs until the next run starts", file=sys.stderr, flush=True)
+            print(
+                f"Ray's own logs stay in {self.folder}/logs until the next run starts",
+                file=sys.stderr,
+                flush=True,
+            )
         elif self.folder is not None:
-            _remove_folder(self.folder)
+            remove_folder(self.folder)
         self.folder = None
-        _restore(self._environment)
+
+        authentication.restore(self._environment)
         self._environment = {}
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # Where Ray or one of its processes failed, the reason may stand in Ray's logs alone.
-        self.close(keep_logs=isinstance(error, ClusterError | WorkerDied | ray.exceptions.RayError))
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        # Where Ray or one of its processes failed, the reason may be in Ray's logs
+        # alone.
+        failures_of_ray = ClusterError | WorkerDied | ray.exceptions.RayError
+        self.close(keep_logs=isinstance(error, failures_of_ray))
+
+    # ------------------------------------------------------------------------ resources
+
+    def resources(self) -> list[NodeResources]:
+        """Resources of each live node.
+
+        The available amounts lag a release by up to about a second.
+        """
+        return node_resources()
 
 
-@contextlib.contextmanager
-def _signals_left_to_the_driver() -> Iterator[None]:
-    """While Ray starts: it sets no handlers of its own, and what it starts leads sessions of its own.
-
-    A signal to the driver's process group (`timeout`, Slurm, Ctrl-C in a terminal) would else end the cluster beside
-    the driver, which still needs it to stop in order. Ray's handler for SIGTERM waits 60 s for a node to drain. Ray has
-    no settings for either. A signal that comes meanwhile is heeded at the end: Ray would log an exception in the middle
-    of it, or lose it.
-    """
-    popen, set_handler = services.ConsolePopen, ray._private.utils.set_sigterm_handler
-    services.ConsolePopen = functools.partial(popen, start_new_session=True)
-    ray._private.utils.set_sigterm_handler = lambda handler: None
-    try:
-        with noting():
-            yield
-        heed_signals()
-    finally:
-        services.ConsolePopen = popen
-        ray._private.utils.set_sigterm_handler = set_handler
-
-
-def _print_on_stderr(data: dict[str, Any], *more: Any, **settings: Any) -> None:
-    """What Ray has to tell, such as that its memory monitor killed a worker: it would be printed on stdout, in the
-    middle of what a command has to say there. That a worker ended is left out: where nobody meant it to, the error says
-    which one, in which call and with what output; and all of them end so at the end of a run."""
-    if any(line.startswith(_A_WORKER_ENDED) for line in data["lines"]):
-        return
-    _print(data | {"is_err": True}, *more, **settings)
-
-
-_A_WORKER_ENDED = "A worker died or was killed"
-_print = ray._private.worker.print_to_stdstream
-ray._private.worker.print_to_stdstream = _print_on_stderr
+def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> Any:
+    """Start a cluster on this machine and return Ray's context of it."""
+    system_config = {
+        # Workers are started for actors as these come. Spare workers would only take
+        # start-up time and memory.
+        "prestart_worker_first_driver": False,
+        # Ray would run workers at a niceness of 15, so that anything else on the
+        # machine would come first.
+        "worker_niceness": 0,
+    }
+    with leaving_signals_to_driver():
+        return ray.init(
+            address="local",
+            num_cpus=cores,
+            num_gpus=gpus,
+            object_store_memory=object_store_bytes,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=_LOOPBACK,
+            _system_config=system_config,
+        )
 
 
 def node_resources() -> list[NodeResources]:
-    """See `Session.resources`."""
+    """Resources of each live node of the connected cluster (`Session.resources`)."""
     available = ray._private.state.available_resources_per_node()
-    return [
-        NodeResources(
-            node["NodeID"], node["NodeManagerAddress"], dict(node["Resources"]), dict(available.get(node["NodeID"], {}))
-        )
-        for node in ray.nodes()
-        if node["Alive"]
-    ]
+    resources = []
+    for node in ray.nodes():
+        if node["Alive"]:
+            node_id = node["NodeID"]
+            resources.append(
+                NodeResources(
+                    node_id=node_id,
+                    address=node["NodeManagerAddress"],
+                    total=dict(node["Resources"]),
+                    available=dict(available.get(node_id, {})),
+                )
+            )
+    return resources
 
 
-def store_bytes(asked: int | None) -> int:
-    """Size of an object store on this machine. Raises ClusterError when /dev/shm has no room for it."""
-    free = room()
-    size = asked if asked is not None else min(psutil.virtual_memory().total // 8, free // 2)
-    needed = max(size, _LEAST_STORE_BYTES)
-    if needed > free:
+def store_bytes(requested_bytes: int | None) -> int:
+    """Size of an object store on this machine.
+
+    Args:
+        requested_bytes: Requested size; None for the default of `Session.open`.
+
+    Raises:
+        ClusterError: /dev/shm has less available bytes than the store needs.
+    """
+    free_bytes = available_bytes()
+    size = requested_bytes
+    if size is None:
+        size = min(psutil.virtual_memory().total // 8, free_bytes // 2)
+
+    needed_bytes = max(size, _LEAST_STORE_BYTES)
+    if needed_bytes > free_bytes:
         raise ClusterError(
-            f"{FOLDER} has {free >> 20} MiB free, the object store needs {needed >> 20} MiB. In a container, "
-            "raise it (docker run --shm-size=4g)"
+            f"{FOLDER} has {free_bytes >> 20} MiB free, the object store needs"
+            f" {needed_bytes >> 20} MiB. In a container, raise it (docker run"
+            " --shm-size=4g)"
         )
-    return needed
-
-
-def remove_ended_sessions(folder: Path) -> None:
-    """Take away what Ray keeps in `folder` of clusters that sessions of this user have started, where the driver was
-    killed and none of Ray's processes is left. Any other folder stays."""
-    for file in folder.glob(f"session_*/{_OWNERS}"):
-        if file.parent.is_symlink():
-            continue  # session_latest
-        try:
-            ours = file.stat().st_uid == os.getuid()
-            owners = [Owner.parse(line) for line in file.read_text().splitlines()]
-        except OSError:  # another run was faster
-            continue
-        if ours and owners and all(owner is not None and owner.is_gone for owner in owners):
-            _remove_folder(file.parent)
-
-
-def name_owners(folder: Path, pids: Iterable[int]) -> None:
-    """Say in Ray's folder of a cluster which processes must have ended before it may be removed."""
-    (folder / _OWNERS).write_text("".join(f"{Owner.of(pid)}\n" for pid in pids))
-
-
-def _remove_folder(folder: Path) -> None:
-    """Remove Ray's folder of one cluster, with all logs that Ray's own processes wrote there."""
-    latest = folder.parent / "session_latest"
-    if latest.is_symlink() and latest.readlink() == folder:
-        latest.unlink(missing_ok=True)  # Ray does not replace a link to nothing
-    give_up = time.monotonic() + _PATIENCE_S
-    while folder.exists() and time.monotonic() < give_up:  # a process that is ending may write there once more
-        shutil.rmtree(folder, ignore_errors=True)
-        if folder.exists():
-            time.sleep(0.1)
-
-
-def _reload_authentication() -> None:
-    """Ray reads RAY_AUTH_* once per process. The configuration first: its threads reload the token by it."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
-def _restore(environment: dict[str, str | None]) -> None:
-    for name, value in environment.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
-    if environment:
-        _reload_authentication()
+    return needed_bytes

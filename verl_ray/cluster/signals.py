@@ -1,22 +1,26 @@
-"""Ctrl-C, SIGTERM and a terminal that closes: answered at once, obeyed where nothing is lost by it.
+"""Signals that stop a run: announced at once, obeyed where nothing is lost.
 
-Invariant: the first signal is answered on stderr within a second, whatever the main thread is doing, and every wait
-ends with `Interrupted` unless what it waits for has to be finished. A second one ends the process at once. Signals
-within a second of the first one are the first one: `timeout` signals its child, and then the child's process group.
+These are Ctrl-C, SIGTERM and the end of a terminal (SIGHUP).
 
-There are two ways to obey. Left to itself, a signal raises `Interrupted` wherever the main thread is, so that also
-what knows nothing of signals ends. But Ray's compiled calls swallow such an exception, or turn it into another one
-when half of their work is done. So whoever has calls in flight only notes the signal (`noting`), and its waits ask
-for it (`heed_signals`). Deliberately not here: what is saved, and what the answer says (`controllers/run/stopping.py`).
+There are two ways to obey. By default, a signal raises `Interrupted` wherever the main
+thread is, so code that knows nothing of signals ends too. But Ray's compiled calls
+swallow such an exception, or turn it into another one when half of their work is done.
+Code with calls in flight therefore only records the signal (`deferring_signals`), and
+its waits ask for it (`heed_signals`).
+
+Invariant: the effect of the first signal is announced on stderr within a second,
+whatever the main thread is doing. Every wait ends with `Interrupted` unless it waits
+for something that has to be finished. A second signal ends the process at once.
+Signals within a second of the first one belong to it: `timeout` signals its child, and
+then the child's process group. Deliberately not here: what is saved, and the text of
+the announcement (`controllers/run/stopping.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-import select
 import signal
-import stat
 import sys
 import threading
 import time
@@ -24,14 +28,21 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import FrameType
 
+from verl_ray.cluster.terminals import leave_closed_outputs, remember_terminals
 from verl_ray.errors import Interrupted
 
+# Signals within this time of the first one belong to it.
 _ONE_SIGNAL_S = 1.0
 
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a signal brings: what happens after the first one, and what a second one loses."""
+    """Effect of a signal on the run.
+
+    Attributes:
+        next: What happens after the first signal.
+        lost: What a second signal loses; empty for nothing.
+    """
 
     next: str
     lost: str
@@ -40,102 +51,152 @@ class Outlook:
 NOTHING_AT_STAKE = Outlook("stopping", "")
 
 
+@dataclass(eq=False)
+class AtomicWork:
+    """Work that a stop either abandons or lets finish.
+
+    Attributes:
+        committed_at: Time at which it passed its point of no return, in seconds of the
+            monotonic clock. None while it can still be abandoned.
+    """
+
+    committed_at: float | None = None
+
+
 class _State:
-    """What came and how it is obeyed. Written by the main thread and by the one that answers; one value at a time."""
+    """The signals that arrived, and how they are obeyed.
+
+    The main thread and the announcer thread write it, one value at a time.
+
+    Attributes:
+        received: First signal that arrived.
+        announced_at: Time of its announcement, in seconds of the monotonic clock.
+        announced: Set after the announcement.
+        disturbed: True once a signal raised an exception wherever the main thread was.
+        deferring: Number of open blocks in which a signal is only recorded.
+        finishing: Number of open blocks that have to be finished first.
+        work: The innermost open `all_or_nothing`.
+        outlook: Function that returns the present outlook.
+        announcer: Thread that announces signals.
+        handles_forks: True once forked children reset their state.
+    """
 
     received: signal.Signals | None = None
-    answered_at: float | None = None  # monotonic clock
-    answered = threading.Event()
-    disturbed = False  # an exception was raised wherever the main thread was
-    noting = 0  # how many blocks say that a signal is only noted
-    finishing = 0  # how many blocks have to be finished first
-    work: Work | None = None
+    announced_at: float | None = None
+    announced = threading.Event()
+    disturbed = False
+    deferring = 0
+    finishing = 0
+    work: AtomicWork | None = None
     outlook: Callable[[], Outlook] = staticmethod(lambda: NOTHING_AT_STAKE)
-    answering: threading.Thread | None = None
-    knows_forks = False
-    terminals: tuple[int, ...] = ()
+    announcer: threading.Thread | None = None
+    handles_forks = False
 
 
 _state = _State()
 
 
-# ------------------------------------------------------------------------------------------------------ for all
+# -------------------------------------------------------------------- for every program
 
 
 def stop_on_signals() -> None:
-    """Obey SIGINT, SIGTERM and SIGHUP from here on; the latter not where it is ignored, as under `nohup`.
+    """Obey SIGINT, SIGTERM and SIGHUP from now on; call it from the main thread.
 
-    Call it again after `ray.init`, which installs a handler of its own that exits without a message. From the main
-    thread.
+    SIGHUP is not obeyed where it is ignored, as under `nohup`. Call the function again
+    after `ray.init`, which installs a handler that exits without a message.
     """
     heed_signals()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _note)
+        signal.signal(number, _on_signal)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        signal.signal(signal.SIGHUP, _note)
-    if _state.answering is None:
-        if not _state.knows_forks:
-            os.register_at_fork(after_in_child=_begin_anew)
-            _state.knows_forks = True
-        _state.terminals = tuple(descriptor for descriptor in (1, 2) if os.isatty(descriptor))
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        # The interpreter's own handler writes the number of each signal there, in the moment in which it arrives; the
-        # main thread comes to `_note` only when it is back from compiled code.
-        signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-        _state.answering = threading.Thread(target=_answer_all, args=(reading,), name="signals", daemon=True)
-        _state.answering.start()
+        signal.signal(signal.SIGHUP, _on_signal)
+    if _state.announcer is None:
+        _start_announcer()
+
+
+def _start_announcer() -> None:
+    if not _state.handles_forks:
+        os.register_at_fork(after_in_child=_reset_in_child)
+        _state.handles_forks = True
+    remember_terminals()
+
+    # The interpreter's own handler writes the number of each signal to the pipe in the
+    # moment in which it arrives. The main thread comes to `_on_signal` only when it
+    # returns from compiled code.
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+
+    _state.announcer = threading.Thread(
+        target=_announce_all, args=(reading,), name="signals", daemon=True
+    )
+    _state.announcer.start()
 
 
 def heed_signals() -> None:
-    """Raise `Interrupted` if a signal came, unless something has to be finished first. Every wait calls it."""
+    """Raise `Interrupted` if a signal arrived, unless work has to be finished first.
+
+    Every wait calls this function.
+    """
     if _state.received is not None and not _state.finishing:
         raise Interrupted(f"stopped by {_state.received.name}")
 
 
 def stop_requested() -> bool:
-    """Whether a signal came that is obeyed, or will be."""
+    """Whether a signal arrived that is obeyed now or later."""
     return _state.received is not None
 
 
 def was_disturbed() -> bool:
-    """Whether a signal raised an exception wherever the main thread was: any error after it may be its doing."""
+    """Whether a signal raised an exception wherever the main thread was.
+
+    Any error after that may be a consequence of it.
+    """
     return _state.disturbed
 
 
-# ------------------------------------------------------------------------------------ for whoever has work in hand
+# ----------------------------------------------------------- for code with work in hand
 
 
 @contextlib.contextmanager
-def noting() -> Iterator[None]:
-    """Inside, a signal raises nothing by itself; the waits inside heed it. For blocks with calls in flight."""
-    _state.noting += 1
+def deferring_signals() -> Iterator[None]:
+    """Keep signals from raising within the block; its waits heed them instead.
+
+    It is for blocks with calls in flight.
+    """
+    _state.deferring += 1
     try:
         yield
     finally:
-        _state.noting -= 1
+        _state.deferring -= 1
 
 
 @contextlib.contextmanager
-def raising() -> Iterator[None]:
-    """Inside, although within `noting`, a signal raises wherever the main thread is. For a library that waits and knows
-    nothing of signals, while no call is in flight. An error of that library which the signal caused is `Interrupted`.
+def raising_signals() -> Iterator[None]:
+    """Let signals raise within the block, although it is within `deferring_signals`.
+
+    It is for a library that waits and knows nothing of signals, while no call is in
+    flight. An error of the library that a signal caused is raised as `Interrupted`.
     """
     heed_signals()
-    outer, _state.noting = _state.noting, 0
+    outer = _state.deferring
+    _state.deferring = 0
     try:
         yield
     except Exception:
         heed_signals()
         raise
     finally:
-        _state.noting = outer
+        _state.deferring = outer
     heed_signals()
 
 
 @contextlib.contextmanager
 def finishing() -> Iterator[None]:
-    """Inside, no wait is given up: half of this would be worse than all of it."""
+    """Keep waits within the block from ending with `Interrupted`.
+
+    It is for work of which half would be worse than all.
+    """
     _state.finishing += 1
     try:
         yield
@@ -143,40 +204,42 @@ def finishing() -> Iterator[None]:
         _state.finishing -= 1
 
 
-@dataclass(eq=False)
-class Work:
-    """Work that a stop gives up or lets finish."""
-
-    since: float | None = None
-    """When there was no way back (monotonic clock); None = it can still be given up."""
-
-
 @contextlib.contextmanager
-def all_or_nothing() -> Iterator[Work]:
-    """Work that a stop gives up until `no_way_back` is called within it, and from then on lets finish."""
+def all_or_nothing() -> Iterator[AtomicWork]:
+    """Let a stop abandon the block before its point of no return, and not after it.
+
+    The block passes that point when it calls `pass_point_of_no_return`.
+    """
     outer = _state.work
-    _state.work = work = Work()
+    work = AtomicWork()
+    _state.work = work
     try:
         yield work
     finally:
         _state.work = outer
-        if work.since is not None:
+        if work.committed_at is not None:
             _state.finishing -= 1
 
 
-def no_way_back() -> None:
-    """From here on a stop waits for the end of the `all_or_nothing` that this is in; without one it has no effect."""
+def pass_point_of_no_return() -> None:
+    """Make a stop wait for the end of the innermost `all_or_nothing` from now on.
+
+    Without an open `all_or_nothing` the function only heeds signals.
+    """
     heed_signals()
     work = _state.work
-    if work is not None and work.since is None:
-        work.since = time.monotonic()
+    if work is not None and work.committed_at is None:
+        work.committed_at = time.monotonic()
         _state.finishing += 1
 
 
 @contextlib.contextmanager
-def telling(outlook: Callable[[], Outlook]) -> Iterator[None]:
-    """Inside, signals are answered with what `outlook` says at that moment; it is called from another thread. After a
-    signal it goes on to say what a second one loses, until the process ends."""
+def announcing(outlook: Callable[[], Outlook]) -> Iterator[None]:
+    """Announce signals within the block by what `outlook` returns at that moment.
+
+    Another thread calls `outlook`. After a signal it remains in use until the process
+    ends, to announce what a second signal loses.
+    """
     outer = _state.outlook
     _state.outlook = outlook
     try:
@@ -186,71 +249,74 @@ def telling(outlook: Callable[[], Outlook]) -> Iterator[None]:
             _state.outlook = outer
 
 
-# ---------------------------------------------------------------------------------------------------- the answers
+# ------------------------------------------------------------------------ announcements
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    first = _state.received is None
-    _state.received = _state.received or signal.Signals(number)
-    if first and _state.answering is not None:
-        _state.answered.wait(_ONE_SIGNAL_S)  # what happens next is not on the screen before its announcement
-    if first and not _state.noting and not _state.finishing:
+def _on_signal(number: int, frame: FrameType | None) -> None:
+    is_first = _state.received is None
+    if is_first:
+        _state.received = signal.Signals(number)
+        # The announcement comes on the screen before anything that the signal causes.
+        if _state.announcer is not None:
+            _state.announced.wait(_ONE_SIGNAL_S)
+
+    if is_first and not _state.deferring and not _state.finishing:
         _state.disturbed = True
         heed_signals()
 
 
-def _answer_all(reading: int) -> None:
-    # Consumes the numbers of the signals that arrive; waits for the next one; ends with the process.
+def _announce_all(reading: int) -> None:
+    # Consumes the numbers of the signals that arrive. Waits for the next one. Ends with
+    # the process.
     while numbers := os.read(reading, 1):
-        with contextlib.suppress(ValueError):  # another signal that somebody handles in Python
-            _answer(signal.Signals(numbers[0]))
+        # Other signals may be handled in Python as well; some of them have no name.
+        with contextlib.suppress(ValueError):
+            _announce(signal.Signals(numbers[0]))
 
 
-def _answer(number: signal.Signals) -> None:
+def _announce(number: signal.Signals) -> None:
     if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         return
+
     leave_closed_outputs()
     now = time.monotonic()
     outlook = _state.outlook()
-    if _state.answered_at is None:
-        _state.answered_at = now
-        loses = f" and loses {outlook.lost}" if outlook.lost else ""
-        with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
-            print(f"{number.name}: {outlook.next}. Another one ends it at once{loses}", file=sys.stderr, flush=True)
-        _state.answered.set()
-    elif now - _state.answered_at >= _ONE_SIGNAL_S:
-        lost = f"lost: {outlook.lost}" if outlook.lost else "nothing is lost"
-        with contextlib.suppress(OSError):
-            os.write(2, f"\n{number.name} again: ended at once, {lost}\n".encode())
-        os._exit(Interrupted.exit_code)
+    if _state.announced_at is None:
+        _state.announced_at = now
+        _announce_first(number, outlook)
+        _state.announced.set()
+    elif now - _state.announced_at >= _ONE_SIGNAL_S:
+        _exit_at_once(number, outlook)
 
 
-def _begin_anew() -> None:
-    """In a forked child: what is sent to it is not an answer's business in its parent."""
-    if _state.answering is not None:
-        signal.set_wakeup_fd(-1)
-        _state.answering = _state.received = _state.answered_at = None
-        _state.answered = threading.Event()
+def _announce_first(number: signal.Signals, outlook: Outlook) -> None:
+    loss = ""
+    if outlook.lost:
+        loss = f" and loses {outlook.lost}"
+    # The reader of stderr may have exited.
+    with contextlib.suppress(OSError, ValueError):
+        print(
+            f"{number.name}: {outlook.next}. Another one ends it at once{loss}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
-def leave_closed_outputs() -> None:
-    """Send to nowhere what is printed to a terminal that has closed, or to a program that has gone, such as the `tee`
-    that Ctrl-C ended, too: an error would end what has to be finished."""
-    gone = [descriptor for descriptor in (1, 2) if descriptor not in _state.terminals and _reader_has_gone(descriptor)]
-    closed = gone + [descriptor for descriptor in _state.terminals if not os.isatty(descriptor)]
-    if closed:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        for descriptor in closed:
-            os.dup2(nowhere, descriptor)
-        os.close(nowhere)
-        _state.terminals = tuple(set(_state.terminals) - set(closed))
-
-
-def _reader_has_gone(descriptor: int) -> bool:
-    """Whether it is a pipe that nobody reads any more."""
+def _exit_at_once(number: signal.Signals, outlook: Outlook) -> None:
+    loss = "nothing is lost"
+    if outlook.lost:
+        loss = f"lost: {outlook.lost}"
+    # Nothing may delay the exit, so this does not use `sys.stderr` and its lock.
     with contextlib.suppress(OSError):
-        if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
-            poll = select.poll()
-            poll.register(descriptor, 0)
-            return any(event & select.POLLERR for _, event in poll.poll(0))
-    return False
+        os.write(2, f"\n{number.name} again: ended at once, {loss}\n".encode())
+    os._exit(Interrupted.exit_code)
+
+
+def _reset_in_child() -> None:
+    """Forget the parent's signals and its announcer in a forked child."""
+    if _state.announcer is not None:
+        signal.set_wakeup_fd(-1)
+        _state.announcer = None
+        _state.received = None
+        _state.announced_at = None
+        _state.announced = threading.Event()

@@ -1,7 +1,7 @@
-"""The pieces of generator methods, taken as they come.
+"""Streams: the batches of generator methods, received as they arrive.
 
-Invariant: a piece that was yielded is kept until it is taken, and each is taken once. Deliberately not here: which
-process is called (`group.py`).
+Invariant: every batch that a generator yields is received once, in its order; Ray
+stores it until then. Deliberately not here: the choice of processes (`group.py`).
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Generic, TypeVar
 
-from verl_ray.cluster.calls import Caller, Flight, failing, receive, refuse_stalled
-from verl_ray.cluster.lanes import CONTROL
+from verl_ray.cluster.calls import CallOwner, reporting_failures_to
+from verl_ray.cluster.concurrency_groups import CONTROL
+from verl_ray.cluster.rank_calls import RankCall, receive
+from verl_ray.cluster.stalls import raise_if_stalled
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.data.batch import Batch
 from verl_ray.data.sharded import Sharded
@@ -21,73 +23,104 @@ R = TypeVar("R", bound=Batch)
 
 
 class Stream(Generic[R]):
-    """The pieces of one process's generator method. Nothing is lost by not waiting for it: pieces are kept."""
+    """Batches of one process's generator method.
 
-    def __init__(self, group: Caller, flight: Flight, stream_id: str) -> None:
+    A caller that does not wait for the stream loses nothing: batches are stored.
+
+    Args:
+        group: Owner of the stream.
+        rank_call: The call, whose `payload` is Ray's generator of references.
+        stream_id: Name of the stream in its process.
+    """
+
+    def __init__(self, group: CallOwner, rank_call: RankCall, stream_id: str) -> None:
         self.group = group
-        self.flight = flight
+        self.rank_call = rank_call
         self._stream_id = stream_id
 
     def take(self) -> Sharded[R] | None:
-        """The next piece, which should be there already (`next_stream`); None at the end.
+        """Receive the next batch, which should be available (`next_stream`).
 
-        Raises as `Call.result` does, after which the group refuses further calls.
+        Returns:
+            The batch, or None at the end of the stream.
+
+        Raises:
+            VerlRayError: The process failed, as in `Call.result`. The group refuses
+                further calls then.
         """
-        source = self.flight.payload
-        with failing([self.group]):
+        source = self.rank_call.payload
+        with reporting_failures_to([self.group]):
             try:
                 payload = next(source)
             except StopIteration:
                 return None
-            any_of([self])
+
+            # Each batch is followed by its receipt.
+            wait_for_any([self])
             try:
-                reply = receive(replace(self.flight, reply=next(source)))
-            except StopIteration:  # the process ended between the two; the reason lies in the first
-                reply = receive(replace(self.flight, reply=payload))
+                reply_reference = next(source)
+            except StopIteration:
+                # The process ended between the two. The first reference holds the
+                # reason.
+                reply_reference = payload
+            reply = receive(replace(self.rank_call, reply=reply_reference))
             if isinstance(reply, WorkerError):
                 raise reply
         return Sharded.stored(payload, reply)
 
-    def end(self) -> None:
-        """Nobody listens any more: the worker's `abort`, if it has one, and no further piece."""
-        lane = self.flight.member.actor.end_stream.options(concurrency_group=CONTROL)
-        lane.remote(self.group.role, self._stream_id)
+    def abandon(self) -> None:
+        """Stop the worker's generator, of which no further batch is received.
+
+        The process calls the worker's `abort` if it has one.
+        """
+        actor = self.rank_call.member.actor
+        control = actor.abandon_stream.options(concurrency_group=CONTROL)
+        control.remote(self.group.role, self._stream_id)
 
 
 def next_stream(streams: Sequence[Stream[R]], timeout_s: float) -> Stream[R] | None:
-    """The first of these that has a piece, an end or a failure to take; None when none has for `timeout_s` seconds.
+    """The first stream that has a batch, its end or a failure to take.
 
-    Raises DeadlineExceeded when the process of one of them makes no progress.
+    Returns:
+        The stream, or None if there is none for `timeout_s` seconds.
+
+    Raises:
+        DeadlineExceeded: The process of one of the other streams makes no progress.
     """
-    by_source = {stream.flight.payload: stream for stream in streams}
+    by_source = {stream.rank_call.payload: stream for stream in streams}
     ready = wait(list(by_source), 1, timeout_s)
-    found = by_source.pop(ready[0]) if ready else None
-    with failing([stream.group for stream in streams]):
-        refuse_stalled([stream.flight for stream in by_source.values()])
-    return found
+    ready_stream = None
+    if ready:
+        ready_stream = by_source.pop(ready[0])
+
+    with reporting_failures_to([stream.group for stream in streams]):
+        raise_if_stalled([stream.rank_call for stream in by_source.values()])
+    return ready_stream
 
 
-def any_of(streams: Sequence[Stream[R]]) -> Stream[R]:
-    """The first of these that has something to take; waits for it."""
+def wait_for_any(streams: Sequence[Stream[R]]) -> Stream[R]:
+    """Wait for the first stream that has something to take."""
+    # Ends when a stream is ready, or when a process makes no progress.
     while True:
         ready = next_stream(streams, TICK_S)
         if ready is not None:
             return ready
 
 
-def pieces(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:
-    """What all of them yield, as it comes."""
-    # Consumes every stream to its end; waits for the next piece of any; unblocked by a piece, an end, a failure or
-    # a process that makes no progress; stops when all streams have ended or one has failed.
+def iterate_streams(streams: Sequence[Stream[R]]) -> Iterator[Sharded[R]]:
+    """Yield the batches of all streams as they arrive."""
+    # Consumes every stream to its end. Waits for the next batch of any. A batch, an
+    # end, a failure or a process without progress ends the wait. The loop ends when all
+    # streams have ended or one has failed.
     running = list(streams)
     try:
         while running:
-            stream = any_of(running)
-            piece = stream.take()
-            if piece is None:
+            stream = wait_for_any(running)
+            batch = stream.take()
+            if batch is None:
                 running.remove(stream)
             else:
-                yield piece
+                yield batch
     finally:
         for stream in running:
-            stream.end()
+            stream.abandon()

@@ -1,8 +1,9 @@
-"""Waiting for what Ray brings, so that the driver stays its user's.
+"""Waiting for references of Ray, such that the driver still obeys its user.
 
-Invariant: no wait lasts longer than half a second before it heeds signals: one of Ray's compiled calls may have
-swallowed the exception of a signal, or be in the way of its handler. Not for giving things back, which goes on after a
-signal. Deliberately not here: how long anything may take.
+Invariant: every wait heeds signals at least every half second. One of Ray's compiled
+calls may have swallowed the exception of a signal, or may keep the signal's handler
+from running. Not for the release of resources, which continues after a signal.
+Deliberately not here: how long anything may take.
 """
 
 from __future__ import annotations
@@ -16,29 +17,45 @@ import ray
 from verl_ray.cluster.signals import heed_signals
 
 TICK_S = 0.5
+"""Longest time in seconds between two looks at signals."""
 
 
 class Background(Protocol):
-    """Work of the driver that goes on while it waits for something else. Both methods return at once."""
+    """Work of the driver that continues while the driver waits for something else.
+
+    Both methods return at once.
+    """
 
     def references(self) -> Sequence[Any]:
-        """What the work waits for: when one of these is there, it can be advanced."""
+        """References that the work waits for; it can be advanced once one is ready."""
 
     def advance(self) -> None:
-        """Take what is there, and begin what comes next."""
+        """Receive what is ready, and begin what comes next."""
 
 
 def wait(references: Sequence[Any], count: int, timeout_s: float) -> list[Any]:
-    """Those of the references (no two alike) that are there: at least `count`, or all that came within `timeout_s`.
+    """Wait until `count` of the references are ready, at most `timeout_s` seconds.
+
+    Args:
+        references: References without duplicates.
+        count: Number of references to wait for.
+        timeout_s: Limit in seconds.
+
+    Returns:
+        The references that are ready: at least `count`, or fewer at the limit.
 
     Raises:
-        Interrupted: the run was asked to stop.
+        Interrupted: The run was stopped by a signal.
     """
-    until = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s
+
+    # Waits for the references in slices of at most half a second, and heeds signals
+    # after each. Ends when enough references are ready, or after the last slice.
     while True:
-        left_s = until - time.monotonic()
+        remaining_s = deadline - time.monotonic()
+        slice_s = min(max(remaining_s, 0.0), TICK_S)
         ready: list[Any]
-        ready, _ = ray.wait(list(references), num_returns=count, timeout=min(max(left_s, 0.0), TICK_S))
+        ready, _ = ray.wait(list(references), num_returns=count, timeout=slice_s)
         heed_signals()
-        if len(ready) >= count or left_s <= TICK_S:
+        if len(ready) >= count or remaining_s <= TICK_S:
             return ready

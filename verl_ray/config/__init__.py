@@ -1,1 +1,4 @@
-"""Typed configuration, importable in milliseconds: neither torch nor ray nor vllm nor hydra."""
+"""Typed configuration, which imports in milliseconds.
+
+Invariant: no module here imports torch, ray, vllm or hydra.
+"""

@@ -1,7 +1,7 @@
-"""The batch algebra: how the rows of one step become mini-batches and micro-batches, role by role.
+"""The batch algebra: how the rows of a step become mini-batches and micro-batches.
 
-Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row, runs through all
-of them. Deliberately not here: whether the numbers can run (`rules`).
+Invariant: sizes are global unless the name ends in `_per_rank`, and one unit, the row,
+runs through all of them. Deliberately not here: whether the numbers can run (`rules`).
 """
 
 from __future__ import annotations
@@ -14,20 +14,22 @@ from verl_ray.config.schema import Config
 
 @dataclass(frozen=True)
 class RoleBatch:
-    """What one role does with the rows of one step."""
+    """The sizes of one role's batches within one step."""
 
     role: str
     ranks: int
-    shares: int
-    """Ranks that have rows of their own, with those that share them counted once."""
+    """Number of processes."""
+    dp_size: int
+    """Number of data-parallel ranks, each of which has rows of its own."""
     rows_per_rank: int
-    """Of one step, on the rank that gets the most."""
+    """Rows of one step on the rank that has the most."""
     mini_batch_size: int | None
-    """Rows per optimizer step, over all ranks; null for a role that does not learn."""
+    """Rows per optimizer step over all ranks; None if the role does not learn."""
     mini_batch_size_per_rank: int | None
     updates_per_step: int
     """Optimizer steps per training step."""
     micro_batch_tokens_per_rank: int
+    """The most tokens of one micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -35,29 +37,41 @@ class BatchAlgebra:
     """The sizes of one training step."""
 
     rows: int
-    """That are learned from."""
+    """Number of rows that the step learns from."""
     max_row_tokens: int
-    """The longest row that can occur, in tokens."""
+    """Length of the longest row that can occur, in tokens."""
     roles: tuple[RoleBatch, ...]
 
 
 def batch_algebra(config: Config) -> BatchAlgebra:
-    """The sizes that `config` asks for. Divisions round up, as the fullest rank counts."""
+    """Return the sizes that follow from `config`.
+
+    Divisions round up, because the rank with the most rows counts.
+    """
     rows = config.rows_per_step
-    roles = tuple(_role(name, role, rows) for name, role in config.model_roles.items())
-    return BatchAlgebra(rows, config.longest_row[0], roles)
+    max_row_tokens, _ = config.longest_row
+    roles = tuple(
+        _role_batch(name, role, rows) for name, role in config.model_roles.items()
+    )
+    return BatchAlgebra(rows, max_row_tokens, roles)
 
 
-def _role(name: str, role: ModelRole, rows: int) -> RoleBatch:
-    mini = role.rows_per_update(rows)
-    shares = max(1, role.num_ranks // role.peers)
+def _role_batch(name: str, role: ModelRole, rows: int) -> RoleBatch:
+    # Ranks that compute the same rows together count once.
+    dp_size = max(1, role.num_ranks // role.peers)
+
+    mini_batch_size = role.rows_per_update(rows)
+    mini_batch_size_per_rank = None
+    if mini_batch_size is not None:
+        mini_batch_size_per_rank = -(-mini_batch_size // dp_size)
+
     return RoleBatch(
         role=name,
         ranks=role.num_ranks,
-        shares=shares,
-        rows_per_rank=-(-rows // shares),
-        mini_batch_size=mini,
-        mini_batch_size_per_rank=None if mini is None else -(-mini // shares),
+        dp_size=dp_size,
+        rows_per_rank=-(-rows // dp_size),
+        mini_batch_size=mini_batch_size,
+        mini_batch_size_per_rank=mini_batch_size_per_rank,
         updates_per_step=role.updates_per_step(rows),
         micro_batch_tokens_per_rank=role.backend.micro_batch_tokens_per_rank,
     )

@@ -1,4 +1,4 @@
-"""The rows of a run: which files, and what becomes of those that are too long or of no use.
+"""The rows of a run: their files, and what happens to rows that cannot be used.
 
 Deliberately not here: reading them (`verl_ray/data`).
 """
@@ -11,30 +11,37 @@ from verl_ray.config.section import Auto, Positive, Section
 
 
 class DataFilesConfig(Section):
-    """Where rows come from and how they become tokens; all that a supervised run needs."""
+    """Files that rows come from, and how these become tokens.
+
+    A supervised run needs no further settings of its data.
+    """
 
     train_path: str
     """A .jsonl or .parquet file, or a folder saved by Hugging Face datasets."""
     validation_path: str | None
     """The same for held-out problems; needed when run.evaluate_every > 0."""
     overlong: Literal["refuse", "skip"]
-    """What happens to a longer prompt or row: the run refuses to start, or it is left out and counted."""
+    """refuse = the run does not start if a prompt or row is too long; skip = such rows
+    are left out and counted."""
     shuffle: bool
-    """Draw in an order seeded by run.seed and the epoch, instead of the file's order."""
+    """Read rows in an order seeded by run.seed and the epoch, instead of the file's."""
     apply_chat_template: bool | Auto
-    """Whether prompts go through the tokenizer's chat template; auto = when it has one."""
+    """Whether prompts go through the tokenizer's chat template; auto = if it has
+    one."""
 
 
 class PreferenceDataConfig(DataFilesConfig):
-    """Pairs of responses to one prompt, of which one is better."""
+    """Pairs of responses to a prompt, one of which is better."""
 
     unusable: Literal["refuse", "skip"]
-    """What happens to a pair whose responses are equal or empty: the run refuses to start, or it is left out and
-    counted."""
+    """refuse = the run does not start if the responses of a pair are equal or empty;
+    skip = such pairs are left out and counted."""
 
 
 class DataConfig(DataFilesConfig):
+    """Prompts that rollouts are generated for."""
+
     prompts_per_step: Positive
-    """Prompts drawn from train_path for each step."""
+    """Prompts read from train_path for each step."""
     max_prompt_tokens: Positive
     """The longest prompt, in tokens after the chat template."""

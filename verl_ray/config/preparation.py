@@ -1,4 +1,4 @@
-"""What a run makes itself before it starts: problems, a tokenizer, and a tiny model warmed up on them.
+"""The inputs that a run makes itself: problems, a tokenizer, and a tiny model.
 
 Deliberately not here: making them (`controllers/run/preparation.py`).
 """
@@ -22,27 +22,40 @@ class TinyModelConfig(Section):
 
 
 class WarmStartConfig(Section):
-    """Supervised training of the new model, stopped at a held-out greedy accuracy within [low, high]."""
+    """Supervised training of the new model before reinforcement learning.
+
+    It stops at a held-out greedy accuracy within [accuracy_low, accuracy_high].
+    """
 
     accuracy_low: Fraction
     accuracy_high: Fraction
     wrong_fraction: Fraction
-    """Share of the demonstrations whose response is wrong: what imitation gets wrong, a reward can put right."""
+    """Fraction of the demonstrations whose response is wrong, so that rewards have
+    something to put right."""
     batch_size: Positive
+    """Rows per optimizer step."""
     evaluate_every: Positive
+    """Optimizer steps from one measurement of the accuracy to the next."""
     min_steps: NonNegative
-    """Train at least this long, also when the accuracy is there earlier: a policy that can do nothing else yet
-    learns little from rewards."""
+    """Fewest steps, also when the accuracy is reached earlier: a policy that can do
+    nothing else yet learns little from rewards."""
     max_steps: Positive
+    """Most steps."""
     optimizer: OptimizerConfig
 
 
 class PrepareConfig(Section):
-    """The run makes its own inputs under run.dir/inputs before training: `a+b=` problems, tokenizer, model."""
+    """Inputs that the run makes under run.dir/inputs before it trains.
+
+    They are problems such as `a+b=`, a tokenizer for them, and a model.
+    """
 
     max_operand: Positive
+    """The largest operand of a problem."""
     num_train: Positive
+    """Number of problems to train on."""
     num_validation: Positive
+    """Number of held-out problems."""
     model: TinyModelConfig
     warm_start: WarmStartConfig
     min_gain: Fraction

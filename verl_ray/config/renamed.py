@@ -1,7 +1,7 @@
-"""Keys that were called otherwise in earlier versions, and keys that these did not have.
+"""Keys that earlier versions named otherwise, and keys that they did not have.
 
-Invariant: every key that is named here as a present one exists. Deliberately not here: keys that were never there, for
-which a near spelling is found (`suggest.py`).
+Invariant: every key that is listed here as a current one exists. Deliberately not here:
+keys that never existed, for which a near spelling is suggested (`suggest.py`).
 """
 
 from __future__ import annotations
@@ -15,41 +15,61 @@ RENAMED = {
     "run.start_deadline_s": "run.stall_s",
     "rollout.health.stall_s": "run.stall_s",
 }
-"""The old key, and the one that says it now. Of several that became one, the first is the one whose value it takes."""
+"""Old key -> the key that replaces it.
 
+Where several keys became one, the new key takes the value of the first of them.
+"""
 
 ADDED: dict[str, Any] = {"rollout.staleness": 0}
-"""A key that earlier versions did not have, and the value of what they did."""
+"""Key that earlier versions did not have -> the value that keeps their behaviour."""
 
 
 def new_name(key: str) -> str | None:
-    """One sentence that leads from an old key to the present one; None for a key that was never there."""
-    now = RENAMED.get(key)
-    return None if now is None else f"{key} is now {now}."
+    """Return a sentence that leads from an old key to the current one.
+
+    None if no version had the key.
+    """
+    current = RENAMED.get(key)
+    if current is None:
+        return None
+    return f"{key} is now {current}."
 
 
-def renewed(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration that an earlier version has saved, as a plain tree under the present keys."""
-    made = copy.deepcopy(dict(tree))
-    for old, now in RENAMED.items():
-        section, _, name = old.rpartition(".")
-        holder = _section(made, section)
-        if holder is not None and name in holder:
-            value = holder.pop(name)
-            target, _, new = now.rpartition(".")
-            there = _section(made, target)
-            if there is not None:
-                there.setdefault(new, value)
+def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration that an earlier version saved, under the current keys.
+
+    `tree` is a plain tree and is not changed.
+    """
+    result = copy.deepcopy(dict(tree))
+
+    for old_key, new_key in RENAMED.items():
+        old_section, old_name = _split(result, old_key)
+        if old_section is None or old_name not in old_section:
+            continue
+
+        value = old_section.pop(old_name)
+        new_section, current_name = _split(result, new_key)
+        if new_section is not None:
+            # The first of several old keys has set the value already.
+            new_section.setdefault(current_name, value)
+
+    # A section that the task does not have stays missing.
     for key, value in ADDED.items():
-        section, _, name = key.rpartition(".")
-        holder = _section(made, section)
-        if holder is not None:
-            holder.setdefault(name, value)
-    return made
+        section, name = _split(result, key)
+        if section is not None:
+            section.setdefault(name, value)
+
+    return result
 
 
-def _section(tree: dict[str, Any], key: str) -> dict[str, Any] | None:
+def _split(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:
+    """Return the section of a dotted key, None if the tree lacks it, and the name."""
+    section, _, name = key.rpartition(".")
     node: Any = tree
-    for part in key.split("."):
+
+    for part in section.split("."):
         node = node.get(part) if isinstance(node, dict) else None
-    return node if isinstance(node, dict) else None
+
+    if not isinstance(node, dict):
+        return None, name
+    return node, name

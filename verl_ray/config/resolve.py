@@ -1,8 +1,10 @@
-"""What every `auto` of a configuration stands for, decided once, before anything starts.
+"""The resolution of every `auto` of a configuration, before anything starts.
 
-Invariant: a pure function of the configuration and a few facts; what it returns holds no `auto`, and resolves to
-itself. Whoever reads such a setting later does so through `section.resolved`, without which mypy complains.
-Deliberately not here: how the facts are found (`verl_ray/preflight/facts.py`), and settings that vLLM calls auto.
+Invariant: a resolution is a pure function of the configuration and of a few facts about
+the cluster. A resolved configuration holds no `auto` and resolves to itself. Whoever
+reads such a setting later does so through `section.resolved`, without which mypy
+reports an error. Deliberately not here: how the facts are collected
+(`verl_ray/preflight/facts.py`), and settings that vLLM calls auto.
 """
 
 from __future__ import annotations
@@ -11,189 +13,284 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.load import parse, to_tree
 from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 
 MIB = 2**20
 
-PROBE_EVERY, PROBE_EVERY_ON_GPUS = 1, 10
-"""Syncs from one probe to the next: on a CPU vLLM packs every weight that it receives."""
+PROBE_EVERY = 1
+"""Weight syncs from one probe to the next on a CPU, where vLLM packs every weight."""
+
+PROBE_EVERY_ON_GPUS = 10
+"""Weight syncs from one probe to the next on GPUs."""
 
 PROBE_TOLERANCE = 1e-3
-"""Largest difference of a log-prob, where both sides compute in float32."""
+"""Largest difference of a log-prob where both sides compute in float32."""
 
-BUCKETS = 12
-"""Into how many a model is cut: so little has to come before the first can be loaded, and few calls are made."""
+BUCKETS_PER_MODEL = 12
+"""Number of buckets that a model is cut into.
 
-BUCKET_MIB = (16, 512)
-"""The smallest bucket, and the largest."""
+More buckets let the first one be loaded earlier, fewer need fewer calls.
+"""
+
+SMALLEST_BUCKET_MIB = 16
+LARGEST_BUCKET_MIB = 512
 
 C = TypeVar("C", bound=Config)
 
-Answer = tuple[object, str]  # the value, and why
+ValueAndReason = tuple[object, str]
+"""The value that an `auto` becomes, and why."""
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What a resolution depends on besides the configuration."""
+class ClusterFacts:
+    """Everything that a resolution depends on besides the configuration."""
 
     nodes: int
-    """Of the cluster, those that can hold a process."""
+    """Number of nodes that can hold a process."""
     cores: int
-    """Of the node that has the fewest."""
+    """Number of cores of the node that has the fewest."""
     gpus: int
-    """Of all nodes."""
+    """Number of GPUs of all nodes together."""
     has_chat_template: bool
-    """Of the tokenizer that prompts go through."""
+    """Whether the tokenizer of the prompts has a chat template."""
     sent_bytes: int
-    """The weights of the actor as they travel; 0 where none do."""
+    """Bytes of the actor's weights as they are sent; 0 if none are."""
     checkpoint: str | None
-    """The newest one of the run; None = it has none yet."""
+    """Path of the newest checkpoint of the run; None if it has none yet."""
     learns: bool = True
-    """False = for one evaluation alone, which starts fewer processes."""
+    """False for a single evaluation, which starts fewer processes."""
 
 
 @dataclass(frozen=True)
 class Resolution:
-    """What one `auto` became, as plain values."""
+    """The plain value that one `auto` becomes, and why."""
 
     key: str
     value: object
     because: str
 
 
-def resolve(config: C, facts: Facts) -> C:
-    """The same configuration with every `auto` replaced by what it stands for on this cluster."""
+def resolve(config: C, facts: ClusterFacts) -> C:
+    """Return the configuration with every `auto` replaced by its value."""
     tree = to_tree(config)
-    for one in resolutions(config, facts):
-        section, _, name = one.key.rpartition(".")
-        _section(tree, section)[name] = one.value
+
+    for resolution in resolutions(config, facts):
+        section, _, name = resolution.key.rpartition(".")
+        _section(tree, section)[name] = resolution.value
+
     return parse(tree, type(config))
 
 
-def shared_anew(config: C) -> C:
-    """A resolved configuration for other processes, or another machine: cores are to be shared out anew, unless
-    somebody has said how many threads there are."""
+def with_threads_unresolved(config: C) -> C:
+    """Return a resolved configuration whose threads per rank are to be resolved again.
+
+    It serves for other processes or another machine, where the cores are to be divided
+    anew. A number of threads that the user has set stays.
+    """
+    # The user's own number holds on any machine.
     if isinstance(config.run.threads_per_rank, int):
         return config
+
     run = config.run.model_copy(update={"threads_per_rank": "auto"})
     return config.model_copy(update={"run": run})
 
 
-def resolutions(config: Config, facts: Facts) -> list[Resolution]:
-    """What each `auto` of this configuration becomes; settings that say something else are not among them."""
+def resolutions(config: Config, facts: ClusterFacts) -> list[Resolution]:
+    """Return what each `auto` of the configuration becomes.
+
+    Settings with another value than `auto` are not listed.
+    """
     tree = to_tree(config)
-    found = []
+    resolutions = []
+
     for key, rule in _RULES.items():
         section, _, name = key.rpartition(".")
+
+        # A task without the section has no such setting to resolve.
         if _section(tree, section).get(name) == "auto":
             value, because = rule(config, facts)
-            found.append(Resolution(key, value, because))
-    return found
+            resolutions.append(Resolution(key, value, because))
+
+    return resolutions
 
 
 def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """The section with this dotted key; an empty one where this task has none."""
+    """Return the section with a dotted key; an empty one if the task has none."""
     node: Any = tree
     for part in key.split("."):
         node = node.get(part, {})
+
     assert isinstance(node, dict)
     return node
 
 
-def _resume(_: Config, facts: Facts) -> Answer:
+# ------------------------------------------------------------------ settings of any run
+
+
+def _resume(_: Config, facts: ClusterFacts) -> ValueAndReason:
     if facts.checkpoint is None:
         return "none", "run.dir has no checkpoint"
     return facts.checkpoint, "it is the newest checkpoint in run.dir"
 
 
-def _threads_per_rank(config: Config, facts: Facts) -> Answer:
-    """Trainers and rollout engines take turns, so each may use all cores of its node; processes of one kind, and judges
-    beside rollouts, work at the same time and divide them. Graders of texts need no more than one."""
-    training, drawing = _computing_ranks(config, learns=facts.learns)
+def _threads_per_rank(config: Config, facts: ClusterFacts) -> ValueAndReason:
+    """Divide the cores of a node between the processes that compute at the same time.
 
-    def share(ranks: int) -> int:
-        return max(1, facts.cores // max(1, ranks))
+    Trainers and rollout engines take turns, so each side may use all cores of its node.
+    Processes of one side work at the same time and divide them; so do judges and the
+    engines of the policy. Graders of texts need no more than one thread.
+    """
+    training_ranks, engine_ranks = _computing_ranks(config, learns=facts.learns)
 
-    shares = {"trainers": share(training), "engines": share(drawing), "graders": 1}
-    in_turn = f", and in turn by {drawing} of engines" if drawing else ""
-    return shares, f"{facts.cores} cores are shared by {training} ranks of trainers{in_turn}"
+    threads = {
+        "trainers": _cores_per_rank(facts, training_ranks),
+        "engines": _cores_per_rank(facts, engine_ranks),
+        "graders": 1,
+    }
+
+    because = f"{facts.cores} cores are shared by {training_ranks} ranks of trainers"
+    if engine_ranks:
+        because += f", and in turn by {engine_ranks} of engines"
+    return threads, because
+
+
+def _cores_per_rank(facts: ClusterFacts, ranks: int) -> int:
+    # Where ranks are more than cores, each still has a thread.
+    return max(1, facts.cores // max(1, ranks))
 
 
 def _computing_ranks(config: Config, *, learns: bool) -> tuple[int, int]:
-    """Processes that train, and ranks of engines that draw; in each case all at the same time."""
-    graders = config.graders_at_work(learns=learns)
-    drawing = sum(one.ranks for name, one in config.engines.items() if name not in config.judges or name in graders)
-    homes = {
-        role.backend.kind if config.shares_processes else name: role.num_ranks
-        for name, role in config.model_roles.items()
-        if learns or name == config.answers or name in graders
-    }
-    return sum(homes.values()), drawing
+    """Return the number of processes that train and of engine ranks that generate.
+
+    Each number counts processes that work at the same time.
+    """
+    graders = config.active_graders(learns=learns)
+
+    engine_ranks = 0
+    for name, engine in config.engines.items():
+        is_idle_judge = name in config.judges and name not in graders
+        if not is_idle_judge:
+            engine_ranks += engine.ranks
+
+    # Colocated roles on one kind of backend share a process per rank, so they are
+    # counted once, under the name of the backend.
+    ranks_by_process: dict[str, int] = {}
+    for name, role in config.model_roles.items():
+        if learns or name == config.evaluated_role or name in graders:
+            process = role.backend.kind if config.shares_processes else name
+            ranks_by_process[process] = role.num_ranks
+
+    return sum(ranks_by_process.values()), engine_ranks
 
 
-def _apply_chat_template(_: Config, facts: Facts) -> Answer:
-    return facts.has_chat_template, f"the tokenizer has {'a' if facts.has_chat_template else 'no'} chat template"
+def _apply_chat_template(_: Config, facts: ClusterFacts) -> ValueAndReason:
+    if facts.has_chat_template:
+        return True, "the tokenizer has a chat template"
+    return False, "the tokenizer has no chat template"
 
 
-def _offload(config: DrawingConfig, facts: Facts) -> Answer:
+# -------------------------------------------------- settings of runs that have rollouts
+
+
+def _offload(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
     if _shares_gpus(config, facts):
         return "all", "rollout engines and trainers share GPUs"
     return "none", "rollout engines and trainers share no GPU"
 
 
-def _sleep(config: DrawingConfig, facts: Facts) -> Answer:
+def _sleep(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
     if not _shares_gpus(config, facts):
         return "never", "rollout engines and trainers share no GPU"
+
     if config.rollout.sync.adapter == "alone":
-        return "kv_cache", "they share GPUs, and rollout.sync.adapter=alone keeps the model where it is"
-    return "weights", "rollout engines and trainers share GPUs, and each sync brings new weights"
+        because = (
+            "they share GPUs, and rollout.sync.adapter=alone keeps the model where it"
+            " is"
+        )
+        return "kv_cache", because
+
+    because = (
+        "rollout engines and trainers share GPUs, and each sync brings new weights"
+    )
+    return "weights", because
 
 
-def _transport(_: DrawingConfig, facts: Facts) -> Answer:
+def _transport(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
     if facts.nodes == 1:
         return "shared_memory", "the cluster is one node"
-    return "host_broadcast", f"the cluster is {facts.nodes} nodes, and a broadcast between GPUs has not run yet"
+
+    because = (
+        f"the cluster is {facts.nodes} nodes, and a broadcast between GPUs has not run"
+        " yet"
+    )
+    return "host_broadcast", because
 
 
-def _bucket_mib(_: DrawingConfig, facts: Facts) -> Answer:
-    least, most = BUCKET_MIB
-    share = -(-facts.sent_bytes // (BUCKETS * MIB))
-    because = f"a part in {BUCKETS} of {facts.sent_bytes / MIB:.0f} MiB, at least {least} and at most {most}"
-    return min(max(share, least), most), because
+def _bucket_mib(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
+    # Divide and round up.
+    share = -(-facts.sent_bytes // (BUCKETS_PER_MODEL * MIB))
+    bucket = min(max(share, SMALLEST_BUCKET_MIB), LARGEST_BUCKET_MIB)
+
+    model_mib = facts.sent_bytes / MIB
+    because = (
+        f"a part in {BUCKETS_PER_MODEL} of {model_mib:.0f} MiB, at least"
+        f" {SMALLEST_BUCKET_MIB} and at most {LARGEST_BUCKET_MIB}"
+    )
+    return bucket, because
 
 
-def _adapter(config: DrawingConfig, facts: Facts) -> Answer:
-    lora, sleep = config.actor.lora, config.rollout.sleep
+def _adapter(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
+    lora = config.actor.lora
     if lora.rank == 0:
         return "merged", "there is no adapter"
+
     if lora.rank > VLLM_LORA_RANKS[-1] or HEAD in lora.targets:
-        return "merged", "the rollout engine does not take an adapter of this rank, or on these layers"
-    if (_sleep(config, facts)[0] if sleep == "auto" else sleep) == "weights":
+        because = (
+            "the rollout engine does not take an adapter of this rank, or on these"
+            " layers"
+        )
+        return "merged", because
+
+    # What `sleep` becomes decides, so an `auto` there is resolved here, too.
+    sleep: object = config.rollout.sleep
+    if sleep == "auto":
+        sleep, _ = _sleep(config, facts)
+    if sleep == "weights":
         return "merged", "rollout engines free their weights while trainers work"
+
     return "alone", "rollout engines keep the model"
 
 
-def _probe_every(_: DrawingConfig, facts: Facts) -> Answer:
-    if facts.gpus:
-        return PROBE_EVERY_ON_GPUS, "fingerprints prove every sync, and on GPUs engines do not pack what they receive"
-    return PROBE_EVERY, "on a CPU the engine packs what it receives"
+def _probe_every(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
+    if facts.gpus == 0:
+        return PROBE_EVERY, "on a CPU the engine packs what it receives"
+
+    because = (
+        "fingerprints verify every sync, and on GPUs engines do not pack what they"
+        " receive"
+    )
+    return PROBE_EVERY_ON_GPUS, because
 
 
-def _probe_tolerance(config: DrawingConfig, _: Facts) -> Answer:
+def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReason:
     dtypes = {config.actor.backend.dtype, config.rollout.dtype}
     if dtypes == {"float32"}:
         return PROBE_TOLERANCE, "trainer and rollout engine compute in float32"
-    return "measured", f"{' and '.join(sorted(dtypes))} round"
+
+    # Rounding differs between the sides, so the first sync has to show by how much.
+    names = " and ".join(sorted(dtypes))
+    return "measured", f"{names} round"
 
 
-def _shares_gpus(config: DrawingConfig, facts: Facts) -> bool:
+def _shares_gpus(config: RolloutTaskConfig, facts: ClusterFacts) -> bool:
+    # Without GPUs there is no device memory to free.
     return facts.gpus > 0 and config.placement.kind == "colocated"
 
 
-_RULES: Mapping[str, Callable[[Any, Facts], Answer]] = {
+_RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "run.resume": _resume,
     "run.threads_per_rank": _threads_per_rank,
     "data.apply_chat_template": _apply_chat_template,

@@ -1,7 +1,8 @@
-"""Where scores come from: functions, a model, a judge, a service, or several of them.
+"""Sources of scores: functions, a model, a judge, a service, or a mixture of them.
 
-Invariant: each source is a class of its own with a `kind`, which chooses it. Deliberately not here: learning a reward
-model (`tasks/reward_model.py`).
+Invariant: each source is a class of its own with a `kind`, which chooses it. Code that
+needs one kind of source narrows to it through the `as_...` properties. Deliberately not
+here: learning a reward model (`tasks/reward_model.py`).
 """
 
 from __future__ import annotations
@@ -12,78 +13,90 @@ from pydantic import Field
 
 from verl_ray.config.roles import ModelConfig, ModelRole
 from verl_ray.config.rollout import RolloutEngineConfig
-from verl_ray.config.section import Fraction, Positive, PositiveFloat, Section, Temperature
+from verl_ray.config.section import (
+    Fraction,
+    Positive,
+    PositiveFloat,
+    Section,
+    Temperature,
+)
 
 HELD_OUT = "evaluation"
-"""The name of the grader of held-out problems, where they have one of their own."""
+"""Name of the grader of held-out problems, where these have a grader of their own."""
 
 
-class Grader(Section):
-    """What every source of scores has."""
+class GraderConfig(Section):
+    """The settings that every source of scores has."""
 
     normalise: Literal["none", "batch", "running"]
-    """Shift and scale scores to mean 0 and standard deviation 1: over each step, over all steps so far, or not."""
+    """Shift and scale scores to mean 0 and standard deviation 1: not at all, over each
+    step, or over all steps so far."""
     clip: PositiveFloat | None
     """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
     max_failed_fraction: Fraction
     """Stop the run when more than this fraction of a step's scores failed."""
 
-    def by_key(self, section: str) -> dict[str, SingleReward]:
-        """Every source of scores under the key of its section, `section` being that of the reward as a whole."""
-        return {section: self}  # type: ignore[dict-item]  # every class that is made is one of the union
+    def sources_by_key(self, section: str) -> dict[str, SingleReward]:
+        """Return every source of scores under the key of its section.
+
+        Args:
+            section: the key of the reward as a whole.
+        """
+        # Every class over this one that has instances is a member of the union.
+        return {section: self}  # type: ignore[dict-item]
 
     @property
-    def mixed(self) -> MixedReward | None:
-        """The reward itself where it is a sum of several."""
+    def as_mixture(self) -> MixedReward | None:
+        """The reward itself if it is a sum of several; else None."""
+        return None
+
+    @property
+    def as_service(self) -> HttpReward | None:
+        """The grader itself if it is a service; else None."""
+        return None
+
+    @property
+    def as_judge(self) -> JudgeReward | None:
+        """The grader itself if it is a language model of its own; else None."""
+        return None
+
+    @property
+    def as_model_role(self) -> ModelRole | None:
+        """The grader itself if it is a model on a training backend; else None."""
         return None
 
     @property
     def named_functions(self) -> dict[str, str] | None:
-        """Functions by data source, where they score."""
+        """Functions by data source, if functions score; else None."""
         return None
 
     @property
-    def service(self) -> HttpReward | None:
-        """The grader itself where it is a service that is asked."""
-        return None
-
-    @property
-    def slowest_s(self) -> float | None:
-        """How long one answer may take, where there is such a limit."""
+    def time_limit_s(self) -> float | None:
+        """Longest time of one score in seconds; None if there is no limit."""
         return None
 
     @property
     def cpu_ranks(self) -> int | None:
-        """Processes that need no device; None for what computes with a model."""
+        """Number of processes that need no device; None if a model computes."""
         return None
 
     @property
-    def asks(self) -> str:
-        """The functions or the service that these ask, in words."""
+    def source_in_words(self) -> str:
+        """The functions or the service that score, in words."""
         return ""
 
     @property
-    def served(self) -> JudgeReward | None:
-        """The grader itself where a language model of its own is asked."""
-        return None
-
-    @property
-    def model_role(self) -> ModelRole | None:
-        """The grader itself where it is a model on a training backend."""
-        return None
-
-    @property
-    def processes(self) -> int:
-        """How many it has of its own."""
+    def num_processes(self) -> int:
+        """Number of processes that the grader has for itself."""
         return self.cpu_ranks or 0
 
     @property
-    def parallel_devices(self) -> int:
-        """Devices of one of them, where there are any."""
+    def devices_per_process(self) -> int:
+        """Number of devices of one process, on a machine that has devices."""
         return 0
 
 
-class FunctionReward(Grader):
+class FunctionReward(GraderConfig):
     """Scores by Python functions in killable processes."""
 
     kind: Literal["function"]
@@ -92,20 +105,22 @@ class FunctionReward(Grader):
     processes_per_rank: Positive
     """Killable processes per actor: responses scored at the same time."""
     deadline_s: PositiveFloat
-    """How long one response may take to score before its process is killed and the failure counted."""
+    """Longest time to score one response, after which its process is killed and the
+    failure counted."""
     functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
-    """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves the other data sources."""
+    """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves
+    the other data sources."""
 
     @property
     def named_functions(self) -> dict[str, str] | None:
         return self.functions
 
     @property
-    def asks(self) -> str:
+    def source_in_words(self) -> str:
         return ", ".join(f"{source}: {spec}" for source, spec in self.functions.items())
 
     @property
-    def slowest_s(self) -> float | None:
+    def time_limit_s(self) -> float | None:
         return self.deadline_s
 
     @property
@@ -113,63 +128,67 @@ class FunctionReward(Grader):
         return self.num_ranks
 
 
-class ModelReward(Grader, ModelRole):
+class ModelReward(GraderConfig, ModelRole):
     """Scores by a sequence-classification model with one label, on a backend."""
 
     kind: Literal["model"]
 
     @property
-    def model_role(self) -> ModelRole | None:
+    def as_model_role(self) -> ModelRole | None:
         return self
 
     @property
-    def grades(self) -> bool:
+    def scores_rollouts(self) -> bool:
         return True
 
 
-class JudgeReward(Grader):
-    """Scores by a language model that is asked for a verdict."""
+class JudgeReward(GraderConfig):
+    """Scores by a language model that gives a verdict on each response."""
 
     kind: Literal["judge"]
     model: ModelConfig
     engine: RolloutEngineConfig
     template: str
-    """What the judge is asked: a Jinja template with prompt, response, answer, data_source and extra."""
+    """The judge's prompt: a Jinja template with prompt, response, answer, data_source
+    and extra."""
     verdict: str
-    """Regular expression whose last match in the judge's response holds the score in its one group."""
+    """Regular expression whose last match in the judge's response holds the score in
+    its only group."""
     lowest: float
-    """The least score that the judge may give; what lies outside is no verdict."""
+    """The lowest score that the judge may give; outside of the range is no verdict."""
     highest: float
-    """The greatest score that it may give."""
+    """The highest score that the judge may give."""
     max_prompt_tokens: Positive
-    """The longest question to the judge; a response that makes it longer has no score."""
+    """The longest prompt of the judge; a response that makes it longer has no score."""
     max_response_tokens: Positive
+    """The longest response of the judge, in tokens."""
     temperature: Temperature
-    """0 = greedy."""
+    """Temperature of the judge's sampling; 0 = greedy."""
 
     @property
-    def served(self) -> JudgeReward | None:
+    def as_judge(self) -> JudgeReward | None:
         return self
 
     @property
-    def processes(self) -> int:
+    def num_processes(self) -> int:
         return self.engine.num_replicas
 
     @property
-    def parallel_devices(self) -> int:
+    def devices_per_process(self) -> int:
         return self.engine.tensor_parallel
 
 
-class HttpReward(Grader):
+class HttpReward(GraderConfig):
     """Scores by a service: JSON over HTTP."""
 
     kind: Literal["http"]
     num_ranks: Positive
-    """Ray actors that ask; each is CPU only and has limits of its own."""
+    """Ray actors that send requests; each is CPU only and has limits of its own."""
     url: str
-    """Where items are posted."""
+    """Address that requests are posted to."""
     token_env: str | None
-    """Environment variable of the workers that holds a bearer token; null = none is sent."""
+    """Environment variable of the workers that holds a bearer token; null = none is
+    sent."""
     batch_size: Positive
     """Responses per request."""
     concurrency: Positive
@@ -177,28 +196,29 @@ class HttpReward(Grader):
     requests_per_s: PositiveFloat | None
     """Rate limit; null = none."""
     request_timeout_s: PositiveFloat
-    """How long the service may take for one request before it counts as failed."""
+    """Longest time of one request, after which it counts as failed."""
     deadline_s: PositiveFloat
-    """How long one batch may take, all its attempts and waits included."""
+    """Longest time of one batch, all its attempts and waits included."""
     max_attempts: Positive
     """Requests per batch, the first included."""
     backoff_s: PositiveFloat
     """Wait before the second attempt; it doubles with each further one, with jitter."""
     circuit_failures: Positive
-    """Batches that fail in a row before the circuit opens: nothing is sent any more and every score fails at once."""
+    """Batches that fail in a row before the circuit opens: no request is sent any more
+    and every score fails at once."""
     circuit_reset_s: PositiveFloat
-    """How long the circuit stays open before one batch may try again."""
+    """Time that the circuit stays open before one batch may try again."""
 
     @property
-    def service(self) -> HttpReward | None:
+    def as_service(self) -> HttpReward | None:
         return self
 
     @property
-    def asks(self) -> str:
+    def source_in_words(self) -> str:
         return self.url
 
     @property
-    def slowest_s(self) -> float | None:
+    def time_limit_s(self) -> float | None:
         return self.deadline_s
 
     @property
@@ -206,26 +226,41 @@ class HttpReward(Grader):
         return self.num_ranks
 
 
-SingleReward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward, Field(discriminator="kind")]
+SingleReward = Annotated[
+    FunctionReward | ModelReward | JudgeReward | HttpReward, Field(discriminator="kind")
+]
+"""A source of scores that is no mixture."""
 
 
 class MixedReward(Section):
-    """A weighted sum of several scores. A response that one of them cannot score has none."""
+    """A weighted sum of several scores.
+
+    A response that one of the components cannot score has no score.
+    """
 
     kind: Literal["mixed"]
     components: dict[str, SingleReward]
     """Name -> where scores come from; the name is part of the metrics."""
-    weights: Annotated[dict[str, float], Field(examples=["{function: 1.0, model: 0.5}"])]
+    weights: Annotated[
+        dict[str, float], Field(examples=["{function: 1.0, model: 0.5}"])
+    ]
     """Name -> factor of its scores, once normalised and clipped."""
 
-    def by_key(self, section: str) -> dict[str, SingleReward]:
-        """As of the others."""
-        return {f"{section}.components.{name}": one for name, one in self.components.items()}
+    def sources_by_key(self, section: str) -> dict[str, SingleReward]:
+        """Return the components under the keys of their sections."""
+        return {
+            f"{section}.components.{name}": component
+            for name, component in self.components.items()
+        }
 
     @property
-    def mixed(self) -> MixedReward | None:
-        """As of the others."""
+    def as_mixture(self) -> MixedReward | None:
+        """The reward itself, as a mixture."""
         return self
 
 
-Reward = Annotated[FunctionReward | ModelReward | JudgeReward | HttpReward | MixedReward, Field(discriminator="kind")]
+Reward = Annotated[
+    FunctionReward | ModelReward | JudgeReward | HttpReward | MixedReward,
+    Field(discriminator="kind"),
+]
+"""A source of scores of any kind."""

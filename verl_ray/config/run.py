@@ -1,4 +1,4 @@
-"""What a run of any task has: its folder and length, its cluster, and where its record goes.
+"""The settings of a run of any task: its folder, its length, its cluster, its record.
 
 Deliberately not here: what the run computes (`schema`).
 """
@@ -10,26 +10,35 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from verl_ray.config.section import Auto, NonNegative, Positive, PositiveFloat, Section, Seed
+from verl_ray.config.section import (
+    Auto,
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Seed,
+)
 
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Threads(TypedDict):
-    """CPU threads of each worker process, by what it does."""
+    """CPU threads of each worker process, by the kind of its work."""
 
     trainers: Positive
-    """Computes with models on a training backend."""
+    """Processes that compute with models on a training backend."""
     engines: Positive
-    """Is a rank of a rollout engine, or of a judge."""
+    """Ranks of a rollout engine or of a judge."""
     graders: Positive
-    """Grades texts, by functions or a service."""
+    """Processes that grade texts, by functions or a service."""
 
 
 class RunConfig(Section):
+    """The run as a whole."""
+
     name: str
-    """Name of the run: its folder, and its name in W&B."""
+    """Name of the run, of its folder, and of the run in W&B."""
     dir: str
-    """Where everything the run writes goes."""
+    """Folder of everything that the run writes."""
     seed: Seed
     """Root of every random stream: data order, sampling, new parameters."""
     total_steps: Positive
@@ -37,36 +46,54 @@ class RunConfig(Section):
     evaluate_every: NonNegative
     """Evaluate before the first step and every N steps; 0 = never."""
     checkpoint_every: NonNegative
-    """Write a checkpoint every N steps, after the last one, and where a run is stopped; 0 = never, not even then."""
+    """Write a checkpoint every N steps, after the last one, and where a run is stopped;
+    0 = never, not even then."""
     checkpoint_behind: bool
-    """Go on training while a checkpoint is written, from a copy of the state in host memory; it counts a step later."""
+    """Go on training while a checkpoint is written, from a copy of the state in host
+    memory; it counts a step later."""
     keep_checkpoints: Positive
-    """How many of the newest checkpoints stay on disk."""
+    """Number of newest checkpoints that stay on disk."""
     resume: str
-    """auto = from the newest checkpoint in run.dir if there is one; none = refuse a run.dir that has one; or a path."""
+    """auto = from the newest checkpoint in run.dir if there is one; none = refuse a
+    run.dir that has one; or the path of a checkpoint."""
     threads_per_rank: Positive | Threads | Auto
-    """CPU threads of each worker process, or of each kind of them; auto keeps the total within the cores."""
+    """CPU threads of each worker process, or of each kind of them; auto keeps the total
+    within the cores."""
     max_skipped_steps: Positive
-    """Optimizer steps of a role without finite gradients, one after another, before the run stops. Each is skipped."""
+    """Optimizer steps of a role, one after another, that may lack finite gradients and
+    be skipped before the run stops."""
     stall_s: PositiveFloat
-    """How long a worker process may make no progress with what it was asked for, its start included, before the run
-    stops and shows where it is stuck; a rollout replica is replaced. Progress are rows, micro-batches, tokens or bytes:
-    work that goes on is never late, however long it takes."""
+    """Longest time that a worker process may make no progress with a request, its start
+    included, before the run stops and shows where it is stuck.
+
+    A rollout replica is replaced instead. Progress is counted in rows, micro-batches,
+    tokens or bytes: work that goes on is never late, however long it takes.
+    """
 
     @property
     def threads(self) -> Threads:
-        """`threads_per_rank`, once it is resolved."""
-        given = self.threads_per_rank
-        assert given != "auto", "a setting is read before the configuration is resolved"
-        return Threads(trainers=given, engines=given, graders=given) if isinstance(given, int) else given
+        """The value of `threads_per_rank` for each kind of process, once resolved."""
+        threads = self.threads_per_rank
+        assert threads != "auto", (
+            "a setting is read before the configuration is resolved"
+        )
+
+        if isinstance(threads, int):
+            return Threads(trainers=threads, engines=threads, graders=threads)
+        return threads
 
 
 class RayConfig(Section):
+    """The Ray cluster."""
+
     address: str | None
-    """Address of a running cluster; null = RAY_ADDRESS, else a cluster of the run's own."""
+    """Address of a running cluster; null = RAY_ADDRESS, else a new cluster for the run
+    alone."""
 
 
 class WandbConfig(Section):
+    """The record in Weights & Biases."""
+
     mode: Literal["offline", "online", "disabled"]
     project: str
     entity: str | None
@@ -75,7 +102,9 @@ class WandbConfig(Section):
 
 
 class TrackingConfig(Section):
+    """Destinations of the run's record, in addition to metrics.jsonl."""
+
     console: bool
-    """A live line per step."""
+    """Whether the terminal shows a live line per step."""
     tensorboard: bool
     wandb: WandbConfig

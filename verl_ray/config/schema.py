@@ -1,10 +1,15 @@
-"""The configuration of a run, whatever its task: the sections that all have, and what others ask of it. No defaults.
+"""The configuration of a run of any task: the shared sections, and the task's answers.
 
-Invariant: YAML under `configs/` holds every value; a field absent there is an error, and so is a key absent here. What
-sets one task apart is in its own type (`tasks`, or the file of its trainer), which answers the questions here; nobody
-asks which type that is. The sections are beside this module, by noun (`run`, `data`, `roles`, ...); types, rules of
-single fields and one-line meanings stand with the fields. Deliberately not here: rules over several fields (`rules`),
-reading YAML (`load`), and anything about the machine the run will use (`verl_ray/preflight/findings.py`).
+Invariant: YAML under `configs/` holds every value, so there are no defaults here. A
+field that is absent there is an error, and so is a key that is absent here.
+
+What sets one task apart is in its own type (`tasks`, or the file of its trainer). That
+type overrides the properties below, so other code never has to ask which task it has.
+The sections are in modules of this package, by noun (`run`, `data`, `roles`, ...).
+Types, ranges and the meaning of each setting stand with its field.
+
+Deliberately not here: rules over several fields (`rules`), reading YAML (`load`), and
+anything about the machine the run will use (`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations
@@ -15,21 +20,26 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import JudgeReward, SingleReward
-from verl_ray.config.roles import ModelConfig, ModelRole, OptimizerConfig, SupervisedRole
+from verl_ray.config.roles import (
+    ModelConfig,
+    ModelRole,
+    OptimizerConfig,
+    SupervisedRole,
+)
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.run import RayConfig, RunConfig, TrackingConfig
 from verl_ray.config.section import Section
 
-if TYPE_CHECKING:  # which import this module
-    from verl_ray.config.drawing import DrawingConfig
+if TYPE_CHECKING:  # they import this module
+    from verl_ray.config.rollout_task import RolloutTaskConfig
     from verl_ray.config.rules.rule import TaskRule
 
 
 class Config(Section):
-    """One run, whatever its task: the sections that all have, and what others ask of it."""
+    """One run of any task: the shared sections, and what other code needs to know."""
 
     task: str
-    """The name of the task, which leads to the file that declares it (`controllers/tasks.py`)."""
+    """Name of the task, which leads to its file (`controllers/tasks.py`)."""
     run: RunConfig
     ray: RayConfig
     model: ModelConfig
@@ -37,70 +47,90 @@ class Config(Section):
     tracking: TrackingConfig
 
     own_rules: ClassVar[tuple[TaskRule, ...]] = ()
-    """Rules over several settings that not every task has, beside those of all (`rules`); each takes the configuration
-    and what the user set (`rules/rule.py`)."""
+    """Rules over several settings that only this task has, added to those of all tasks.
 
-    # ------------------------------------------------------------------------------------------------- its models
+    Each rule takes the configuration and the keys that the user set (`rules/rule.py`).
+    """
+
+    # --------------------------------------------------------------------------- models
 
     @property
     @abstractmethod
     def model_roles(self) -> dict[str, ModelRole]:
-        """The roles that run a model on a backend and are created, by name; the one that answers comes first."""
+        """The roles, by name, that run a model on a training backend.
+
+        Only roles that the run creates are listed. The evaluated role comes first.
+        """
 
     @property
     def learners(self) -> dict[str, SupervisedRole]:
-        """Of these the ones that learn."""
-        return {name: role.learning for name, role in self.model_roles.items() if role.learning is not None}
+        """The model roles that learn, by name."""
+        learners = {}
+
+        for name, role in self.model_roles.items():
+            learner = role.as_learner
+            if learner is not None:
+                learners[name] = learner
+
+        return learners
 
     @property
-    def answers(self) -> str:
-        """The role that an evaluation asks."""
+    def evaluated_role(self) -> str:
+        """Name of the role whose model an evaluation measures."""
         return next(iter(self.model_roles))
 
     def head_of(self, role: str) -> Literal["policy", "value"]:
-        """Whether a role's model has a language head, or one that gives a number."""
+        """Return the kind of head on a role's model.
+
+        A policy head gives logits over the vocabulary, a value head a single number.
+        """
         return "policy"
 
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
         """Every optimizer that has settings, by the key of its section."""
-        return {f"{name}.optimizer": role.optimizer for name, role in self.learners.items()}
+        return {
+            f"{name}.optimizer": role.optimizer for name, role in self.learners.items()
+        }
 
     @property
     def shares_processes(self) -> bool:
-        """Whether roles on one backend share a process per rank, and rollout engines the devices of these."""
+        """Whether roles on one backend share a process per rank.
+
+        If they do, rollout engines also share the devices of these processes.
+        """
         return True
 
     def learning_steps(self, role: str) -> int:
-        """Training steps in which a role learns."""
+        """Return the number of training steps in which a role learns."""
         return self.run.total_steps
 
-    # --------------------------------------------------------------------------------------------------- its rows
+    # ----------------------------------------------------------------------------- rows
 
     @property
     @abstractmethod
-    def drawn_per_step(self) -> int:
-        """By how much a step moves the data cursor."""
+    def examples_per_step(self) -> int:
+        """Number of examples by which one step moves the data cursor."""
 
     @property
     def rows_per_step(self) -> int:
-        """Rows that a step learns from."""
-        return self.drawn_per_step
+        """Number of rows that a step learns from."""
+        return self.examples_per_step
 
     @property
     def step_in_words(self) -> str:
-        """What a step is made of."""
+        """Size of a step in words, such as "32 prompts x 8 = 256 rows"."""
         return f"{self.rows_per_step} rows"
 
     @property
     def rows_per_unit(self) -> int:
-        """Rows that a loss compares, and that stay together in a micro-batch."""
+        """Number of rows that a loss compares, which share a micro-batch."""
         return 1
 
     @property
     @abstractmethod
     def longest_row(self) -> tuple[int, str]:
-        """In tokens, and the keys that set it."""
+        """Length of the longest possible row in tokens, and the keys that set it."""
 
     @property
     def length_key(self) -> str:
@@ -109,45 +139,68 @@ class Config(Section):
 
     @property
     def longest_response(self) -> int:
-        """In tokens, of which log-probs or values are read."""
+        """The most tokens of a row whose log-probs or values are read."""
         return self.longest_row[0]
 
-    # ------------------------------------------------------------------------------ what else it has, if it has any
+    # ------------------------------------------------------------------- optional parts
 
     @property
-    def drawing(self) -> DrawingConfig | None:
-        """The configuration itself where the run draws rollouts; None where it reads all of its rows."""
+    def rollout_task(self) -> RolloutTaskConfig | None:
+        """The configuration itself if the run generates rollouts.
+
+        None if it reads all of its rows.
+        """
         return None
 
     @property
     def graders(self) -> dict[str, SingleReward]:
-        """Where scores come from, by the key of its section, which is also the name of the role."""
+        """The sources of scores by role name, which is also the key of the section."""
         return {}
 
-    def graders_at_work(self, *, learns: bool) -> dict[str, SingleReward]:
-        """Those, and whoever grades held-out problems; `learns`: False = for one evaluation alone."""
+    def active_graders(self, *, learns: bool) -> dict[str, SingleReward]:
+        """Return the graders that have processes, by role name.
+
+        Args:
+            learns: False for a single evaluation, which needs only the grader of
+                held-out problems.
+        """
         return self.graders
 
     @property
     def judges(self) -> dict[str, JudgeReward]:
-        """The graders that are language models."""
-        return {name: one.served for name, one in self.graders.items() if one.served is not None}
+        """The graders that are language models, by role name."""
+        judges = {}
+
+        for name, grader in self.graders.items():
+            judge = grader.as_judge
+            if judge is not None:
+                judges[name] = judge
+
+        return judges
 
     @property
     def engines(self) -> dict[str, ServedModel]:
-        """What vLLM serves, by role."""
+        """The models that vLLM serves, by role name."""
         return {
-            name: ServedModel(one.engine, f"{name}.engine", f"{name}.model.path", one.model.path, one.max_prompt_tokens)
-            for name, one in self.judges.items()
+            name: ServedModel(
+                config=judge.engine,
+                section=f"{name}.engine",
+                key=f"{name}.model.path",
+                path=judge.model.path,
+                max_prompt_tokens=judge.max_prompt_tokens,
+            )
+            for name, judge in self.judges.items()
         }
 
     @property
     def preparation(self) -> PrepareConfig | None:
-        """The inputs that the run makes itself."""
+        """Settings of the inputs that the run makes itself; None if it makes none."""
         return None
 
     @property
-    def why_no_evaluation(self) -> tuple[str, str] | None:
-        """Why there is none without training, and what to do instead; None = there is one: of a model, or of a
-        checkpoint."""
+    def evaluation_refusal(self) -> tuple[str, str] | None:
+        """Why this task has no evaluation without training, and what to do instead.
+
+        None if a model or a checkpoint can be evaluated.
+        """
         return None

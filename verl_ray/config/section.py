@@ -1,7 +1,7 @@
-"""What every class of the configuration is built from: a frozen section, and numbers with their ranges.
+"""The base class of every section of the configuration, and numbers with ranges.
 
-Invariant: a section has no defaults and refuses keys it does not know. Deliberately not here: any setting, and what
-`auto` stands for (`resolve.py`).
+Invariant: a section has no defaults and refuses keys that it does not know.
+Deliberately not here: any setting, and what `auto` stands for (`resolve.py`).
 """
 
 from __future__ import annotations
@@ -17,8 +17,12 @@ NonNegative = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegativeFloat = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]  # NumPy's range; random streams made from it fit torch's 64 bits
-Temperature = Annotated[float, Field(ge=0, le=2)]  # vLLM's range
+
+# NumPy's range of seeds; random streams derived from one fit torch's 64 bits.
+Seed = Annotated[int, Field(ge=0, le=2**32 - 1)]
+
+# vLLM's range of temperatures.
+Temperature = Annotated[float, Field(ge=0, le=2)]
 
 Auto = Literal["auto"]
 """The value of a setting that the run is to choose by itself."""
@@ -27,7 +31,10 @@ T = TypeVar("T")
 
 
 def resolved(value: T | Auto) -> T:
-    """The value of a setting that may be `auto`, in a configuration that `resolve` has been through."""
+    """Return the value of a setting that may be `auto`.
+
+    The configuration must have been through `resolve`, which replaces every `auto`.
+    """
     assert value != "auto", "a setting is read before the configuration is resolved"
     return value
 
@@ -36,12 +43,20 @@ class Section(BaseModel):
     """A frozen part of the configuration that refuses keys it does not know."""
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+        frozen=True,
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
 class OneOf:
-    """Beside `str` in `Annotated`: the text is one of these names, and what is not is refused as a `Literal` does."""
+    """An annotation of `str` that allows a fixed set of names.
+
+    It stands in for a `Literal` whose names are only known when a table is read. Any
+    other name is refused with the same error as a `Literal` gives.
+    """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)

@@ -1,7 +1,7 @@
-"""What a user probably meant: near spellings and near numbers.
+"""Suggestions of what a user probably meant: near spellings and near numbers.
 
-Invariant: a suggestion is always a value that is valid; no suggestion is better than a wild one. Deliberately not
-here: which values are valid, which the caller knows.
+Invariant: a suggestion is always a valid value, and no suggestion is better than a wild
+one. Deliberately not here: which values are valid, which the caller knows.
 """
 
 from __future__ import annotations
@@ -9,61 +9,98 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import SequenceMatcher
 
-_ALIKE = 0.6  # below this two words share letters rather than a meaning
-_LIST_UP_TO = 100  # letters; a longer list of choices is no help
+# Below this likeness two words share letters rather than a meaning.
+_LEAST_LIKENESS = 0.6
+
+# Longest list of choices, in characters, that still helps when it is shown in full.
+_LONGEST_LIST = 100
 
 
 def closest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
-    """The candidates spelt most like `word`, best first; for dotted keys the last part counts as much as the whole."""
-    return [name for score, name in _ranked(word, candidates) if score >= _ALIKE][:count]
+    """Return up to `count` candidates that are spelt most like `word`, best first.
+
+    The last part of a dotted key counts as much as the whole key.
+    """
+    near = [
+        name
+        for likeness, name in _ranked(word, candidates)
+        if likeness >= _LEAST_LIKENESS
+    ]
+    return near[:count]
 
 
 def _ranked(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:
-    def likeness(name: str) -> float:
-        whole = SequenceMatcher(None, word.lower(), name.lower()).ratio()
-        last = SequenceMatcher(None, _last(word), _last(name)).ratio()
-        return (whole + last) / 2 if "." in word else max(whole, last)
-
-    return sorted(((likeness(name), name) for name in set(candidates)), key=lambda pair: (-pair[0], pair[1]))
+    """Return the distinct candidates with their likeness, best first, then by name."""
+    scored = [(_likeness(word, name), name) for name in set(candidates)]
+    return sorted(scored, key=lambda pair: (-pair[0], pair[1]))
 
 
-def _last(key: str) -> str:
+def _likeness(word: str, name: str) -> float:
+    """Return how alike two spellings are, from 0 to 1."""
+    whole = SequenceMatcher(None, word.lower(), name.lower()).ratio()
+    last = SequenceMatcher(None, _last_part(word), _last_part(name)).ratio()
+
+    # A key that was typed with its section should be found in that section.
+    if "." in word:
+        return (whole + last) / 2
+    return max(whole, last)
+
+
+def _last_part(key: str) -> str:
     return key.lower().rpartition(".")[2].replace("_", "")
 
 
 def did_you_mean(word: str, candidates: Sequence[str], kind: str) -> str:
-    """One sentence that leads from `word` to a valid name; `kind` says what the names are ("algorithm", "key")."""
+    """Return a sentence that leads from `word` to a valid name.
+
+    Args:
+        word: what the user typed.
+        candidates: the valid names.
+        kind: what the names are, such as "algorithm" or "key".
+    """
     near = closest(word, candidates)
-    listed = ", ".join(sorted(candidates))
-    if near and len(listed) > _LIST_UP_TO:
-        return f"Did you mean {either(near)}?"
+    all_names = ", ".join(sorted(candidates))
+    fits = len(all_names) <= _LONGEST_LIST
+
     if near:
-        return f"Did you mean {either(near)}? There is {listed}."
+        question = f"Did you mean {either(near)}?"
+        return f"{question} There is {all_names}." if fits else question
+
     if not candidates:
         return f"There is no {kind} here."
+    if fits:
+        return f"There is {all_names}."
+
+    # The list is too long, so the names of the same section stand in for it.
     section = word.rpartition(".")[0]
-    beside = sorted(name for name in candidates if section and name.rpartition(".")[0] == section)
-    if beside and len(listed) > _LIST_UP_TO:
-        return f"There is {', '.join(beside)}."
-    if len(listed) > _LIST_UP_TO:
-        heads = {name.partition(".")[0] for name in candidates if "@" not in name}
-        return f"Every {kind} begins with one of {', '.join(sorted(heads))}."
-    return f"There is {listed}."
+    siblings = sorted(
+        name for name in candidates if section and name.rpartition(".")[0] == section
+    )
+    if siblings:
+        return f"There is {', '.join(siblings)}."
+
+    # Keys of groups have an @ and lie in no section.
+    sections = {name.partition(".")[0] for name in candidates if "@" not in name}
+    return f"Every {kind} begins with one of {', '.join(sorted(sections))}."
 
 
 def either(names: Iterable[object]) -> str:
-    """`a`, `a or b`, `a, b or c`."""
-    *head, last = [str(name) for name in names]
-    return f"{', '.join(head)} or {last}" if head else last
+    """Return the names as a phrase: `a`, `a or b`, `a, b or c`."""
+    *others, last = [str(name) for name in names]
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 def nearest_divisors(number: int, near: int) -> list[int]:
-    """The divisors of `number` on either side of `near`, ascending; one when `near` is past an end or divides.
+    """Return the divisors of `number` on either side of `near`, ascending.
+
+    There is only one if `near` itself divides, or is beyond the largest divisor.
 
     >>> nearest_divisors(256, 100)
     [64, 128]
     """
-    divisors = [d for d in range(1, number + 1) if number % d == 0]
-    below = [d for d in divisors if d <= near][-1:]
-    above = [d for d in divisors if d >= near][:1]
+    divisors = [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    below = [divisor for divisor in divisors if divisor <= near][-1:]
+    above = [divisor for divisor in divisors if divisor >= near][:1]
     return sorted({*below, *above})

@@ -1,8 +1,10 @@
-"""Which versions of torch and vLLM go together: the one table of them.
+"""The table of which versions of torch and vLLM go together.
 
-Invariant: `pyproject.toml`, the tables of the documents, `verl-ray check` and the rollout engine say what stands here;
-a test compares them. Each vLLM names its torch exactly, in the metadata of its wheels, from which these rows are.
-Deliberately not here: what differs between versions (`ops/installed_torch.py`, `rollout/vllm_core.py`).
+Invariant: `pyproject.toml`, the tables of the documents, `verl-ray check` and the
+rollout engine agree with this table; a test compares them. Each vLLM names its torch
+exactly in the metadata of its wheels, and the rows are taken from there. Deliberately
+not here: what differs between versions (`ops/installed_torch.py`,
+`rollout/vllm_core.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ class Release:
     last_vllm: str
 
     def has_vllm(self, version: str) -> bool:
-        """Whether this vLLM is one of them, whatever its patch."""
+        """Return whether a vLLM is built for this torch, whatever its patch number."""
         return minor(self.first_vllm) <= minor(version) <= minor(self.last_vllm)
 
 
@@ -28,24 +30,44 @@ RELEASES = (
     Release("2.11.0", "0.22.0", "0.26.0"),
     Release("2.13.0", "0.27.0", "0.32.0"),
 )
-"""The oldest first."""
+"""The supported releases, the oldest first."""
 
 
 def minor(version: str) -> tuple[int, int]:
-    """Its first two numbers."""
+    """Return the first two numbers of a version."""
+    # A local build such as 2.11.0+cu128 has further numbers.
     first, second = re.findall(r"\d+", version)[:2]
     return int(first), int(second)
 
 
 def problem_of(torch: str, vllm: str | None) -> tuple[str, str] | None:
-    """What is wrong with these installed versions (`vllm`: None where there is none), and what would be right."""
-    release = next((one for one in RELEASES if minor(one.torch) == minor(torch)), None)
+    """Return what is wrong with the installed versions, and what would be right.
+
+    None if they are supported.
+
+    Args:
+        torch: the installed version.
+        vllm: the installed version; None if vLLM is not installed, which supervised
+            training does not need.
+    """
+    release = _release_of(torch)
     if release is None:
-        known = " or ".join(one.torch for one in RELEASES)
-        return f"torch {torch} is not supported", f"Install torch {known}"
-    if vllm is not None and not release.has_vllm(vllm):
-        return (
-            f"vLLM {vllm} does not go with torch {torch}",
-            f"Install vLLM {release.first_vllm} to {release.last_vllm}, or the torch that this vLLM is built for",
-        )
+        supported = " or ".join(release.torch for release in RELEASES)
+        return f"torch {torch} is not supported", f"Install torch {supported}"
+
+    if vllm is None or release.has_vllm(vllm):
+        return None
+
+    fix = (
+        f"Install vLLM {release.first_vllm} to {release.last_vllm}, or the torch that"
+        " this vLLM is built for"
+    )
+    return f"vLLM {vllm} does not go with torch {torch}", fix
+
+
+def _release_of(torch: str) -> Release | None:
+    """Return the release of a torch version, whatever its patch number."""
+    for release in RELEASES:
+        if minor(release.torch) == minor(torch):
+            return release
     return None

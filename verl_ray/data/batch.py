@@ -1,10 +1,11 @@
-"""Rows in columns: the frozen base of every stage type, and the vectorized operations on it.
+"""Rows in columns: the frozen base of every stage type, and its vectorized operations.
 
-Invariant: a batch never changes and never pads. Its columns are NumPy arrays of three kinds: one value per row, one
-value per token (flat, all token columns over one shared `offsets`), and `Ragged` columns with offsets of their own
-(texts, version spans). Pickled with protocol 5 every column travels out of band, so what Ray's object store holds is
-read in place, as a read-only view. Deliberately not here: where rows live (`sharded.py`) and what they mean
-(`stages.py`).
+Invariant: a batch never changes and never pads. Its columns are NumPy arrays of three
+kinds: one value per row, one value per token (flat, all token columns over one shared
+`offsets`), and `Ragged` columns with their own offsets (texts, version spans). Pickled
+with protocol 5 every column travels out of band. A reader of Ray's object store
+therefore gets a read-only view of what is stored, and no copy. Deliberately not here:
+where rows live (`sharded.py`) and what they mean (`stages.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +27,12 @@ Array = npt.NDArray[Any]
 Int64 = npt.NDArray[np.int64]
 
 
+# --------------------------------------------------------------------- kinds of columns
+
+
 class Kind(enum.Enum):
+    """Unit that a column has values for."""
+
     ROW = "row"
     TOKEN = "token"
     RAGGED = "ragged"
@@ -34,7 +40,14 @@ class Kind(enum.Enum):
 
 @dataclass(frozen=True)
 class Column:
-    """What a field of a stage holds: its kind, element type, and the shape behind the row or token dimension."""
+    """Declaration of one field of a stage.
+
+    Attributes:
+        kind: The unit that the column has values for.
+        dtype: The element type.
+        trailing: The shape behind the row or token dimension.
+        optional: Whether the field may be None.
+    """
 
     kind: Kind
     dtype: np.dtype[Any]
@@ -42,24 +55,32 @@ class Column:
     optional: bool
 
 
-def _column(kind: Kind, dtype: npt.DTypeLike, trailing: tuple[int, ...], optional: bool) -> Any:
-    metadata = {"column": Column(kind, np.dtype(dtype), trailing, optional)}
-    return dataclasses.field(default=None, metadata=metadata) if optional else dataclasses.field(metadata=metadata)
+def _column(
+    kind: Kind, dtype: npt.DTypeLike, trailing: tuple[int, ...], optional: bool
+) -> Any:
+    column = Column(kind, np.dtype(dtype), trailing, optional)
+    metadata = {"column": column}
+    if optional:
+        return dataclasses.field(default=None, metadata=metadata)
+    return dataclasses.field(metadata=metadata)
 
 
 def row(dtype: npt.DTypeLike, *trailing: int, optional: bool = False) -> Any:
-    """A column with one value per row: [rows, *trailing]."""
+    """Declare a column with one value per row: [rows, *trailing]."""
     return _column(Kind.ROW, dtype, trailing, optional)
 
 
 def token(dtype: npt.DTypeLike, *trailing: int, optional: bool = False) -> Any:
-    """A column with one value per token, flat: [tokens, *trailing]."""
+    """Declare a column with one value per token, flat: [tokens, *trailing]."""
     return _column(Kind.TOKEN, dtype, trailing, optional)
 
 
 def ragged(dtype: npt.DTypeLike, *trailing: int, optional: bool = False) -> Any:
-    """A column with any number of values per row, over offsets of its own."""
+    """Declare a column with any number of values per row, over its own offsets."""
     return _column(Kind.RAGGED, dtype, trailing, optional)
+
+
+# -------------------------------------------------------------------------- ragged rows
 
 
 def offsets_of(lengths: npt.ArrayLike) -> Int64:
@@ -72,7 +93,15 @@ def offsets_of(lengths: npt.ArrayLike) -> Int64:
 
 @dataclass(frozen=True)
 class _Gather:
-    """How to copy some rows of a ragged column: their new offsets, and flat source positions (or one slice)."""
+    """Plan for copying some rows of a ragged column.
+
+    Attributes:
+        offsets: Offsets of the copied rows, int64 [copied rows + 1].
+        source: The flat positions to copy, or one slice of them; None where `width` is
+            set.
+        rows: The rows to copy, int64 [copied rows].
+        width: The length of every row, where whole rows of equal length are copied.
+    """
 
     offsets: Int64
     source: slice | Int64 | None
@@ -81,29 +110,47 @@ class _Gather:
 
     @classmethod
     def plan(cls, offsets: Int64, rows: Int64) -> _Gather:
-        starts, lengths = offsets[rows], offsets[rows + 1] - offsets[rows]
-        new = offsets_of(lengths)
-        if len(rows) and bool(np.all(np.diff(rows) == 1)):  # neighbours: a view, no copy
-            return cls(new, slice(int(starts[0]), int(starts[0] + new[-1])), rows, None)
-        width = int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
-        if width and bool(np.all(np.diff(offsets) == width)):  # equal lengths: whole rows are copied at once
-            return cls(new, None, rows, width)
-        source = np.arange(new[-1], dtype=np.int64)
-        source += np.repeat(starts - new[:-1], lengths)
-        return cls(new, source, rows, None)
+        """Choose the cheapest way to copy `rows` of a column over `offsets`."""
+        starts = offsets[rows]
+        lengths = offsets[rows + 1] - starts
+        new_offsets = offsets_of(lengths)
+
+        # Neighbouring rows are one slice: a view, and no copy.
+        if len(rows) and bool(np.all(np.diff(rows) == 1)):
+            first = int(starts[0])
+            end = int(starts[0] + new_offsets[-1])
+            return cls(new_offsets, slice(first, end), rows, None)
+
+        # Rows of equal length are copied whole, which needs no position per token.
+        width = 0
+        if len(offsets) > 1:
+            width = int(offsets[1] - offsets[0])
+        if width and bool(np.all(np.diff(offsets) == width)):
+            return cls(new_offsets, None, rows, width)
+
+        source = np.arange(new_offsets[-1], dtype=np.int64)
+        source += np.repeat(starts - new_offsets[:-1], lengths)
+        return cls(new_offsets, source, rows, None)
 
     def apply(self, values: Array) -> Array:
+        """Return the flat values of the planned rows."""
         if isinstance(self.source, slice):
             return values[self.source]
         if self.source is not None:
             return values.take(self.source, axis=0)
-        blocks = values.reshape(-1, cast(int, self.width), *values.shape[1:])
-        return blocks.take(self.rows, axis=0).reshape(-1, *values.shape[1:])
+        trailing = values.shape[1:]
+        blocks = values.reshape(-1, cast(int, self.width), *trailing)
+        return blocks.take(self.rows, axis=0).reshape(-1, *trailing)
 
 
 @dataclass(frozen=True, eq=False)
 class Ragged:
-    """Any number of values per row: `values` [total, *trailing] over `offsets` int64 [rows + 1]."""
+    """Any number of values per row.
+
+    Attributes:
+        values: The values of all rows, flat: [total, *trailing].
+        offsets: Row starts and the total behind them, int64 [rows + 1].
+    """
 
     values: Array
     offsets: Int64
@@ -117,14 +164,18 @@ class Ragged:
 
     @classmethod
     def of_rows(cls, rows: Sequence[npt.ArrayLike], dtype: npt.DTypeLike) -> Ragged:
-        """One array per row."""
+        """Rows from one array each."""
         arrays = [np.asarray(values, dtype=dtype) for values in rows]
+        # np.concatenate refuses an empty list
         values = np.concatenate(arrays) if arrays else np.empty(0, dtype=dtype)
         return cls(values, offsets_of([len(values) for values in arrays]))
 
     def texts(self) -> list[str]:
-        data, offsets = self.values.tobytes(), self.offsets.tolist()
-        return [data[start:end].decode() for start, end in itertools.pairwise(offsets)]
+        """Each row, decoded as UTF-8."""
+        # One copy of all bytes, of which slices are cheap.
+        data = self.values.tobytes()
+        bounds = itertools.pairwise(self.offsets.tolist())
+        return [data[start:end].decode() for start, end in bounds]
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -134,28 +185,42 @@ class Ragged:
 
     @property
     def lengths(self) -> Int64:
+        """Values of each row, int64 [rows]."""
         return np.diff(self.offsets)
 
     def select(self, rows: Int64) -> Ragged:
+        """Return the rows `rows`, in this order."""
         gather = _Gather.plan(self.offsets, rows)
         return Ragged(gather.apply(self.values), gather.offsets)
 
     @classmethod
     def concat(cls, parts: Sequence[Ragged]) -> Ragged:
+        """Join all rows of all parts, in order."""
+        values = np.concatenate([part.values for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
-        return cls(np.concatenate([part.values for part in parts]), offsets_of(lengths))
+        return cls(values, offsets_of(lengths))
 
 
-def _sealed(array: Array) -> Array:
+def _read_only(array: Array) -> Array:
+    """Return a read-only view of `array`; the caller's own array stays writeable."""
     if array.flags.writeable:
         array = array.view()
         array.flags.writeable = False
     return array
 
 
+# -------------------------------------------------------------------------------- batch
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch:
-    """Base of the stage types. `offsets` int64 [rows + 1] is shared by all token columns."""
+    """Base of the stage types: columns over the same rows.
+
+    `offsets`, int64 [rows + 1], is shared by all token columns.
+
+    Raises:
+        DataError: a column does not have the declared dtype or shape.
+    """
 
     offsets: Int64
 
@@ -167,38 +232,63 @@ class Batch:
         return {f.name: f.metadata["column"] for f in fields if "column" in f.metadata}
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", _sealed(np.asarray(self.offsets, dtype=np.int64)))
+        offsets = np.asarray(self.offsets, dtype=np.int64)
+        # The class is frozen: attributes are set past its own __setattr__
+        object.__setattr__(self, "offsets", _read_only(offsets))
+
         for name, column in self.columns().items():
             value = getattr(self, name)
             if value is None and column.optional:
                 continue
-            values = value.values if isinstance(value, Ragged) else value
-            expected = (self._count(column, value), *column.trailing)
-            if not isinstance(values, np.ndarray) or values.dtype != column.dtype or values.shape != expected:
-                found = f"{values.dtype} {values.shape}" if isinstance(values, np.ndarray) else type(values).__name__
-                raise DataError(
-                    f"{type(self).__name__}.{name}: expected {column.dtype} {expected} "
-                    f"({column.kind.value} column of {self.num_rows} rows), found {found}"
-                )
+            self._verify(name, column, value)
+            # Columns from Ray's object store are read-only; all others are made so.
+            read_only: Array | Ragged
             if isinstance(value, Ragged):
-                if len(value) != self.num_rows:
-                    raise DataError(f"{type(self).__name__}.{name}: {len(value)} rows, expected {self.num_rows}")
-                sealed: Array | Ragged = Ragged(_sealed(values), _sealed(value.offsets))
+                read_only = Ragged(_read_only(value.values), _read_only(value.offsets))
             else:
-                sealed = _sealed(values)
-            object.__setattr__(self, name, sealed)
+                read_only = _read_only(value)
+            object.__setattr__(self, name, read_only)
+
+    def _verify(self, name: str, column: Column, value: Array | Ragged) -> None:
+        """Raise DataError if `value` is not what `column` declares."""
+        values = value.values if isinstance(value, Ragged) else value
+        expected = (self._count(column, value), *column.trailing)
+        is_array = isinstance(values, np.ndarray)
+        if not is_array or values.dtype != column.dtype or values.shape != expected:
+            actual = type(values).__name__
+            if is_array:
+                actual = f"{values.dtype} {values.shape}"
+            raise DataError(
+                f"{type(self).__name__}.{name}: expected {column.dtype} {expected}"
+                f" ({column.kind.value} column of {self.num_rows} rows), found"
+                f" {actual}"
+            )
+
+        if isinstance(value, Ragged) and len(value) != self.num_rows:
+            raise DataError(
+                f"{type(self).__name__}.{name}: {len(value)} rows, expected"
+                f" {self.num_rows}"
+            )
 
     def _count(self, column: Column, value: Array | Ragged) -> int:
-        if column.kind is Kind.RAGGED:
-            return int(value.offsets[-1]) if isinstance(value, Ragged) else -1
-        return self.num_rows if column.kind is Kind.ROW else self.num_tokens
+        """Return the expected first dimension of a column's flat values."""
+        if column.kind is Kind.ROW:
+            return self.num_rows
+        if column.kind is Kind.TOKEN:
+            return self.num_tokens
+        if isinstance(value, Ragged):
+            return int(value.offsets[-1])
+        # No array has this many values: a ragged column must be a Ragged.
+        return -1
 
     @property
     def num_rows(self) -> int:
+        """Number of rows."""
         return len(self.offsets) - 1
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens over all rows."""
         return int(self.offsets[-1])
 
     @property
@@ -212,56 +302,98 @@ class Batch:
         return np.repeat(np.arange(self.num_rows, dtype=np.int64), self.lengths)
 
     def select(self, rows: npt.ArrayLike) -> Self:
-        """The given rows, in the given order; neighbouring rows are views, anything else one vectorized copy."""
+        """Return the rows `rows`, in this order.
+
+        Neighbouring rows are views; any other choice is one vectorized copy.
+
+        Raises:
+            DataError: a row number is out of range.
+        """
         rows = np.asarray(rows, dtype=np.int64)
         if rows.size and (rows.min() < 0 or rows.max() >= self.num_rows):
-            raise DataError(f"{type(self).__name__}: rows up to {rows.max()} asked for, there are {self.num_rows}")
+            raise DataError(
+                f"{type(self).__name__}: rows up to {rows.max()} were requested, there"
+                f" are {self.num_rows}"
+            )
+
+        # Planned once, since all token columns share their offsets.
         gather = _Gather.plan(self.offsets, rows)
-        neighbours = isinstance(gather.source, slice)
-        chosen: dict[str, Any] = {"offsets": gather.offsets}
+        are_neighbours = isinstance(gather.source, slice)
+        selected: dict[str, Any] = {"offsets": gather.offsets}
+
         for name, column in self.columns().items():
             value = getattr(self, name)
             if value is None:
                 continue
             if column.kind is Kind.TOKEN:
-                chosen[name] = gather.apply(value)
+                selected[name] = gather.apply(value)
             elif column.kind is Kind.RAGGED:
-                chosen[name] = value.select(rows)
+                selected[name] = value.select(rows)
+            elif are_neighbours:
+                selected[name] = value[rows[0] : rows[-1] + 1]
             else:
-                chosen[name] = value[rows[0] : rows[-1] + 1] if neighbours else value.take(rows, axis=0)
-        return type(self)(**chosen)
+                selected[name] = value.take(rows, axis=0)
+
+        return type(self)(**selected)
 
     def split(self, counts: Sequence[int]) -> list[Self]:
-        """Consecutive parts of the given numbers of rows, as views."""
+        """Split into consecutive parts of `counts` rows, as views.
+
+        Raises:
+            DataError: the counts do not add up to the number of rows.
+        """
         if sum(counts) != self.num_rows:
-            raise DataError(f"{type(self).__name__}: parts of {list(counts)} rows do not add up to {self.num_rows}")
+            raise DataError(
+                f"{type(self).__name__}: parts of {list(counts)} rows do not add up to"
+                f" {self.num_rows}"
+            )
         bounds = np.cumsum([0, *counts])
-        return [self.select(np.arange(a, b)) for a, b in itertools.pairwise(bounds)]
+        return [
+            self.select(np.arange(start, end))
+            for start, end in itertools.pairwise(bounds)
+        ]
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """All rows of all parts, in order."""
+        """Join all rows of all parts, in order.
+
+        Raises:
+            DataError: some parts have an optional column that others lack.
+        """
         if len(parts) == 1:
             return parts[0]
-        joined: dict[str, Any] = {"offsets": offsets_of(np.concatenate([part.lengths for part in parts]))}
+
+        lengths = np.concatenate([part.lengths for part in parts])
+        joined: dict[str, Any] = {"offsets": offsets_of(lengths)}
+
         for name, column in cls.columns().items():
             values = [getattr(part, name) for part in parts]
+            # An optional column may be absent, but then from all parts.
             missing = sum(value is None for value in values)
             if missing == len(values):
                 continue
             if missing:
-                raise DataError(f"{cls.__name__}.{name}: {missing} of {len(values)} parts lack this column")
-            joined[name] = Ragged.concat(values) if column.kind is Kind.RAGGED else np.concatenate(values)
+                raise DataError(
+                    f"{cls.__name__}.{name}: {missing} of {len(values)} parts lack this"
+                    " column"
+                )
+            if column.kind is Kind.RAGGED:
+                joined[name] = Ragged.concat(values)
+            else:
+                joined[name] = np.concatenate(values)
+
         return cls(**joined)
 
     def replace(self, **columns: Array | Ragged | None) -> Self:
-        """The same rows with some columns exchanged."""
+        """Return the same rows with some columns exchanged."""
+        # It builds a new batch, which verifies the new columns too.
         return dataclasses.replace(self, **cast(Any, columns))
 
     def row_columns(self) -> dict[str, Array]:
-        """The columns with one value per row: what a driver plans on."""
-        return {
-            name: getattr(self, name)
-            for name, column in self.columns().items()
-            if column.kind is Kind.ROW and getattr(self, name) is not None
-        }
+        """Columns with one value per row: what a driver plans on."""
+        present = {}
+        for name, column in self.columns().items():
+            value = getattr(self, name)
+            if column.kind is Kind.ROW and value is not None:
+                present[name] = value
+        return present

@@ -1,20 +1,22 @@
 """Prompts with their responses as rows of tokens, and a mask over the responses.
 
-Invariant: the tokens before a response are those that a rollout of the same prompt would start from, and a response
-ends with the token that ends a generation. Deliberately not here: file formats (`files.py`), and what is learned from
-the rows (`supervised.py`, `preferences.py`).
+Invariant: the tokens before a response are those that a rollout of the same prompt
+would start from, and a response ends with the token that ends a generation.
+Deliberately not here: file formats (`files.py`), and what is learned from the rows
+(`supervised.py`, `preferences.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from verl_ray.data.batch import Int64, Ragged, offsets_of
-from verl_ray.data.files import Content, Message
 from verl_ray.data.prompts import as_messages
+from verl_ray.data.records import Content, Message
 from verl_ray.data.stages import Bool
 from verl_ray.data.tokenizers import encode, render, require_chat_template
 from verl_ray.errors import DataError
@@ -31,49 +33,91 @@ def tokenize(
     apply_chat_template: bool,
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
-    """Rows of prompt and response: their tokens int32, and a mask bool [tokens], True on responses.
+    """Turn contents into rows of prompt and response; a row ends with a response.
 
-    `responses` says which turns of the assistant are responses: all of them, or only the last message, to which all
-    others are then the prompt. A row ends behind its last response. `where[i]` names content i in errors.
+    Args:
+        where: The name of each content, for errors.
+        responses: Which turns of the assistant are responses: all of them, or only the
+            last message, to which all others are then the prompt.
+
+    Returns:
+        The tokens of each row, int32, and a mask, bool [tokens], True on responses.
 
     Raises:
-        DataError: the tokenizer or its chat template does not fit a content; a prompt without tokens.
+        DataError: the tokenizer or its chat template does not fit a content, or a
+            prompt has no tokens.
     """
     if apply_chat_template:
         require_chat_template(tokenizer)
         tokens, mask = _tokenize_chat(contents, where, tokenizer, responses)
     else:
         tokens, mask = _tokenize_text(contents, where, tokenizer)
-    if (unprompted := mask[tokens.offsets[:-1]]).any():
-        first = where[int(np.argmax(unprompted))]
-        raise DataError(f"{first}: no token before the response; expected a prompt that is not empty")
+
+    # A model predicts a token from those before it: the first response token needs one.
+    starts_with_response = mask[tokens.offsets[:-1]]
+    if starts_with_response.any():
+        first = where[int(np.argmax(starts_with_response))]
+        raise DataError(
+            f"{first}: no token before the response; expected a prompt that is not"
+            " empty"
+        )
     return tokens, mask
 
 
 def alternate(first: Ragged, second: Ragged) -> Ragged:
-    """The rows of two columns in turn: first 0, second 0, first 1, second 1, ..."""
+    """Rows of two columns in turn: first 0, second 0, first 1, second 1, ..."""
     count = len(first)
     order = np.arange(2 * count, dtype=np.int64).reshape(2, count).T.ravel()
     return Ragged.concat([first, second]).select(order)
 
 
+# -------------------------------------------------------------------------- plain texts
+
+
 def _tokenize_text(
-    contents: Sequence[Content], where: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    contents: Sequence[Content],
+    where: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[Ragged, Bool]:
-    pairs = [_pair(content, place) for content, place in zip(contents, where, strict=True)]
-    prompts = encode(tokenizer, [prompt for prompt, _ in pairs], special=True, where=where.__getitem__)
-    ends = [response + tokenizer.eos_token for _, response in pairs]
-    responses = encode(tokenizer, ends, special=False, where=where.__getitem__)
-    return _join(prompts, responses, np.ones(len(pairs), dtype=np.int64))
+    prompts = []
+    responses = []
+    for content, place in zip(contents, where, strict=True):
+        prompt, response = _pair(content, place)
+        prompts.append(prompt)
+        responses.append(response + tokenizer.eos_token)
+
+    name = where.__getitem__
+    prompt_tokens = encode(tokenizer, prompts, special=True, where=name)
+    response_tokens = encode(tokenizer, responses, special=False, where=name)
+    one_turn_each = np.ones(len(contents), dtype=np.int64)
+    return _join(prompt_tokens, response_tokens, one_turn_each)
 
 
 def _pair(content: Content, where: str) -> tuple[str, str]:
     if isinstance(content, tuple):
         return content
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied (data.apply_chat_template = false, or the "
-        "tokenizer has none); expected plain texts as prompt and response"
+        f"{where}: found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none); expected"
+        " plain texts as prompt and response"
     )
+
+
+# ------------------------------------------------------------------------ conversations
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A turn of the assistant that is a response."""
+
+    row: int
+    """Number of its conversation."""
+    index: int
+    """Number of its message in the conversation."""
+    before: list[Message]
+    """Messages before it."""
+    up_to: list[Message]
+    """Messages up to it, itself included."""
 
 
 def _tokenize_chat(
@@ -82,43 +126,63 @@ def _tokenize_chat(
     tokenizer: PreTrainedTokenizerBase,
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
-    befores, afters, turn_of, row_of = [], [], [], []
+    turns = _turns(contents, responses)
+
+    def turn_where(number: int) -> str:
+        turn = turns[number]
+        return f"{where[turn.row]}, message {turn.index + 1}"
+
+    # Each turn is written twice, without the response and with it: the difference is
+    # what the model has to generate.
+    befores = [turn.before for turn in turns]
+    up_to = [turn.up_to for turn in turns]
+    openings = render(tokenizer, befores, add_generation_prompt=True, where=turn_where)
+    closings = render(tokenizer, up_to, add_generation_prompt=False, where=turn_where)
+
+    context_texts = []
+    response_texts = []
+    current_row = -1
+    text_so_far = ""  # text of the current row's segments so far
+    for number, turn in enumerate(turns):
+        if turn.row != current_row:
+            current_row = turn.row
+            text_so_far = ""
+
+        opening = openings[number]
+        closing = closings[number]
+        # The text behind the end of turn, such as a line break, is not generated.
+        end = closing.find(tokenizer.eos_token, len(opening))
+        extends = opening.startswith(text_so_far) and closing.startswith(opening)
+        if not extends or end < 0:
+            raise DataError(_unusable_template(turn_where(number), tokenizer))
+
+        response = closing[len(opening) : end + len(tokenizer.eos_token)]
+        context_texts.append(opening[len(text_so_far) :])
+        response_texts.append(response)
+        text_so_far = opening + response
+
+    turns_per_row = np.bincount([turn.row for turn in turns], minlength=len(contents))
+    return _join(
+        encode(tokenizer, context_texts, special=False, where=turn_where),
+        encode(tokenizer, response_texts, special=False, where=turn_where),
+        turns_per_row.astype(np.int64),
+    )
+
+
+def _turns(
+    contents: Sequence[Content], responses: Literal["all", "last"]
+) -> list[_Turn]:
+    """Responses of all conversations, row by row and in the order of their messages."""
+    turns = []
     for row, content in enumerate(contents):
         messages = _conversation(content)
-        for turn in range(0 if responses == "all" else len(messages) - 1, len(messages)):
-            if messages[turn]["role"] == "assistant":
-                befores.append(messages[:turn])
-                afters.append(messages[: turn + 1])
-                turn_of.append(turn)
-                row_of.append(row)
-
-    def turn_where(index: int) -> str:
-        return f"{where[row_of[index]]}, message {turn_of[index] + 1}"
-
-    openings = render(tokenizer, befores, add_generation_prompt=True, where=turn_where)
-    closings = render(tokenizer, afters, add_generation_prompt=False, where=turn_where)
-    contexts, answers = [], []
-    done = ""  # of the current row: what the segments so far spell
-    for index, (opening, closing) in enumerate(zip(openings, closings, strict=True)):
-        if index == 0 or row_of[index] != row_of[index - 1]:
-            done = ""
-        end = closing.find(tokenizer.eos_token, len(opening))
-        if not opening.startswith(done) or not closing.startswith(opening) or end < 0:
-            raise DataError(
-                f"{turn_where(index)}: the chat template does not write this assistant turn as the earlier text, the "
-                f"response and the end of turn {tokenizer.eos_token!r}, so that no rollout would look like it; use a "
-                "template that keeps earlier turns as they were, or split the conversation into single turns"
-            )
-        answer = closing[len(opening) : end + len(tokenizer.eos_token)]
-        contexts.append(opening[len(done) :])
-        answers.append(answer)
-        done = opening + answer
-    turns = np.bincount(row_of, minlength=len(contents)).astype(np.int64)
-    return _join(
-        encode(tokenizer, contexts, special=False, where=turn_where),
-        encode(tokenizer, answers, special=False, where=turn_where),
-        turns,
-    )
+        # A prompt may hold earlier turns of the assistant, which are not learned.
+        first = 0 if responses == "all" else len(messages) - 1
+        for index in range(first, len(messages)):
+            if messages[index]["role"] == "assistant":
+                up_to = messages[: index + 1]
+                turns.append(_Turn(row, index, messages[:index], up_to))
+    return turns
 
 
 def _conversation(content: Content) -> list[Message]:
@@ -128,8 +192,27 @@ def _conversation(content: Content) -> list[Message]:
     return [*as_messages(prompt), {"role": "assistant", "content": response}]
 
 
+def _unusable_template(where: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    return (
+        f"{where}: the chat template does not write this assistant turn as the earlier"
+        f" text, the response and the end of turn {tokenizer.eos_token!r}, so that no"
+        " rollout would look like it; use a template that keeps earlier turns as they"
+        " were, or split the conversation into single turns"
+    )
+
+
 def _join(contexts: Ragged, responses: Ragged, turns: Int64) -> tuple[Ragged, Bool]:
-    """Rows of context, response, context, response ...: their tokens, and a mask that is True on responses."""
+    """Join segments into rows of context, response, context, response, ...
+
+    Args:
+        turns: The number of responses of each row, int64 [rows].
+
+    Returns:
+        The tokens of each row, and a mask that is True on responses.
+    """
     segments = alternate(contexts, responses)
-    mask = np.repeat(np.tile([False, True], len(contexts)), segments.lengths)
-    return Ragged(segments.values, segments.offsets[2 * offsets_of(turns)]), mask
+    is_response = np.tile([False, True], len(contexts))
+    mask = np.repeat(is_response, segments.lengths)
+    # Each turn has two segments: a row's first segment is behind two per earlier turn.
+    row_offsets = segments.offsets[2 * offsets_of(turns)]
+    return Ragged(segments.values, row_offsets), mask

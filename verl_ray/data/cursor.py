@@ -1,7 +1,8 @@
-"""The place in a data set: which rows come next, in an order that a resumed run repeats.
+"""Place in a data set: which rows come next, in an order that a resumed run repeats.
 
-Invariant: the k-th row ever drawn depends on (seed, number of rows, k) alone, however the draws were cut into batches
-and however often the run was resumed; every epoch is a permutation of all rows. Deliberately not here: the rows.
+Invariant: row number k of all draws depends on (seed, number of rows, k) alone, however
+the draws were cut into batches and however often the run was resumed. Every epoch is a
+permutation of all rows. Deliberately not here: the rows.
 """
 
 from __future__ import annotations
@@ -18,38 +19,56 @@ CursorState = dict[str, int | str]
 
 
 def fingerprint(batch: Batch) -> str:
-    """A digest of every value of a batch, stable over processes: equal where, and only where, the rows are equal."""
+    """Digest of every value of a batch, stable over processes.
+
+    Two batches have the same digest where, and only where, their rows are equal.
+    """
     digest = hashlib.blake2b(batch.offsets.tobytes(), digest_size=16)
+
     for name in batch.columns():
         column = getattr(batch, name)
-        for array in (column.values, column.offsets) if isinstance(column, Ragged) else (column,):
-            if array is not None:
-                digest.update(name.encode())
-                digest.update(np.ascontiguousarray(array).data)
+        if column is None:
+            continue
+        arrays = [column]
+        if isinstance(column, Ragged):
+            arrays = [column.values, column.offsets]
+        for array in arrays:
+            # The name too, so that equal columns of other names differ.
+            digest.update(name.encode())
+            digest.update(np.ascontiguousarray(array).data)
+
     return digest.hexdigest()
 
 
 def drawn_rows(state: Mapping[str, int | str]) -> int:
-    """How many rows had been drawn where this state of a cursor was taken.
+    """Return how many rows had been drawn when `state` was taken from a cursor.
 
     Raises:
-        CheckpointError: `drawn`, `epoch` and `position` do not lead to the same row of a data set of `rows` rows.
+        CheckpointError: `drawn`, `epoch` and `position` do not lead to the same row of
+            a data set of `rows` rows.
     """
     place = {name: state.get(name) for name in ("rows", "drawn", "epoch", "position")}
-    rows, drawn = place["rows"], place["drawn"]
+    rows = place["rows"]
+    drawn = place["drawn"]
+
     if isinstance(rows, int) and isinstance(drawn, int) and rows > 0 and drawn >= 0:
-        epoch, position = divmod(drawn, rows)
-        if (place["epoch"], place["position"]) == (epoch, position):
+        expected = divmod(drawn, rows)
+        if (place["epoch"], place["position"]) == expected:
             return drawn
-    told = ", ".join(f"{name} = {value!r}" for name, value in place.items())
+
+    listed = ", ".join(f"{name} = {value!r}" for name, value in place.items())
     raise CheckpointError(
-        f"the data cursor of the checkpoint contradicts itself ({told}); expected drawn = epoch * rows + position. "
-        "Rows would be used twice or left out, so continue from another checkpoint: run.resume=PATH"
+        f"the data cursor of the checkpoint contradicts itself ({listed}); expected"
+        " drawn = epoch * rows + position. Rows would be used twice or left out, so"
+        " continue from another checkpoint: run.resume=PATH"
     )
 
 
 class Cursor:
-    """Draws row numbers without replacement, epoch after epoch, without dropping the tail of an epoch."""
+    """Sequence of row numbers without replacement, epoch after epoch.
+
+    The tail of an epoch is not dropped: a batch may end one epoch and begin the next.
+    """
 
     def __init__(self, rows: Batch, *, seed: int, shuffle: bool) -> None:
         self._count = rows.num_rows
@@ -59,14 +78,17 @@ class Cursor:
             "seed": seed,
             "shuffle": int(shuffle),
         }
-        self._seed, self._shuffle = seed, shuffle
-        self._epoch, self._order = -1, np.empty(0, dtype=np.int64)
+        self._seed = seed
+        self._shuffle = shuffle
+        # The order of one epoch is cached, since many batches are drawn from it.
+        self._ordered_epoch = -1
+        self._order = np.empty(0, dtype=np.int64)
         self.drawn = 0
         """Rows drawn since the start of the run: the running number of the next row."""
 
     @property
     def epoch(self) -> int:
-        """Full passes done."""
+        """Completed passes over the rows."""
         return self.drawn // self._count
 
     @property
@@ -75,26 +97,36 @@ class Cursor:
         return self.drawn % self._count
 
     def draw(self, count: int) -> Int64:
-        """The next row numbers, int64 [count]; goes on in the next epoch where one ends."""
+        """Return the next row numbers, int64 [count], across the ends of epochs."""
         parts = []
+
+        # Each round takes what is left of an epoch, or of `count`.
         while count:
-            part = self._order_of(self.epoch)[self.position : self.position + count]
+            order = self._order_of(self.epoch)
+            part = order[self.position : self.position + count]
             parts.append(part)
             self.drawn += len(part)
             count -= len(part)
+
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
     def state(self) -> CursorState:
-        """What `load_state` needs, as plain JSON values."""
-        return {**self._identity, "drawn": self.drawn, "epoch": self.epoch, "position": self.position}
+        """State for `load_state`, as plain JSON values."""
+        return {
+            **self._identity,
+            "drawn": self.drawn,
+            "epoch": self.epoch,
+            "position": self.position,
+        }
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Go to where `state` was taken.
+        """Continue where `state` was taken.
 
         Raises:
             DataError: the rows or their order are not those the state was taken with.
             CheckpointError: the state contradicts itself.
         """
+        # In other rows, or another order, the same place would lead to other records.
         changed = [
             f"{name} was {state.get(name)!r}, is {value!r}"
             for name, value in self._identity.items()
@@ -102,14 +134,20 @@ class Cursor:
         ]
         if changed:
             raise DataError(
-                f"the data differ from those that the checkpoint was written with ({'; '.join(changed)}); restore "
-                "the files of data.train_path, the tokenizer and data.*, or start anew in another run.dir"
+                "the data differ from those that the checkpoint was written with"
+                f" ({'; '.join(changed)}); restore the files of data.train_path, the"
+                " tokenizer and data.*, or start anew in another run.dir"
             )
         self.drawn = drawn_rows(state)
 
     def _order_of(self, epoch: int) -> Int64:
-        if epoch != self._epoch:
-            random = np.random.default_rng([self._seed, epoch])
-            self._order = random.permutation(self._count) if self._shuffle else np.arange(self._count)
-            self._epoch = epoch
+        """Order of the rows in an epoch, int64 [rows]."""
+        if epoch != self._ordered_epoch:
+            if self._shuffle:
+                # Any epoch's order can be computed without the earlier ones.
+                random = np.random.default_rng([self._seed, epoch])
+                self._order = random.permutation(self._count)
+            else:
+                self._order = np.arange(self._count)
+            self._ordered_epoch = epoch
         return self._order

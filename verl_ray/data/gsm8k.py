@@ -1,10 +1,12 @@
 """GSM8K (arXiv:2110.14168) from a local copy, in the run's format.
 
-Invariant: `answer` is the number behind the last `####` of the worked solution, without commas and currency signs.
-Deliberately not here: downloads, and grading (`verl_ray/rewards`).
+Invariant: `answer` is the number behind the last `####` of the worked solution, without
+commas and currency signs. Deliberately not here: downloads, and grading
+(`verl_ray/rewards`).
 
-Beside the problems the data set has solutions that four models wrote to those of test.jsonl, each marked right or
-wrong: pairs for a reward model. A policy that learns from such a reward model is to be judged on other problems.
+The data set also has solutions that four models wrote to the problems of test.jsonl,
+each marked right or wrong: pairs for a reward model. A policy that learns from such a
+reward model has to be evaluated on other problems.
 """
 
 from __future__ import annotations
@@ -19,23 +21,27 @@ from typing import Literal
 
 import numpy as np
 
-from verl_ray.data.files import DataFiles, Fields, Message, read_jsonl, require_text, write_records
+from verl_ray.data.files import DataFiles, Fields, read_jsonl, write_records
+from verl_ray.data.records import Message, require_text
 from verl_ray.errors import DataError
 
 DATA_SOURCE = "gsm8k"
-INSTRUCTION = "Work it out step by step. Write the final number on a line of its own, after ####."
+INSTRUCTION = (
+    "Work it out step by step. Write the final number on a line of its own, after ####."
+)
 SOURCE_FILES = {"train": "train.jsonl", "validation": "test.jsonl"}
 SOLUTIONS_FILE = "example_model_solutions.jsonl"
 
 PromptFormat = Literal["chat", "text"]
 
-_CALCULATION = re.compile(r"<<[^<>]*>>")  # the data set marks each calculation: 2+3=<<2+3=5>>5
+# The data set marks each calculation: 2+3=<<2+3=5>>5.
+_CALCULATION = re.compile(r"<<[^<>]*>>")
 _NUMBER = re.compile(r"-?\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
 class Gsm8kFiles:
-    """Where the two sets are, and how many records each has."""
+    """Files of the two sets, and how many records each has."""
 
     train: DataFiles
     validation: DataFiles
@@ -43,86 +49,48 @@ class Gsm8kFiles:
     num_validation: int
 
 
-def convert(source: Path, directory: Path, prompt_format: PromptFormat = "chat") -> Gsm8kFiles:
-    """Write `train` and `validation` under `directory` from train.jsonl and test.jsonl in `source`.
+# ----------------------------------------------------------------------------- problems
 
-    Each record serves reinforcement learning (`answer`) and supervision (`response`: the worked solution without the
-    calculation marks) alike.
+
+def convert(
+    source: Path, directory: Path, prompt_format: PromptFormat = "chat"
+) -> Gsm8kFiles:
+    """Write `train` and `validation` from train.jsonl and test.jsonl in `source`.
+
+    Each record serves both reinforcement learning (`answer`) and supervision
+    (`response`: the worked solution without the calculation marks).
 
     Raises:
         DataError: a file, a line or an answer is not what it should be.
     """
     # Both are read before either is written: a bad test file leaves nothing half done.
-    train, validation = (read_problems(source / name, prompt_format) for name in SOURCE_FILES.values())
-    return Gsm8kFiles(
-        train=write_records(train, directory, "train"),
-        validation=write_records(validation, directory, "validation"),
-        num_train=len(train),
-        num_validation=len(validation),
-    )
-
-
-def convert_pairs(
-    source: Path, directory: Path, prompt_format: PromptFormat = "chat", *, validation_fraction: float, seed: int
-) -> Gsm8kFiles:
-    """Write `train` and `validation` under `directory`: a right and a wrong solution of a problem in `source` each.
-
-    `validation_fraction` of the problems are held out, with all their solutions. For every two models each set has as
-    many pairs in which the one is right as in which the other is, drawn from all combinations: who wrote a solution
-    says nothing about whether it is right. (Of all 2,422 combinations, "the better model is right" decides 79 %.)
-
-    Raises:
-        DataError: the file or a line is not what it should be; a set would be empty.
-    """
-    path = source / SOLUTIONS_FILE
-    _require_file(path, SOLUTIONS_FILE)
-    problems = [_solved(where, fields, prompt_format) for where, fields in read_jsonl(path)]
-    random = np.random.default_rng(seed)
-    order = [problems[index] for index in random.permutation(len(problems))]
-    held_out = round(validation_fraction * len(problems))
-    train, validation = _balanced(order[held_out:], random), _balanced(order[:held_out], random)
-    if not train or not validation:
-        raise DataError(
-            f"{path}: found {len(train)} pairs for training and {len(validation)} held out, expected some of both; two "
-            "problems give two pairs where one model solved the one and another model the other"
-        )
-    return Gsm8kFiles(
-        train=write_records(train, directory, "train"),
-        validation=write_records(validation, directory, "validation"),
-        num_train=len(train),
-        num_validation=len(validation),
-    )
+    train = read_problems(source / SOURCE_FILES["train"], prompt_format)
+    validation = read_problems(source / SOURCE_FILES["validation"], prompt_format)
+    return _write_both(train, validation, directory)
 
 
 def read_problems(path: Path, prompt_format: PromptFormat) -> list[Fields]:
-    """The problems of one file with a question and an answer per line."""
+    """Read the problems of one file, which has a question and an answer per line.
+
+    Raises:
+        DataError: the file, a line or an answer is not what it should be.
+    """
     _require_file(path, " and ".join(SOURCE_FILES.values()))
     return [_record(where, fields, prompt_format) for where, fields in read_jsonl(path)]
 
 
 def final_number(solution: str, where: str) -> str:
-    """The number behind the last `####`, as digits: "72", "-3.5".
+    """Return the number behind the last `####`, as digits: "72", "-3.5".
 
     Raises:
         DataError: there is no `####`, or no number behind it.
     """
-    number = _number(solution.rpartition("####"))
+    number = _number_behind(solution.rpartition("####"))
     if number is None:
-        raise DataError(f"{where}: answer ends in {solution[-40:]!r}, expected a line '#### NUMBER'")
+        raise DataError(
+            f"{where}: answer ends in {solution[-40:]!r}, expected a line '#### NUMBER'"
+        )
     return number
-
-
-def _require_file(path: Path, expected: str) -> None:
-    if not path.is_file():
-        found = ", ".join(sorted(file.name for file in path.parent.glob("*"))) or "nothing"
-        raise DataError(f"{path} does not exist; {path.parent} holds {found}, expected {expected} of GSM8K")
-
-
-def _number(parts: tuple[str, str, str]) -> str | None:
-    """The digits of the number behind a mark; None where one of them is missing."""
-    _, mark, tail = parts
-    number = tail.strip().replace(",", "").replace("$", "").rstrip(".")
-    return number if mark and _NUMBER.fullmatch(number) else None
 
 
 def _record(where: str, fields: Fields, prompt_format: PromptFormat) -> Fields:
@@ -138,11 +106,100 @@ def _record(where: str, fields: Fields, prompt_format: PromptFormat) -> Fields:
 
 def _prompt(question: str, prompt_format: PromptFormat) -> str | list[Message]:
     text = f"{question}\n{INSTRUCTION}"
-    return [{"role": "user", "content": text}] if prompt_format == "chat" else text + "\n"
+    if prompt_format == "chat":
+        return [{"role": "user", "content": text}]
+    return text + "\n"
+
+
+def _number_behind(parts: tuple[str, str, str]) -> str | None:
+    """Return the digits of the number behind a mark.
+
+    Args:
+        parts: Text before the mark, the mark, and the text behind it; the mark is empty
+            where the text has none.
+
+    Returns:
+        None where the mark or the number is missing.
+    """
+    _, mark, tail = parts
+    # "$1,234." is the number 1234
+    number = tail.strip().replace(",", "").replace("$", "").rstrip(".")
+    if mark and _NUMBER.fullmatch(number):
+        return number
+    return None
+
+
+def _require_file(path: Path, expected: str) -> None:
+    if path.is_file():
+        return
+    folder = path.parent
+    present = ", ".join(sorted(file.name for file in folder.glob("*"))) or "nothing"
+    raise DataError(
+        f"{path} does not exist; {folder} holds {present}, expected {expected} of GSM8K"
+    )
+
+
+def _write_both(
+    train: Sequence[Fields], validation: Sequence[Fields], directory: Path
+) -> Gsm8kFiles:
+    return Gsm8kFiles(
+        train=write_records(train, directory, "train"),
+        validation=write_records(validation, directory, "validation"),
+        num_train=len(train),
+        num_validation=len(validation),
+    )
+
+
+# -------------------------------------------------------------------------------- pairs
+
+
+def convert_pairs(
+    source: Path,
+    directory: Path,
+    prompt_format: PromptFormat = "chat",
+    *,
+    validation_fraction: float,
+    seed: int,
+) -> Gsm8kFiles:
+    """Write `train` and `validation`: pairs of a right and a wrong solution.
+
+    Both solutions of a pair are to the same problem. A set has, for every two models,
+    as many pairs in which the first is right as in which the second is, drawn from all
+    combinations. The author of a solution therefore says nothing about whether it is
+    right. (Of all 2,422 combinations, "the better model is right" decides 79 %.)
+
+    Args:
+        validation_fraction: This fraction of the problems is held out, with all their
+            solutions.
+
+    Raises:
+        DataError: the file or a line is not what it should be, or a set would be empty.
+    """
+    path = source / SOLUTIONS_FILE
+    _require_file(path, SOLUTIONS_FILE)
+    problems = [
+        _read_solved_problem(where, fields, prompt_format)
+        for where, fields in read_jsonl(path)
+    ]
+
+    # Split by problem: no held-out problem has a solution among the training pairs.
+    random = np.random.default_rng(seed)
+    shuffled = [problems[index] for index in random.permutation(len(problems))]
+    num_held_out = round(validation_fraction * len(problems))
+    train = _balanced_pairs(shuffled[num_held_out:], random)
+    validation = _balanced_pairs(shuffled[:num_held_out], random)
+
+    if not train or not validation:
+        raise DataError(
+            f"{path}: found {len(train)} pairs for training and {len(validation)} held"
+            " out, expected some of both; two problems give two pairs where one model"
+            " solved the one and another model the other"
+        )
+    return _write_both(train, validation, directory)
 
 
 @dataclass(frozen=True)
-class _Solved:
+class _SolvedProblem:
     """A problem, and what each model wrote: (model, solution)."""
 
     prompt: str | list[Message]
@@ -150,34 +207,72 @@ class _Solved:
     wrong: list[tuple[str, str]]
 
 
-def _solved(where: str, fields: Fields, prompt_format: PromptFormat) -> _Solved:
-    problem = _Solved(_prompt(require_text(fields, "question", where), prompt_format), [], [])
+def _read_solved_problem(
+    where: str, fields: Fields, prompt_format: PromptFormat
+) -> _SolvedProblem:
+    question = require_text(fields, "question", where)
+    problem = _SolvedProblem(_prompt(question, prompt_format), [], [])
+
     for model, value in fields.items():
+        # The question and the worked solution are texts; each model has an object.
         if not isinstance(value, dict):
-            continue  # the question, and the worked solution
+            continue
+
         place = f"{where}, {model}"
-        solution, is_correct = _finished(require_text(value, "solution", place)), value.get("is_correct")
+        solution = _to_reference_format(require_text(value, "solution", place))
+        is_correct = value.get("is_correct")
         if not isinstance(is_correct, bool):
-            raise DataError(f"{place}: is_correct is {is_correct!r}, expected true or false")
-        if solution is not None:
-            (problem.right if is_correct else problem.wrong).append((model, solution))
+            raise DataError(
+                f"{place}: is_correct is {is_correct!r}, expected true or false"
+            )
+
+        # Without a final number it would be easy to see which solution is wrong.
+        if solution is None:
+            continue
+        if is_correct:
+            problem.right.append((model, solution))
+        else:
+            problem.wrong.append((model, solution))
+
     return problem
 
 
-def _finished(solution: str) -> str | None:
-    """A model's solution in the form of the data set's own; None where it breaks off, which would give it away.
+def _to_reference_format(solution: str) -> str | None:
+    """Return a model's solution in the form of the data set's own solutions.
 
-    The models end in `A: 1,234` where the data set has `#### 1,234`; some write the commas, others do not.
+    The models end in `A: 1,234` where the data set has `#### 1,234`; some write the
+    commas, others do not.
+
+    Returns:
+        None where the solution breaks off, which would show that it is wrong.
     """
     parts = _CALCULATION.sub("", solution).rpartition("\nA:")
-    number = _number(parts)
-    return None if number is None or "<<" in parts[0] else f"{parts[0]}\n#### {number}"
+    number = _number_behind(parts)
+    text = parts[0]
+    if number is None or "<<" in text:
+        return None
+    return f"{text}\n#### {number}"
 
 
-def _balanced(problems: Sequence[_Solved], random: np.random.Generator) -> list[Fields]:
-    found: dict[tuple[str, str], list[Fields]] = defaultdict(list)
+def _balanced_pairs(
+    problems: Sequence[_SolvedProblem], random: np.random.Generator
+) -> list[Fields]:
+    """Draw pairs in which each of two models is right as often as the other."""
+    # Pairs by (model that is right, model that is wrong).
+    pairs_of: dict[tuple[str, str], list[Fields]] = defaultdict(list)
     for problem in problems:
-        for (right, chosen), (wrong, rejected) in itertools.product(problem.right, problem.wrong):
-            found[right, wrong].append({"prompt": problem.prompt, "chosen": chosen, "rejected": rejected})
-    pairs = [pair for (a, b), some in found.items() for pair in some[: len(found.get((b, a), ()))]]
+        combinations = itertools.product(problem.right, problem.wrong)
+        for (right, chosen), (wrong, rejected) in combinations:
+            pair: Fields = {
+                "prompt": problem.prompt,
+                "chosen": chosen,
+                "rejected": rejected,
+            }
+            pairs_of[right, wrong].append(pair)
+
+    pairs = []
+    for (right, wrong), candidates in pairs_of.items():
+        # `get` adds no key, as the dictionary may not grow in this loop
+        num_reversed = len(pairs_of.get((wrong, right), ()))
+        pairs += candidates[:num_reversed]
     return [pairs[index] for index in random.permutation(len(pairs))]

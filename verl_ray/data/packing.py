@@ -1,7 +1,8 @@
-"""Which rows go through a model together, and which rank computes which rows.
+"""Packing of rows into micro-batches, and their partition over ranks.
 
-Invariant: every row is in exactly one micro-batch, no micro-batch holds more tokens than the cap, and the result
-depends on nothing but the lengths. Deliberately not here: moving rows.
+Invariant: every row is in exactly one micro-batch, no micro-batch holds more tokens
+than the cap, and the result depends on nothing but the lengths. Deliberately not here:
+moving rows.
 """
 
 from __future__ import annotations
@@ -17,37 +18,75 @@ from verl_ray.errors import DataError
 Float64 = npt.NDArray[np.float64]
 
 
-def micro_batches(lengths: Int64, max_tokens: int, unit: int = 1, peers: int = 1) -> list[Int64]:
-    """Row indices of each micro-batch, rows of similar length together (attention pads within such a set).
+# ------------------------------------------------------------------------ micro-batches
 
-    `lengths` int64 [rows]; each `unit` neighbouring rows stay together, in their order; `peers` ranks share a
-    micro-batch, and each may hold `max_tokens` of it. Raises DataError for a unit that is too long by itself.
+
+def micro_batches(
+    lengths: Int64, max_tokens: int, unit: int = 1, peers: int = 1
+) -> list[Int64]:
+    """Return the row indices of each micro-batch.
+
+    Rows of similar length go together, since attention pads within a micro-batch.
+
+    Args:
+        lengths: Tokens of each row, int64 [rows].
+        max_tokens: Tokens of a micro-batch that one rank may hold.
+        unit: This many neighbouring rows stay together, in their order.
+        peers: This many ranks share a micro-batch.
+
+    Raises:
+        DataError: a unit is too long by itself.
     """
     if not len(lengths):
         return []
+
+    # Units are packed like rows, and become rows again at the end.
     units = lengths_of_units(lengths, unit)
-    worst = int(units.argmax())
-    if units[worst] > max_tokens * peers:
-        which = f"row {worst} has" if unit == 1 else f"rows {worst * unit} to {worst * unit + unit - 1} together have"
-        shared = f", which {peers} ranks share" if peers > 1 else ""
-        raise DataError(
-            f"{which} {units[worst]} tokens, more than backend.micro_batch_tokens_per_rank = {max_tokens}{shared}; "
-            f"raise that key to at least {-(-units[worst] // peers)}, or lower data.max_prompt_tokens or "
-            f"rollout.max_response_tokens"
-        )
-    found = _packed(units, max_tokens * peers)
-    return found if unit == 1 else [rows_of_units(chosen, unit) for chosen in found]
+    cap = max_tokens * peers
+    longest = int(units.argmax())
+    num_tokens = int(units[longest])
+    if num_tokens > cap:
+        raise DataError(_too_long(longest, num_tokens, max_tokens, unit, peers))
+
+    packed = _pack(units, cap)
+    if unit == 1:
+        return packed
+    return [rows_of_units(units_of_batch, unit) for units_of_batch in packed]
 
 
-def _packed(lengths: Int64, max_tokens: int) -> list[Int64]:
-    """As `micro_batches`, of lengths that fit."""
+def _too_long(
+    index: int, num_tokens: int, max_tokens: int, unit: int, peers: int
+) -> str:
+    if unit == 1:
+        subject = f"row {index} has"
+    else:
+        first_row = index * unit
+        subject = f"rows {first_row} to {first_row + unit - 1} together have"
+
+    shared = f", which {peers} ranks share" if peers > 1 else ""
+    needed = -(-num_tokens // peers)  # rounded up
+    return (
+        f"{subject} {num_tokens} tokens, more than"
+        f" backend.micro_batch_tokens_per_rank = {max_tokens}{shared}; raise that"
+        f" key to at least {needed}, or lower data.max_prompt_tokens or"
+        " rollout.max_response_tokens"
+    )
+
+
+def _pack(lengths: Int64, max_tokens: int) -> list[Int64]:
+    """Pack lengths of at most `max_tokens`, longest first; indices ascend in each."""
     order = np.argsort(-lengths, kind="stable")
     ends = np.cumsum(lengths[order])
+
+    # Each round closes a micro-batch where the next row would exceed the cap; the last
+    # one ends with the last row.
     cuts = [0]
     while cuts[-1] < len(order):
         before = int(ends[cuts[-1] - 1]) if cuts[-1] else 0
-        cuts.append(int(np.searchsorted(ends, before + max_tokens, side="right")))
-    return [np.sort(order[a:b]) for a, b in pairwise(cuts)]
+        cut = np.searchsorted(ends, before + max_tokens, side="right")
+        cuts.append(int(cut))
+
+    return [np.sort(order[start:end]) for start, end in pairwise(cuts)]
 
 
 def lengths_of_units(lengths: Int64, unit: int) -> Int64:
@@ -57,30 +96,51 @@ def lengths_of_units(lengths: Int64, unit: int) -> Int64:
 
 
 def rows_of_units(units: Int64, unit: int) -> Int64:
-    """The rows of the given units of `unit` neighbouring rows, int64 [units * unit]."""
+    """Rows of these units of `unit` neighbouring rows, int64 [units * unit]."""
     rows: Int64 = (units[:, None] * unit + np.arange(unit)).reshape(-1)
     return rows
 
 
+# ---------------------------------------------------------------------------- partition
+
+
 def estimated_work(lengths: Int64, quadratic: float) -> Float64:
-    """What rows cost, in units of one token's matrix products, float64 [rows]. `quadratic`: a pair of tokens as a
-    fraction of that; a row has a pair for each token and those before it."""
+    """Cost of each row, in units of one token's matrix products, float64 [rows].
+
+    Args:
+        lengths: Tokens of each row, int64 [rows].
+        quadratic: Cost of a pair of tokens in attention, as a fraction of that unit. A
+            row has a pair for each token and every token up to it.
+    """
     work: Float64 = lengths + quadratic * lengths * (lengths + 1.0) / 2
     return work
 
 
 def balance(work: Int64 | Float64, parts: int) -> list[Int64]:
-    """Row indices of each part, ascending: as many rows each, but for one, with near equal sums of work.
+    """Partition rows into parts of near equal sums of work.
 
-    `work` [rows]. Rows are dealt from the most work down, one to each part at a time, the next most to the part that
-    has least so far; a part may be empty when there are fewer rows than parts.
+    The rows are assigned in rounds, from the most work down. A round assigns one row to
+    each part, the most work to the part that has the least so far. The numbers of rows
+    therefore differ by at most one, and a part is empty where there are fewer rows than
+    parts.
+
+    Args:
+        work: Cost of each row, [rows].
+
+    Returns:
+        The row indices of each part, ascending.
     """
+    if parts == 1:
+        return [np.arange(len(work))]
+
     order = np.argsort(-work, kind="stable")
     load = np.zeros(parts)
     part = np.empty(len(order), np.int64)
-    for first in range(0, len(order) if parts > 1 else 0, parts):  # rounds of dealing, not rows
-        dealt = order[first : first + parts]
-        to = np.argsort(load, kind="stable")[: len(dealt)]
-        part[dealt] = to
-        load[to] += work[dealt]
-    return [np.flatnonzero(part == i) for i in range(parts)] if parts > 1 else [np.arange(len(order))]
+
+    for first in range(0, len(order), parts):
+        assigned = order[first : first + parts]
+        receivers = np.argsort(load, kind="stable")[: len(assigned)]
+        part[assigned] = receivers
+        load[receivers] += work[assigned]
+
+    return [np.flatnonzero(part == index) for index in range(parts)]

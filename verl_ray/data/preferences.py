@@ -1,8 +1,9 @@
-"""Pairs for a reward model: two responses to one prompt as rows of tokens, the better one first.
+"""Pairs for a reward model: two responses to one prompt as rows of tokens.
 
-Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one pair; they start with the same
-prompt, differ, and each ends with the token that ends a generation. Deliberately not here: file formats (`files.py`),
-the tokens of a row (`conversations.py`), where a score is read and the loss (`verl_ray/algorithms`).
+Invariant: rows 2i and 2i + 1 of a batch are the chosen and the rejected side of one
+pair; they start with the same prompt, differ, and each ends with the token that ends a
+generation. Deliberately not here: record fields (`records.py`), the tokens of a row
+(`conversations.py`), where a score is read and the loss (`verl_ray/algorithms`).
 """
 
 from __future__ import annotations
@@ -19,10 +20,10 @@ from verl_ray.config.section import resolved
 from verl_ray.data.batch import Batch, Ragged, ragged, row
 from verl_ray.data.conversations import alternate, tokenize
 from verl_ray.data.cursor import Cursor, CursorState
-from verl_ray.data.files import Content, PreferenceRecord, read_preferences
 from verl_ray.data.prompts import fitting_rows
+from verl_ray.data.records import Content, PreferenceRecord, read_preferences
 from verl_ray.data.stages import Bool, Float32, TrainingBatch
-from verl_ray.data.tokenizers import unspecial
+from verl_ray.data.tokenizers import strip_special_tokens
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,21 +32,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class _Pairs(Batch):
-    """What the cursor counts: one pair per row. No token columns: every row has length 0."""
+    """One preference pair per row. No token columns: every row has length 0."""
 
-    chosen: Ragged = ragged(np.int32)  # tokens of prompt and response
+    # Tokens of prompt and response.
+    chosen: Ragged = ragged(np.int32)
     rejected: Ragged = ragged(np.int32)
-    margin: Float32 | None = row(np.float32, optional=True)  # the records' own; absent where one holds for all
+    # Margin of each record; absent where one margin holds for all pairs.
+    margin: Float32 | None = row(np.float32, optional=True)
 
 
 class PreferenceSource:
-    """A data set of preference pairs, as token columns in memory; the same cursor contract as `PromptSource`.
+    """A data set of preference pairs, as token columns in memory.
 
-    `max_tokens` (preference.max_tokens) limits prompt and response together, on either side. `margin` is that of
-    every pair, or "record": each record has its own.
+    It has the same cursor contract as `PromptSource`.
+    """
 
-    Raises:
-        DataError: the records, the chat template or the lengths do not fit; nothing is left to draw.
+    skipped: dict[str, int]
+    """Pairs left out, by the reason.
+
+    `equal`: the two responses are the same. `empty`: a response has no text.
+    `too_long`: a response is longer than preference.max_tokens.
     """
 
     def __init__(
@@ -58,97 +64,181 @@ class PreferenceSource:
         seed: int,
         margin: float | Literal["record"],
     ) -> None:
-        records = read_preferences(path)
-        if not records:
-            raise DataError(f"{path} holds no records; expected at least one pair of responses")
+        """Read and tokenize all pairs.
+
+        Args:
+            max_tokens: Limit of prompt and response together, on either side
+                (preference.max_tokens).
+            margin: Margin of every pair, or "record": each record has its own.
+
+        Raises:
+            DataError: the records, the chat template or the lengths do not fit, or no
+                pair remains.
+        """
+        records = _read_records(path)
         if margin == "record":
             _require_margins(records)
-        empty = np.array([_is_empty(record.chosen) or _is_empty(record.rejected) for record in records])
-        said = [records[index] for index in np.flatnonzero(~empty)]
-        chosen, rejected = (_tokenize(said, side, tokenizer, config) for side in ("chosen", "rejected"))
-        equal = np.zeros(len(records), dtype=np.bool_)
-        equal[~empty] = _equal_rows(chosen, rejected)
-        self.skipped = {"equal": int(equal.sum()), "empty": int(empty.sum()), "too_long": 0}
-        """Pairs left out: their responses are the same, one says nothing, one is longer than preference.max_tokens."""
-        unusable = equal | empty
-        if unusable.any() and (config.unusable == "refuse" or unusable.all()):
-            raise DataError(_refusal(records, int(np.argmax(unusable)), self.skipped, config.unusable))
-        distinct = np.flatnonzero(~equal[~empty])
+
+        # Empty responses are found as texts, equal ones as tokens: different texts may
+        # have the same tokens.
+        is_empty = _has_empty_response(records)
+        nonempty = [records[index] for index in np.flatnonzero(~is_empty)]
+        chosen = _tokenize(nonempty, "chosen", tokenizer, config)
+        rejected = _tokenize(nonempty, "rejected", tokenizer, config)
+        is_equal = _equal_rows(chosen, rejected)
+        _refuse_unusable(records, is_empty, is_equal, config.unusable)
+
+        # A pair fits if its longer side does.
+        distinct = np.flatnonzero(~is_equal)
         fitting = fitting_rows(
             np.maximum(chosen.lengths, rejected.lengths)[distinct],
-            [said[index].where for index in distinct],
+            [nonempty[index].where for index in distinct],
             limit=max_tokens,
             limit_key="preference.max_tokens",
             overlong=config.overlong,
         )
-        self.skipped["too_long"] = len(distinct) - len(fitting)
+
+        self.skipped = {
+            "equal": int(is_equal.sum()),
+            "empty": int(is_empty.sum()),
+            "too_long": len(distinct) - len(fitting),
+        }
         self._margin = margin
-        self._pairs = _Pairs(
-            offsets=np.zeros(len(said) + 1, dtype=np.int64),
+        pairs = _Pairs(
+            offsets=np.zeros(len(nonempty) + 1, dtype=np.int64),
             chosen=chosen,
             rejected=rejected,
-            margin=np.array([record.margin for record in said], dtype=np.float32) if margin == "record" else None,
-        ).select(distinct[fitting])
+            margin=_margins(nonempty) if margin == "record" else None,
+        )
+        # The cursor counts usable pairs alone.
+        self._pairs = pairs.select(distinct[fitting])
         self._cursor = Cursor(self._pairs, seed=seed, shuffle=config.shuffle)
 
     def __len__(self) -> int:
-        """Pairs, of two rows each."""
+        """Number of pairs, of two rows each."""
         return self._pairs.num_rows
 
     @property
     def epoch(self) -> int:
-        """Full passes over the pairs done."""
+        """Completed passes over the pairs."""
         return self._cursor.epoch
 
     def next_batch(self, pairs: int) -> TrainingBatch:
-        """The next `pairs` pairs, two rows each; `loss_weight` makes the loss the mean over the pairs of the batch."""
+        """Return the next `pairs` pairs, two rows each.
+
+        `loss_weight` makes the loss the mean over the pairs of the batch.
+        """
         return self._rows(self._pairs.select(self._cursor.draw(pairs)))
 
     def all(self, limit_pairs: int | None = None) -> TrainingBatch:
-        """The first `limit_pairs` pairs in the file's order, weighted alike; the cursor stays."""
+        """Return the first `limit_pairs` pairs in the file's order, equally weighted.
+
+        The cursor does not move.
+        """
         return self._rows(self._pairs.select(np.arange(len(self))[:limit_pairs]))
 
     def state(self) -> CursorState:
-        """The place of the cursor and a fingerprint of the data, as plain JSON values; it counts pairs."""
+        """State of the cursor, which counts pairs, and a fingerprint of the data.
+
+        All values are plain JSON.
+        """
         return self._cursor.state()
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continue behind the last batch drawn before `state()`; a DataError if the data have changed."""
+        """Continue behind the last batch drawn before `state()`.
+
+        Raises:
+            DataError: the data have changed.
+        """
         self._cursor.load_state(state)
 
     def _rows(self, pairs: _Pairs) -> TrainingBatch:
         tokens = alternate(pairs.chosen, pairs.rejected)
-        margin = np.full(pairs.num_rows, self._margin, np.float32) if pairs.margin is None else pairs.margin
+        num_rows = len(tokens)
+
+        margin = pairs.margin
+        if margin is None:
+            margin = np.full(pairs.num_rows, self._margin, np.float32)
+        weight = 1.0 / max(1, num_rows)
         return TrainingBatch(
             offsets=tokens.offsets,
             tokens=tokens.values,
+            # No token is learned: the loss is over the scores at the ends of the rows.
             response_mask=np.zeros(len(tokens.values), dtype=np.bool_),
-            loss_weight=np.full(len(tokens), 1.0 / max(1, len(tokens)), dtype=np.float32),
+            loss_weight=np.full(num_rows, weight, dtype=np.float32),
             margin=np.repeat(margin, 2),
         )
+
+
+def _read_records(path: str) -> list[PreferenceRecord]:
+    records = read_preferences(path)
+    if not records:
+        raise DataError(
+            f"{path} holds no records; expected at least one pair of responses"
+        )
+    return records
 
 
 def _require_margins(records: Sequence[PreferenceRecord]) -> None:
     for record in records:
         if record.margin is None:
             raise DataError(
-                f"{record.where}: no field 'margin', which preference.margin = record takes from every record; add "
-                "it, or set preference.margin to a number for all pairs"
+                f"{record.where}: no field 'margin', which preference.margin = record"
+                " takes from every record; add it, or set preference.margin to a"
+                " number for all pairs"
             )
 
 
-def _refusal(
-    records: Sequence[PreferenceRecord], first: int, skipped: Mapping[str, int], unusable: Literal["refuse", "skip"]
-) -> str:
-    skip = "" if unusable == "skip" else ", or set data.unusable=skip to leave them out"
-    return (
-        f"{skipped['equal'] + skipped['empty']} of {len(records)} pairs are unusable: {skipped['equal']} with equal "
-        f"responses, {skipped['empty']} with an empty one; the first is {records[first].where}. Expected two different "
-        f"responses that say something; correct the records{skip}"
+def _margins(records: Sequence[PreferenceRecord]) -> Float32:
+    """Margin of each record, float32 [records]."""
+    return np.array([record.margin for record in records], dtype=np.float32)
+
+
+def _refuse_unusable(
+    records: Sequence[PreferenceRecord],
+    is_empty: Bool,
+    is_equal: Bool,
+    unusable: Literal["refuse", "skip"],
+) -> None:
+    """Raise DataError for pairs that teach nothing, unless they are to be skipped.
+
+    Args:
+        is_empty: Records with an empty response, bool [records].
+        is_equal: Pairs of equal responses, bool [records that are not empty].
+        unusable: The setting data.unusable. Without a usable pair there is nothing to
+            learn from, whatever the setting.
+    """
+    is_unusable = is_empty.copy()
+    is_unusable[~is_empty] = is_equal
+    num_unusable = int(is_unusable.sum())
+    if not num_unusable:
+        return
+    if unusable == "skip" and num_unusable < len(records):
+        return
+
+    num_empty = int(is_empty.sum())
+    num_equal = int(is_equal.sum())
+    first = records[int(np.argmax(is_unusable))]
+    skip = ", or set data.unusable=skip to leave them out"
+    if unusable == "skip":
+        skip = ""
+    raise DataError(
+        f"{num_unusable} of {len(records)} pairs are unusable: {num_equal} with equal"
+        f" responses, {num_empty} with an empty one; the first is {first.where}."
+        " Expected two different responses with some text; correct the records"
+        f"{skip}"
+    )
+
+
+def _has_empty_response(records: Sequence[PreferenceRecord]) -> Bool:
+    """Records with a response of white space alone, bool [records]."""
+    return np.array(
+        [_is_empty(record.chosen) or _is_empty(record.rejected) for record in records]
     )
 
 
 def _is_empty(content: Content) -> bool:
+    # In both forms the response comes last.
     response = content[1] if isinstance(content, tuple) else str(content[-1]["content"])
     return not response.strip()
 
@@ -159,9 +249,14 @@ def _tokenize(
     tokenizer: PreTrainedTokenizerBase,
     config: PreferenceDataConfig,
 ) -> Ragged:
-    sides = (record.chosen if side == "chosen" else record.rejected for record in records)
+    contents = []
+    for record in records:
+        content = record.chosen if side == "chosen" else record.rejected
+        contents.append(_without_specials(content, tokenizer))
+
+    # Both sides end with their response, which is all that the mask would show.
     tokens, _ = tokenize(
-        [_without_specials(content, tokenizer) for content in sides],
+        contents,
         [f"{record.where}, {side}" for record in records],
         tokenizer,
         apply_chat_template=resolved(config.apply_chat_template),
@@ -171,16 +266,27 @@ def _tokenize(
 
 
 def _without_specials(content: Content, tokenizer: PreTrainedTokenizerBase) -> Content:
-    """Names of special tokens that the response spells out would end it early; they are left out, as in grading."""
+    """Remove the names of special tokens that the response spells out.
+
+    They would end the response early. Grading removes them as well.
+    """
     if isinstance(content, tuple):
-        return content[0], unspecial(content[1], tokenizer)
-    return [*content[:-1], {**content[-1], "content": unspecial(str(content[-1]["content"]), tokenizer)}]
+        prompt, response = content
+        return prompt, strip_special_tokens(response, tokenizer)
+
+    *before, last = content
+    response = strip_special_tokens(str(last["content"]), tokenizer)
+    return [*before, {**last, "content": response}]
 
 
-def _equal_rows(left: Ragged, right: Ragged) -> Bool:
-    """Where both columns hold the same tokens, bool [rows]; no row is empty."""
-    equal: npt.NDArray[np.bool_] = left.lengths == right.lengths
+def _equal_rows(first: Ragged, second: Ragged) -> Bool:
+    """Rows in which both columns hold the same tokens, bool [rows]; no row is empty."""
+    equal: npt.NDArray[np.bool_] = first.lengths == second.lengths
+
+    # Only rows of equal length can be compared token by token.
     rows = np.flatnonzero(equal)
-    a, b = left.select(rows), right.select(rows)
-    equal[rows] = np.logical_and.reduceat(a.values == b.values, a.offsets[:-1])
+    candidates = first.select(rows)
+    others = second.select(rows)
+    same_token = candidates.values == others.values
+    equal[rows] = np.logical_and.reduceat(same_token, candidates.offsets[:-1])
     return equal

@@ -1,7 +1,8 @@
-"""The prompts of a run: tokenized once, drawn batch by batch, resumable to the same batch.
+"""Prompts of a run: tokenized once, and drawn batch by batch.
 
-Invariant: prompt number g of the run (its `group_id`) is the same whatever the batch sizes and resumes before it.
-Deliberately not here: file formats (`files.py`) and the order (`cursor.py`).
+Invariant: prompt number g of the run (its `group_id`) is the same whatever the batch
+sizes and resumes before it. Deliberately not here: record fields (`records.py`) and the
+order (`cursor.py`).
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from verl_ray.config.data import DataConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.cursor import Cursor, CursorState
-from verl_ray.data.files import Message, PromptRecord, read_prompts
+from verl_ray.data.records import Message, PromptRecord, read_prompts
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import encode, render, require_chat_template
 from verl_ray.errors import DataError
@@ -26,17 +27,27 @@ if TYPE_CHECKING:
 
 
 class PromptSource:
-    """A data set of prompts, as token columns in memory.
+    """A data set of prompts, as token columns in memory."""
 
-    Raises:
-        DataError: the records, the chat template or the lengths do not fit; nothing is left to draw.
-    """
+    def __init__(
+        self,
+        path: str,
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig,
+        seed: int,
+    ) -> None:
+        """Read and tokenize all prompts.
 
-    def __init__(self, path: str, tokenizer: PreTrainedTokenizerBase, config: DataConfig, seed: int) -> None:
+        Raises:
+            DataError: the records, the chat template or the lengths do not fit, or no
+                prompt remains.
+        """
         records = read_prompts(path)
         if not records:
             raise DataError(f"{path} holds no records; expected at least one prompt")
-        tokens = _tokenize(records, tokenizer, apply_chat_template=resolved(config.apply_chat_template))
+
+        chat = resolved(config.apply_chat_template)
+        tokens = _tokenize(records, tokenizer, apply_chat_template=chat)
         rows = fitting_rows(
             tokens.lengths,
             [record.where for record in records],
@@ -46,15 +57,18 @@ class PromptSource:
         )
         self.skipped = len(records) - len(rows)
         """Prompts left out because they are longer than data.max_prompt_tokens."""
-        self._prompts = Prompts(
+
+        messages = [json.dumps(record.prompt, ensure_ascii=False) for record in records]
+        prompts = Prompts(
             offsets=tokens.offsets,
             group_id=np.arange(len(records), dtype=np.int64),
             tokens=tokens.values,
-            messages=Ragged.of_texts(json.dumps(record.prompt, ensure_ascii=False) for record in records),
+            messages=Ragged.of_texts(messages),
             data_source=Ragged.of_texts(record.data_source for record in records),
             answer=Ragged.of_texts(record.answer for record in records),
             extra=Ragged.of_texts(record.extra for record in records),
-        ).select(rows)
+        )
+        self._prompts = prompts.select(rows)
         self._cursor = Cursor(self._prompts, seed=seed, shuffle=config.shuffle)
 
     def __len__(self) -> int:
@@ -62,54 +76,87 @@ class PromptSource:
 
     @property
     def epoch(self) -> int:
-        """Full passes over the prompts done."""
+        """Completed passes over the prompts."""
         return self._cursor.epoch
 
     def next_batch(self, count: int) -> Prompts:
-        """The next `count` prompts; `group_id` is their running number in the run."""
+        """Return the next `count` prompts.
+
+        `group_id` is the running number of a prompt in the run.
+        """
+        # A resumed run continues the numbers, as the cursor does.
         first = self._cursor.drawn
         rows = self._cursor.draw(count)
-        return self._prompts.select(rows).replace(group_id=np.arange(first, first + count, dtype=np.int64))
+        group_id = np.arange(first, first + count, dtype=np.int64)
+        return self._prompts.select(rows).replace(group_id=group_id)
 
     def all(self, limit: int | None = None) -> Prompts:
-        """The first `limit` prompts in the file's order, for evaluation; the cursor stays. `group_id` = line."""
+        """Return the first `limit` prompts in the file's order, for evaluation.
+
+        `group_id` is the number of the record in the file. The cursor does not move.
+        """
         return self._prompts.select(np.arange(len(self))[:limit])
 
     def state(self) -> CursorState:
-        """The place of the cursor and a fingerprint of the data, as plain JSON values."""
+        """State of the cursor and a fingerprint of the data, as plain JSON values."""
         return self._cursor.state()
 
     def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continue behind the last batch drawn before `state()`; a DataError if the data have changed."""
+        """Continue behind the last batch drawn before `state()`.
+
+        Raises:
+            DataError: the data have changed.
+        """
         self._cursor.load_state(state)
 
 
 def fitting_rows(
-    lengths: Int64, where: Sequence[str], *, limit: int, limit_key: str, overlong: Literal["refuse", "skip"]
+    lengths: Int64,
+    where: Sequence[str],
+    *,
+    limit: int,
+    limit_key: str,
+    overlong: Literal["refuse", "skip"],
 ) -> Int64:
-    """Row numbers of at most `limit` tokens, int64; longer rows are refused or left out, as `data.overlong` says.
+    """Return the numbers of the rows with at most `limit` tokens, int64.
 
-    `lengths` int64 [rows], in tokens.
+    Args:
+        lengths: Tokens of each row, int64 [rows].
+        where: The name of each row, for errors.
+        limit_key: The setting that `limit` comes from, for errors.
+        overlong: Whether longer rows are refused or left out (data.overlong).
 
     Raises:
-        DataError: a row without tokens; rows too long that may not be skipped; no row left.
+        DataError: a row has no tokens, rows are too long and may not be skipped, or no
+            row remains.
     """
     if not lengths.all():
-        raise DataError(f"{where[int(np.argmin(lengths))]}: no tokens; expected a text that is not empty")
-    rows = np.flatnonzero(lengths <= limit)
-    too_long = len(lengths) - len(rows)
-    if too_long and (overlong == "refuse" or not len(rows)):
-        longest = int(np.argmax(lengths))
-        skip = "" if overlong == "skip" else ", or set data.overlong=skip to leave them out"
+        shortest = int(np.argmin(lengths))
         raise DataError(
-            f"{too_long} of {len(lengths)} rows are longer than {limit_key} = {limit}; the longest has "
-            f"{lengths[longest]} tokens ({where[longest]}). Set {limit_key}={lengths[longest]}{skip}"
+            f"{where[shortest]}: no tokens; expected a text that is not empty"
+        )
+
+    # Skipping must leave a row, or there would be nothing to draw.
+    rows = np.flatnonzero(lengths <= limit)
+    num_too_long = len(lengths) - len(rows)
+    if num_too_long and (overlong == "refuse" or not len(rows)):
+        longest = int(np.argmax(lengths))
+        skip = ", or set data.overlong=skip to leave them out"
+        if overlong == "skip":
+            skip = ""
+        raise DataError(
+            f"{num_too_long} of {len(lengths)} rows are longer than {limit_key} ="
+            f" {limit}; the longest has {lengths[longest]} tokens ({where[longest]})."
+            f" Set {limit_key}={lengths[longest]}{skip}"
         )
     return rows
 
 
 def _tokenize(
-    records: Sequence[PromptRecord], tokenizer: PreTrainedTokenizerBase, *, apply_chat_template: bool
+    records: Sequence[PromptRecord],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    apply_chat_template: bool,
 ) -> Ragged:
     def where(index: int) -> str:
         return records[index].where
@@ -117,27 +164,45 @@ def _tokenize(
     if apply_chat_template:
         require_chat_template(tokenizer)
         conversations = [as_messages(record.prompt) for record in records]
-        texts = render(tokenizer, conversations, add_generation_prompt=True, where=where)
-        return encode(tokenizer, texts, special=False, where=where)  # the template wrote the specials
-    return encode(tokenizer, [plain_text(record.prompt, record.where) for record in records], special=True, where=where)
+        texts = render(
+            tokenizer, conversations, add_generation_prompt=True, where=where
+        )
+        # The template has written the special tokens already.
+        return encode(tokenizer, texts, special=False, where=where)
+
+    texts = [plain_text(record.prompt, record.where) for record in records]
+    return encode(tokenizer, texts, special=True, where=where)
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:
-    """A plain text as the message of a user."""
-    return [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    """Return a prompt as messages: a plain text is the message of a user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
 
 
 def prompt_text(messages: str) -> str:
-    """A prompt (the JSON in a `messages` column) as one text: as it is, or the contents of its messages."""
+    """Return a prompt as one text: a plain text, or the contents of its messages.
+
+    Args:
+        messages: A value of a `messages` column, JSON.
+    """
     prompt = json.loads(messages)
-    return prompt if isinstance(prompt, str) else "\n\n".join(str(message["content"]) for message in prompt)
+    if isinstance(prompt, str):
+        return prompt
+    return "\n\n".join(str(message["content"]) for message in prompt)
 
 
 def plain_text(prompt: str | list[Message], where: str) -> str:
-    """A prompt that no chat template is applied to; a DataError if it needs one."""
+    """Return a prompt that no chat template is applied to.
+
+    Raises:
+        DataError: the prompt is a list of messages, which needs a chat template.
+    """
     if isinstance(prompt, str):
         return prompt
     raise DataError(
-        f"{where}: found chat messages, but no chat template is applied (data.apply_chat_template = false, or the "
-        "tokenizer has none); expected plain text, or a chat model with data.apply_chat_template=auto"
+        f"{where}: found chat messages, but no chat template is applied"
+        " (data.apply_chat_template = false, or the tokenizer has none); expected"
+        " plain text, or a chat model with data.apply_chat_template=auto"
     )

@@ -1,8 +1,9 @@
 """Rows by reference: what a driver holds instead of tokens.
 
-Invariant: a `Sharded` knows where each of its rows lies (which stored object, which row of it), the row's length and
-the columns that have one value per row; it holds no token. All planning (select, order, split, concat) is index
-arithmetic on those, so a driver's memory does not grow with tokens. Deliberately not here: how an object is stored or
+Invariant: a `Sharded` knows where each of its rows lies (which stored object, which row
+of it), the row's length and the columns that have one value per row; it holds no token.
+All planning (select, order, split, concat) is index arithmetic on those, so a driver's
+memory does not grow with tokens. Deliberately not here: how an object is stored or
 fetched; `read` takes the fetching function, so this module knows no Ray.
 """
 
@@ -31,44 +32,77 @@ class Receipt(Generic[B]):
 
     @classmethod
     def of(cls, batch: B) -> Receipt[B]:
-        return cls(type(batch), batch.lengths, {name: np.array(v) for name, v in batch.row_columns().items()})
+        """Receipt of a batch, with copies of its per-row columns."""
+        columns = {
+            name: np.array(values) for name, values in batch.row_columns().items()
+        }
+        return cls(type(batch), batch.lengths, columns)
 
 
 @dataclass(frozen=True, eq=False)
 class Sharded(Generic[B]):
-    """Rows of stage B that lie in `parts`, in an order of their own."""
+    """Rows of stage B that lie in stored batches, in any order.
+
+    Attributes:
+        stage: The type of the rows.
+        parts: References to the stored batches, opaque here.
+        part: Index in `parts` of the batch that each row lies in, int64 [rows].
+        position: Number of each row in that batch, int64 [rows].
+        lengths: Tokens of each row, int64 [rows].
+        columns: The stage's columns with one value per row, [rows, ...] each.
+    """
 
     stage: type[B]
-    parts: tuple[Any, ...]  # references to stored batches, opaque here
-    part: Int64  # [rows] which of them each row lies in
-    position: Int64  # [rows] and where
-    lengths: Int64  # [rows] tokens
-    columns: dict[str, Array]  # the stage's one-value-per-row columns, [rows, ...] each
+    parts: tuple[Any, ...]
+    part: Int64
+    position: Int64
+    lengths: Int64
+    columns: dict[str, Array]
 
     @classmethod
     def stored(cls, reference: Any, receipt: Receipt[B]) -> Sharded[B]:
         """All rows of one stored batch."""
-        rows = len(receipt.lengths)
-        position = np.arange(rows, dtype=np.int64)
+        num_rows = len(receipt.lengths)
         return cls(
-            receipt.stage, (reference,), np.zeros(rows, np.int64), position, receipt.lengths, dict(receipt.columns)
+            stage=receipt.stage,
+            parts=(reference,),
+            part=np.zeros(num_rows, np.int64),
+            position=np.arange(num_rows, dtype=np.int64),
+            lengths=receipt.lengths,
+            columns=dict(receipt.columns),
         )
 
     @classmethod
     def concat(cls, pieces: Sequence[Sharded[B]]) -> Sharded[B]:
-        """All rows of all pieces, in order."""
+        """Join all rows of all pieces, in order.
+
+        Raises:
+            DataError: the pieces are of several stages, or there are none.
+        """
         if len(pieces) == 1:
             return pieces[0]
-        if not pieces or len({piece.stage for piece in pieces}) != 1:
-            raise DataError(f"rows of one stage expected, found {sorted({p.stage.__name__ for p in pieces})}")
-        starts = np.cumsum([0] + [len(piece.parts) for piece in pieces])
+        stages = {piece.stage for piece in pieces}
+        if len(stages) != 1:
+            names = sorted(stage.__name__ for stage in stages)
+            raise DataError(f"rows of one stage expected, found {names}")
+
+        parts: list[Any] = []
+        part_indices = []
+        for piece in pieces:
+            # Each piece numbers its parts from 0.
+            part_indices.append(piece.part + len(parts))
+            parts += piece.parts
+        columns = {
+            name: np.concatenate([piece.columns[name] for piece in pieces])
+            for name in pieces[0].columns
+        }
         return cls(
-            pieces[0].stage,
-            tuple(reference for piece in pieces for reference in piece.parts),
-            np.concatenate([piece.part + start for piece, start in zip(pieces, starts, strict=False)]),
-            np.concatenate([piece.position for piece in pieces]),
-            np.concatenate([piece.lengths for piece in pieces]),
-            {name: np.concatenate([piece.columns[name] for piece in pieces]) for name in pieces[0].columns},
+            stage=pieces[0].stage,
+            parts=tuple(parts),
+            part=np.concatenate(part_indices),
+            position=np.concatenate([piece.position for piece in pieces]),
+            lengths=np.concatenate([piece.lengths for piece in pieces]),
+            columns=columns,
         )
 
     def __len__(self) -> int:
@@ -76,59 +110,92 @@ class Sharded(Generic[B]):
 
     @property
     def num_tokens(self) -> int:
+        """Number of tokens over all rows."""
         return int(self.lengths.sum())
 
     def row(self, name: str) -> Array:
-        """A column with one value per row, by name."""
+        """Return a column with one value per row, by name.
+
+        Raises:
+            DataError: the stage has no such column.
+        """
         if name not in self.columns:
-            raise DataError(f"{self.stage.__name__} has no row column {name!r}; it has {sorted(self.columns)}")
+            raise DataError(
+                f"{self.stage.__name__} has no row column {name!r}; it has"
+                f" {sorted(self.columns)}"
+            )
         return self.columns[name]
 
     def select(self, rows: npt.ArrayLike) -> Sharded[B]:
-        """The given rows, in the given order. Parts that no row refers to any more are let go, but for one: no rows
-        at all still have columns, and only a stored batch knows which.
+        """Return the rows `rows`, in this order.
+
+        References to parts without a selected row are dropped, so that their memory can
+        be freed. One part always remains: even no rows at all have columns, and only a
+        stored batch knows which.
         """
         rows = np.asarray(rows, dtype=np.int64)
+        # `part` is renumbered, since unused parts are dropped
         used, part = np.unique(self.part[rows], return_inverse=True)
         if not len(used):
             used = np.arange(min(1, len(self.parts)))
         return Sharded(
-            self.stage,
-            tuple(self.parts[i] for i in used.tolist()),
-            part.astype(np.int64).reshape(-1),
-            self.position[rows],
-            self.lengths[rows],
-            {name: values[rows] for name, values in self.columns.items()},
+            stage=self.stage,
+            parts=tuple(self.parts[index] for index in used.tolist()),
+            part=part.astype(np.int64).reshape(-1),
+            position=self.position[rows],
+            lengths=self.lengths[rows],
+            columns={name: values[rows] for name, values in self.columns.items()},
         )
 
     def split(self, rows: Sequence[Int64]) -> list[Sharded[B]]:
-        """One piece per index array."""
+        """Return one piece per index array."""
         return [self.select(index) for index in rows]
 
     def read(self, fetch: Callable[[Sequence[Any]], Sequence[B]]) -> B:
-        """The rows themselves, in this order. Views where the rows of a part are neighbours; one copy elsewhere."""
+        """Return the rows themselves, in this order.
+
+        They are views where the rows of a part are neighbours, and one copy elsewhere.
+
+        Args:
+            fetch: Returns the stored batches of these references, in their order.
+        """
         stored = fetch(self.parts)
         if len(stored) == 1:
-            return stored[0] if self._is_whole(stored[0]) else stored[0].select(self.position)
+            if self._is_whole(stored[0]):
+                return stored[0]
+            return stored[0].select(self.position)
+
+        # Take the rows of each part together, then bring them into this order.
         order = np.argsort(self.part, kind="stable")
         bounds = np.searchsorted(self.part[order], np.arange(len(stored) + 1))
-        pieces = [
-            batch.select(self.position[order[start:end]])
-            for batch, start, end in zip(stored, bounds, bounds[1:], strict=False)
-        ]
+        pieces = []
+        for index, batch in enumerate(stored):
+            rows = order[bounds[index] : bounds[index + 1]]
+            pieces.append(batch.select(self.position[rows]))
         joined = self.stage.concat(pieces)
+        # Spares a copy where the parts were in this order already.
         if bool(np.all(np.diff(order) == 1)):
             return joined
-        inverse = np.empty_like(order)
-        inverse[order] = np.arange(len(order))
-        return joined.select(inverse)
+        return joined.select(_inverse(order))
 
     def _is_whole(self, stored: B) -> bool:
-        return len(self) == stored.num_rows and bool(np.array_equal(self.position, np.arange(len(self))))
+        """Return whether these are all rows of `stored`, in its order."""
+        if len(self) != stored.num_rows:
+            return False
+        return bool(np.array_equal(self.position, np.arange(len(self))))
 
 
 def join(pieces: Sequence[Sharded[B]], order: Int64) -> Sharded[B]:
-    """Pieces that were computed on rows `order` (their concatenation), back in the order the rows came in."""
+    """Join pieces that were computed on reordered rows, in the original order.
+
+    Args:
+        order: The original numbers of the pieces' rows, int64 [rows].
+    """
+    return Sharded.concat(pieces).select(_inverse(order))
+
+
+def _inverse(order: Int64) -> Int64:
+    """Permutation that undoes `order`."""
     inverse = np.empty_like(order)
     inverse[order] = np.arange(len(order))
-    return Sharded.concat(pieces).select(inverse)
+    return inverse

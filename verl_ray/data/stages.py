@@ -1,8 +1,53 @@
-"""The stages a row passes through, one frozen type each; a comment per column says what it holds.
+"""Stages a row passes through: one frozen batch type each, one comment per column.
 
-Invariant: rows of different stages that belong together stand in the same order. Token t of a row holds what is known
-about token t itself: `log_probs[t]` is the log-probability of token t given those before it, `values[t]` the value
-before token t is taken. Deliberately not here: any computation.
+Invariant: rows of different stages that belong together stand in the same order. Token
+t of a row holds what is known about token t itself: `log_probs[t]` is the
+log-probability of token t given those before it, and `values[t]` is the value before
+token t is taken. Deliberately not here: any computation.
+
+Example: one prompt, "1+2=", with two responses, "3" and "12". The tokenizer has one
+token per character: "0" to "9" are 2 to 11, "+" is 12, "=" is 13, and 1 ends a
+response. Some columns of the main stages, with a `|` between the rows::
+
+    Prompts       offsets            [0, 4]
+                  group_id           [7]
+                  tokens             [3, 12, 4, 13]
+
+    Rollouts      offsets            [0, 6, 13]
+                  row_id             [14 | 15]
+                  group_id           [7 | 7]
+                  prompt_length      [4 | 4]
+                  response_length    [2 | 3]
+                  tokens             [3, 12, 4, 13, 5, 1 | 3, 12, 4, 13, 3, 4, 1]
+                  response_mask      [F, F, F, F, T, T | F, F, F, F, T, T, T]
+                  rollout_log_probs  [0, 0, 0, 0, -0.5, -0.25
+                                      | 0, 0, 0, 0, -1.5, -1, -0.25]
+
+    Scores        offsets            [0, 0, 0]
+                  score              [1 | 0]
+
+    LogProbs      offsets            [0, 6, 13]
+                  log_probs          [0, 0, 0, 0, -0.5, -0.25
+                                      | 0, 0, 0, 0, -1.5, -1, -0.25]
+
+    RowRewards    offsets            [0, 0, 0]
+                  reward             [1 | 0]
+                  advantage          [0.5 | -0.5]
+                  in_loss            [T | T]
+
+    Credit        offsets            [0, 6, 13]
+                  advantages         [0, 0, 0, 0, 0.5, 0.5
+                                      | 0, 0, 0, 0, -0.5, -0.5, -0.5]
+
+    TrainingBatch offsets            [0, 6, 13]
+                  loss_weight        [0.2 | 0.2]
+
+The token 5 ("3") of the first response was sampled with probability exp(-0.5). Its
+position is 4 in the row, so `log_probs[4]` is -0.5. The reward function scored the
+right response 1 and the wrong one 0; no shaping and no KL penalty changed the scores,
+so they are the rewards. The advantage is that of Dr. GRPO: the reward minus the mean of
+the group, which is 0.5. `Credit` repeats it on every response token. The loss is the
+mean over all 5 response tokens, so each token loss weighs 1 / 5.
 """
 
 from __future__ import annotations
@@ -18,171 +63,258 @@ from verl_ray.data.batch import Array, Batch, Int64, Ragged, ragged, row, token
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
+Statistics = npt.NDArray[np.float64]
+"""[rows, 4]: sum, sum of squares, maximum and minimum over a row's response tokens."""
+
 
 class Finish(enum.IntEnum):
     """Why a response ended."""
 
-    STOP = 0  # by itself: an end-of-sequence token or a stop string
-    LENGTH = 1  # cut at rollout.max_response_tokens
-    ABORTED = 2  # cut by an abort
+    # By itself: with an end-of-sequence token or a stop string.
+    STOP = 0
+    # Cut at rollout.max_response_tokens.
+    LENGTH = 1
+    # Cut by an abort.
+    ABORTED = 2
+
+
+# ----------------------------------------------------------------------------- sampling
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Prompts(Batch):
-    """Prompts drawn from a data set, one row each."""
+    """Prompts from a data set, one row each."""
 
-    group_id: Int64 = row(np.int64)  # running number of the prompt in the run
-    tokens: Array = token(np.int32)  # token ids after the chat template
-    messages: Ragged = ragged(np.uint8)  # UTF-8 JSON: the prompt as the data set has it, a text or a list of messages
-    data_source: Ragged = ragged(np.uint8)  # UTF-8: which reward function grades it
-    answer: Ragged = ragged(np.uint8)  # UTF-8: what the reward function compares with
-    extra: Ragged = ragged(np.uint8)  # UTF-8 JSON object: whatever else the data set holds
+    # Running number of the prompt in the run.
+    group_id: Int64 = row(np.int64)
+    # Token ids after the chat template.
+    tokens: Array = token(np.int32)
+    # UTF-8 JSON: the prompt as the data set has it, a text or a list of messages.
+    messages: Ragged = ragged(np.uint8)
+    # UTF-8: selects the reward function.
+    data_source: Ragged = ragged(np.uint8)
+    # UTF-8: what the reward function compares the response with.
+    answer: Ragged = ragged(np.uint8)
+    # UTF-8 JSON object: the other fields of the record.
+    extra: Ragged = ragged(np.uint8)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rows(Batch):
-    """Whole token sequences, whoever wrote their tokens: what a model can be asked about."""
+    """Whole token sequences, whoever wrote them: input of a model's forward pass."""
 
+    # Token ids.
     tokens: Array = token(np.int32)
-    response_mask: Bool = token(np.bool_)  # True on tokens that the policy chose; never on a row's first token
+    # True on tokens that the policy chose; never on a row's first token.
+    response_mask: Bool = token(np.bool_)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Rollouts(Rows):
     """Prompt and response as one row of tokens, with what the sampler knew."""
 
-    row_id: Int64 = row(np.int64)  # unique in the run
-    trajectory_id: Int64 = row(np.int64)  # rows of one trajectory share it, and their rewards add up to its own
-    group_id: Int64 = row(np.int64)  # rows of one prompt share it: the unit of group baselines
-    prompt_length: npt.NDArray[np.int32] = row(np.int32)  # tokens before the first response token
-    response_length: npt.NDArray[np.int32] = row(np.int32)  # tokens where response_mask is True
-    finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish
-    rollout_log_probs: Float32 = token(np.float32)  # as sampled, after temperature; 0 outside the mask
-    version_spans: Ragged = ragged(np.int64, 2)  # (first token of the span, policy version), ascending
-    oldest_version: Int64 = row(np.int64)  # the policy version of the row's first response token; -1 without tokens
-    newest_version: Int64 = row(np.int64)  # and of its last one
-    messages: Ragged = ragged(np.uint8)  # as in Prompts, like the following
+    # Unique in the run.
+    row_id: Int64 = row(np.int64)
+    # Shared by the rows of one trajectory; their rewards add up to its reward.
+    trajectory_id: Int64 = row(np.int64)
+    # Shared by the rows of one prompt: the unit of group baselines.
+    group_id: Int64 = row(np.int64)
+    # Tokens before the first response token.
+    prompt_length: npt.NDArray[np.int32] = row(np.int32)
+    # Tokens where response_mask is True.
+    response_length: npt.NDArray[np.int32] = row(np.int32)
+    # A Finish.
+    finish: npt.NDArray[np.int8] = row(np.int8)
+    # Log-probabilities at sampling, after temperature; 0 outside the mask.
+    rollout_log_probs: Float32 = token(np.float32)
+    # (first token of the span, policy version), ascending
+    version_spans: Ragged = ragged(np.int64, 2)
+    # Policy version of the row's first response token; -1 without response tokens.
+    oldest_version: Int64 = row(np.int64)
+    # Policy version of the row's last response token; -1 without response tokens.
+    newest_version: Int64 = row(np.int64)
+    # The same four texts as in Prompts.
+    messages: Ragged = ragged(np.uint8)
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
     extra: Ragged = ragged(np.uint8)
 
 
 def versions_of(spans: Ragged) -> dict[str, Int64]:
-    """The columns `oldest_version` and `newest_version`, int64 [rows], of rows with these version spans."""
-    some = np.diff(spans.offsets) > 0
-    versions = {name: np.full(len(some), -1, np.int64) for name in ("oldest_version", "newest_version")}
-    versions["oldest_version"][some] = spans.values[spans.offsets[:-1][some], 1]
-    versions["newest_version"][some] = spans.values[spans.offsets[1:][some] - 1, 1]
-    return versions
+    """Return the columns `oldest_version` and `newest_version` for these version spans.
+
+    Both are int64 [rows]; -1 for a row without spans.
+    """
+    num_rows = len(spans)
+    starts = spans.offsets[:-1]
+    ends = spans.offsets[1:]
+    has_spans = np.diff(spans.offsets) > 0
+
+    oldest = np.full(num_rows, -1, np.int64)
+    newest = np.full(num_rows, -1, np.int64)
+    oldest[has_spans] = spans.values[starts[has_spans], 1]
+    newest[has_spans] = spans.values[ends[has_spans] - 1, 1]
+    return {"oldest_version": oldest, "newest_version": newest}
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Requests(Batch):
-    """Token sequences to continue, whoever wrote them: a prompt, or a conversation so far."""
+    """Token sequences to continue: prompts, or conversations so far."""
 
-    request_id: Int64 = row(np.int64)  # the caller's own; unique in one call
-    seed: Int64 = row(np.int64)  # the same tokens and seed have the same response
-    session: Int64 = row(np.int64)  # requests of one session share a prefix
+    # Chosen by the caller; unique in one call.
+    request_id: Int64 = row(np.int64)
+    # The same tokens and seed have the same response.
+    seed: Int64 = row(np.int64)
+    # Requests of one session share a prefix.
+    session: Int64 = row(np.int64)
+    # Token ids.
     tokens: Array = token(np.int32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Responses(Batch):
-    """Parts of responses, in the order they were drawn: each token of a request stands in exactly one."""
+    """Parts of responses, in the order of their generation.
 
+    Each response token of a request stands in exactly one of its parts.
+    """
+
+    # The request that the row is a response to.
     request_id: Int64 = row(np.int64)
-    first_token: npt.NDArray[np.int32] = row(np.int32)  # index in its response of the row's first token
-    finish: npt.NDArray[np.int8] = row(np.int8)  # a Finish; UNFINISHED = more to come
+    # Index in the whole response of the row's first token.
+    first_token: npt.NDArray[np.int32] = row(np.int32)
+    # A Finish, or UNFINISHED where more parts follow.
+    finish: npt.NDArray[np.int8] = row(np.int8)
+    # Token ids.
     tokens: Array = token(np.int32)
-    log_probs: Float32 = token(np.float32)  # of each token, as sampled
-    version_spans: Ragged = ragged(np.int64, 2)  # (index in the response of the span's first token, policy version)
+    # Log-probability of each token at sampling.
+    log_probs: Float32 = token(np.float32)
+    # (index in the whole response of the span's first token, policy version)
+    version_spans: Ragged = ragged(np.int64, 2)
 
 
 UNFINISHED = -1
 
 
+# --------------------------------------------------------------------------- experience
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Scores(Batch):
-    """What the reward role says of each row. No token columns: every row has length 0."""
+    """Scores of the reward role. No token columns: every row has length 0."""
 
-    score: Float32 = row(np.float32)  # NaN where health is not OK
-    health: npt.NDArray[np.int8] = row(np.int8)  # a rewards.Health
-    detail: Ragged = ragged(np.uint8)  # UTF-8: why it failed; empty where it did not
-    rescored: Bool = row(np.bool_)  # True where the first process that scored the row died
+    # NaN where health is not OK.
+    score: Float32 = row(np.float32)
+    # A rewards.ScoreHealth.
+    health: npt.NDArray[np.int8] = row(np.int8)
+    # UTF-8: why scoring failed; empty where it did not.
+    detail: Ragged = ragged(np.uint8)
+    # True where the first process that scored the row died.
+    rescored: Bool = row(np.bool_)
 
     @classmethod
     def ok(cls, score: Float32) -> Scores:
-        """Scores that no function can fail to give."""
-        rows = len(score)
-        nothing = Ragged(np.empty(0, np.uint8), np.zeros(rows + 1, np.int64))
+        """Scores of which none failed; `score` float32 [rows]."""
+        num_rows = len(score)
+        no_tokens = np.zeros(num_rows + 1, np.int64)
         return cls(
-            offsets=nothing.offsets,
+            offsets=no_tokens,
             score=score,
-            health=np.zeros(rows, np.int8),
-            detail=nothing,
-            rescored=np.zeros(rows, np.bool_),
+            health=np.zeros(num_rows, np.int8),
+            detail=Ragged(np.empty(0, np.uint8), no_tokens),
+            rescored=np.zeros(num_rows, np.bool_),
         )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LogProbs(Batch):
-    """Log-probabilities of a policy, for the tokens of the rows it was asked about."""
+    """Log-probabilities that a policy gives to the tokens of some rows."""
 
-    log_probs: Float32 = token(np.float32)  # 0 outside the response mask
-    entropy: Float32 | None = token(np.float32, optional=True)  # of the distribution token t was drawn from
+    # 0 outside the response mask
+    log_probs: Float32 = token(np.float32)
+    # Entropy of the distribution over token t.
+    entropy: Float32 | None = token(np.float32, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Values(Batch):
-    """The critic's estimate before each token, and after the last one."""
+    """Estimates of the critic before each token, and after the last one."""
 
-    values: Float32 = token(np.float32)  # 0 outside the response mask
-    final_value: Float32 = row(np.float32)  # after the row's last token
+    # 0 outside the response mask
+    values: Float32 = token(np.float32)
+    # After the row's last token.
+    final_value: Float32 = row(np.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Divergence(Batch):
-    """How far the policy is from the reference on each response. No token columns: every row has length 0."""
+    """Divergence of the policy from the reference, per response.
 
-    kl: Float32 = row(np.float32)  # sum over the response tokens
+    No token columns: every row has length 0.
+    """
+
+    # Sum over the response tokens.
+    kl: Float32 = row(np.float32)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class RowRewards(Batch):
-    """What the driver decided about each response from the scores. No token columns: every row has length 0."""
+    """Decision of the driver about each response, from the scores.
 
-    reward: Float32 = row(np.float32)  # of the whole response, after shaping; 0 where there is none
-    advantage: Float32 = row(np.float32)  # of its trajectory against the group; 0 where the baseline is per token
-    in_loss: Bool = row(np.bool_)  # False: no score, or kept out by the algorithm; its tokens are not learned from
+    No token columns: every row has length 0.
+    """
+
+    # Reward of the whole response, after shaping; 0 where there is none.
+    reward: Float32 = row(np.float32)
+    # Advantage of its trajectory over the group; 0 where the baseline is per token.
+    advantage: Float32 = row(np.float32)
+    # False without a score, or where the algorithm leaves the row out: no token of such
+    # a row is learned from.
+    in_loss: Bool = row(np.bool_)
 
 
-Statistics = npt.NDArray[np.float64]  # [rows, 4]: sum, sum of squares, maximum, minimum over the response tokens
+# ----------------------------------------------------------------------------- learning
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Credit(Batch):
-    """How much better than expected each token was, and the sums that a step needs of it."""
+    """Advantage of each token, and the sums over it that a step needs."""
 
-    advantages: Float32 = token(np.float32)  # 0 outside the response mask
-    returns: Float32 | None = token(np.float32, optional=True)  # targets of the critic; absent without one
-    in_loss: Bool = row(np.bool_)  # as in RowRewards
-    reward: Float32 = row(np.float32)  # of the whole response, the divergence charged included
-    kl: Float32 = row(np.float32)  # divergence from the reference over the response, before its coefficient
+    # 0 outside the response mask
+    advantages: Float32 = token(np.float32)
+    # Targets of the critic; absent without one.
+    returns: Float32 | None = token(np.float32, optional=True)
+    # The column of RowRewards.
+    in_loss: Bool = row(np.bool_)
+    # Reward of the whole response, minus the KL penalty per token.
+    reward: Float32 = row(np.float32)
+    # Divergence from the reference over the response, before its coefficient.
+    kl: Float32 = row(np.float32)
     advantage_statistics: Statistics = row(np.float64, 4)
+    # Absent without a critic, like the next two.
     return_statistics: Statistics | None = row(np.float64, 4, optional=True)
     value_statistics: Statistics | None = row(np.float64, 4, optional=True)
-    residual_statistics: Statistics | None = row(np.float64, 4, optional=True)  # of returns - values
+    # Statistics of returns - values.
+    residual_statistics: Statistics | None = row(np.float64, 4, optional=True)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class TrainingBatch(Rows):
-    """What a loss may look at: the tokens under the response mask. Columns an algorithm does not use are absent."""
+    """Input of a loss: the tokens under the response mask, and what belongs to them.
 
-    loss_weight: Float32 = row(np.float32)  # of each of the row's token losses: aggregation as one number per row
-    margin: Float32 | None = row(np.float32, optional=True)  # of a pair, on both of its rows
+    Columns that an algorithm does not use are absent.
+    """
+
+    # Weight of each of the row's token losses: aggregation as one number per row.
+    loss_weight: Float32 = row(np.float32)
+    # Margin of a preference pair, on both of its rows.
+    margin: Float32 | None = row(np.float32, optional=True)
+    # Log-probabilities at sampling.
     rollout_log_probs: Float32 | None = token(np.float32, optional=True)
+    # Log-probabilities of the policy before the step.
     old_log_probs: Float32 | None = token(np.float32, optional=True)
+    # Log-probabilities of the reference.
     ref_log_probs: Float32 | None = token(np.float32, optional=True)
     advantages: Float32 | None = token(np.float32, optional=True)
+    # Values of the critic before the step.
     old_values: Float32 | None = token(np.float32, optional=True)
     returns: Float32 | None = token(np.float32, optional=True)

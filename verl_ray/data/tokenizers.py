@@ -1,7 +1,8 @@
-"""Tokenizers: loading one from a local directory, making small ones, and turning many texts into token columns.
+"""Tokenizers: loading, making small ones, and turning many texts into token columns.
 
-Invariant: nothing here asks a hub; a tokenizer is a local directory or a ModelError. Deliberately not here: which texts
-become prompts or responses (`prompts.py`, `conversations.py`).
+Invariant: no function here calls a hub; a tokenizer is a local directory, or a
+ModelError. Deliberately not here: which texts become prompts or responses
+(`prompts.py`, `conversations.py`).
 """
 
 from __future__ import annotations
@@ -16,15 +17,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.files import Message
+from verl_ray.data.records import Message
 from verl_ray.errors import DataError, ModelError
 
 if TYPE_CHECKING:
     import tokenizers
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-PAD, EOS = "<pad>", "<eos>"
-TURN_START, TURN_END, TEXT_END = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
+PAD = "<pad>"
+EOS = "<eos>"
+TURN_START = "<|im_start|>"
+TURN_END = "<|im_end|>"
+TEXT_END = "<|endoftext|>"
 
 CHATML = (
     "{% for message in messages %}"
@@ -32,89 +36,137 @@ CHATML = (
     "{% endfor %}"
     f"{{% if add_generation_prompt %}}{TURN_START}assistant\n{{% endif %}}"
 )
-"""A chat template: one delimited block per message, ended by the token that ends a generation."""
+"""A chat template: one block per message, ended by the token that ends a generation."""
 
-_TEXTS_AT_ONCE = 16_384  # bounds the memory of intermediate encodings; the throughput is flat from 4,096 on
+# Bounds the memory of intermediate encodings; the throughput is flat from 4,096 on.
+_TEXTS_AT_ONCE = 16_384
+_SHOWN = 80  # characters of a text that an error shows
+_LISTED = 8  # files of a directory that an error lists
 
 
 def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer in a local directory.
+    """Load the tokenizer in a local directory.
 
     Raises:
-        ModelError: there is no such directory, or no tokenizer with an end-of-sequence token in it.
+        ModelError: there is no such directory, or no tokenizer with an end-of-sequence
+            token in it.
     """
     directory = Path(path)
     if not directory.is_dir():
-        raise ModelError(f"{path} is not a directory; set model.path to a local Hugging Face model directory")
-    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        found = ", ".join(sorted(entry.name for entry in directory.iterdir())[:8]) or "nothing"
-        raise ModelError(f"{path}: found {found}, expected tokenizer.json or tokenizer_config.json beside the model")
+        raise ModelError(
+            f"{path} is not a directory; set model.path to a local Hugging Face model"
+            " directory"
+        )
+
+    names = ("tokenizer.json", "tokenizer_config.json")
+    if not any((directory / name).exists() for name in names):
+        present = sorted(entry.name for entry in directory.iterdir())
+        listed = ", ".join(present[:_LISTED]) or "nothing"
+        raise ModelError(
+            f"{path}: found {listed}, expected tokenizer.json or tokenizer_config.json"
+            " next to the model"
+        )
+
     try:
         tokenizer = _read_tokenizer(directory)
-    except Exception as error:  # transformers and tokenizers raise bare Exception for broken files
+    # transformers and tokenizers raise bare Exception for broken files
+    except Exception as error:
         raise ModelError(f"{path}: the tokenizer cannot be loaded ({error})") from error
+    # Without it no response could end but at its limit.
     if tokenizer.eos_token_id is None:
-        raise ModelError(f"{path}: the tokenizer has no eos_token, by which responses end; set it in the tokenizer")
+        raise ModelError(
+            f"{path}: the tokenizer has no eos_token, by which responses end; set it in"
+            " the tokenizer"
+        )
     return tokenizer
 
 
 def _read_tokenizer(directory: Path) -> PreTrainedTokenizerBase:
-    """Finding out which class a tokenizer wants imports torch and with it 3 s of CPU time, in processes that need no
-    more of it. One that says it is what its tokenizer.json says, as transformers 5 writes it, is spared that."""
+    """Load a tokenizer without importing torch where possible.
+
+    AutoTokenizer finds out which class a tokenizer needs. It imports torch, which costs
+    3 s of CPU time in processes that do not need torch otherwise. A configuration that
+    transformers 5 wrote names the class that reads tokenizer.json alone.
+    """
     settings = directory / "tokenizer_config.json"
-    if settings.is_file() and '"tokenizer_class": "TokenizersBackend"' in settings.read_text():
+    needs_no_class = '"tokenizer_class": "TokenizersBackend"'
+    if settings.is_file() and needs_no_class in settings.read_text():
         from transformers import TokenizersBackend as Tokenizer
     else:
         from transformers import AutoTokenizer as Tokenizer
-    found: PreTrainedTokenizerBase = Tokenizer.from_pretrained(str(directory), local_files_only=True)
-    return found
+
+    tokenizer: PreTrainedTokenizerBase = Tokenizer.from_pretrained(
+        str(directory), local_files_only=True
+    )
+    return tokenizer
 
 
-def character_tokenizer(directory: str | Path, alphabet: str) -> PreTrainedTokenizerFast:
-    """Make and save a tokenizer of single characters: the two specials, then `alphabet`, and nothing else.
+def character_tokenizer(
+    directory: str | Path, alphabet: str
+) -> PreTrainedTokenizerFast:
+    """Make and save a tokenizer of single characters.
 
-    A text with another character is refused when it is encoded; there is no token for the unknown.
+    Its vocabulary is the two special tokens, then `alphabet`. There is no unknown
+    token: a text with another character is refused when it is encoded.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
     if len(set(alphabet)) != len(alphabet):
         raise ModelError(f"alphabet {alphabet!r}: a character occurs twice")
-    vocabulary = {piece: index for index, piece in enumerate([PAD, EOS, *alphabet])}
+
+    tokens = [PAD, EOS, *alphabet]
+    vocabulary = {token: index for index, token in enumerate(tokens)}
     model = Tokenizer(models.WordLevel(vocabulary))
+    # Each character is a word, and decoding joins words without spaces.
     model.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     model.decoder = decoders.Fuse()
     return _save(model, directory, eos=EOS, pad=PAD, chat_template=None)
 
 
 def train_bpe(
-    directory: str | Path, texts: Iterable[str], vocab_size: int, chat_template: str | None = CHATML
+    directory: str | Path,
+    texts: Iterable[str],
+    vocab_size: int,
+    chat_template: str | None = CHATML,
 ) -> PreTrainedTokenizerFast:
-    """Train and save a byte-level BPE tokenizer of at most `vocab_size` tokens; it encodes every text.
+    """Train and save a byte-level BPE tokenizer of at most `vocab_size` tokens.
+
+    It encodes every text.
 
     Raises:
-        ModelError: `vocab_size` has no room for the 256 bytes and the specials.
+        ModelError: `vocab_size` is too small for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     specials = [TEXT_END, TURN_START, TURN_END]
+    # With every byte in the vocabulary, every text has tokens.
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     smallest = len(alphabet) + len(specials)
     if vocab_size < smallest:
         raise ModelError(
-            f"vocabulary of {vocab_size} tokens: expected at least {smallest} (every byte, and the specials)"
+            f"vocabulary of {vocab_size} tokens: expected at least {smallest} (every"
+            " byte, and the specials)"
         )
+
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=specials, initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=specials,
+        initial_alphabet=alphabet,
+        show_progress=False,
     )
     model.train_from_iterator(texts, trainer)
-    return _save(model, directory, eos=TURN_END, pad=TEXT_END, chat_template=chat_template)
+    return _save(
+        model, directory, eos=TURN_END, pad=TEXT_END, chat_template=chat_template
+    )
 
 
-def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase) -> bool:
-    """Whether two tokenizers turn every conversation into the same tokens."""
+def same_tokens(
+    first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase
+) -> bool:
+    """Return whether two tokenizers turn every conversation into the same tokens."""
     return bool(
         _rules(first) == _rules(second)
         and first.chat_template == second.chat_template
@@ -122,30 +174,42 @@ def same_tokens(first: PreTrainedTokenizerBase, second: PreTrainedTokenizerBase)
     )
 
 
-def unspecial(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """`text` without the names of the tokenizer's special tokens, which would be encoded as these tokens.
+def strip_special_tokens(text: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return `text` without the names of the tokenizer's special tokens.
 
-    For what a policy wrote: it could end its own turn and begin another one. What is left spells none of them.
+    They would be encoded as these tokens: a policy that writes them could end its own
+    turn and begin another one. The returned text spells none of them.
     """
-    names = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
-    special = re.compile("|".join(map(re.escape, names)))
-    while special.search(text):  # again: what was around one may spell another
+    added = tokenizer.added_tokens_decoder.values()
+    names = [re.escape(token.content) for token in added if token.special]
+    special = re.compile("|".join(names))
+
+    # Repeated, because the text around a removed name may spell another one. Each round
+    # shortens the text, so that the loop ends.
+    while special.search(text):
         text = special.sub("", text)
     return text
 
 
 def _rules(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """How a text becomes tokens; without the lengths that a trainer left in the file, which nothing here keeps to."""
+    """Rules by which a text becomes tokens.
+
+    They leave out the lengths that a trainer may have saved with the tokenizer, since
+    no function here truncates or pads.
+    """
     rules: dict[str, object] = json.loads(tokenizer.backend_tokenizer.to_str())
-    return {name: value for name, value in rules.items() if name not in ("truncation", "padding")}
+    for name in ("truncation", "padding"):
+        rules.pop(name, None)
+    return rules
 
 
 def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raise DataError if prompts are to go through a chat template that the tokenizer does not have."""
+    """Raise DataError if the tokenizer has no chat template."""
     if not tokenizer.chat_template:
         raise DataError(
-            f"data.apply_chat_template = true, but the tokenizer in {tokenizer.name_or_path} has no chat template; "
-            "set data.apply_chat_template=false, or choose a chat model"
+            "data.apply_chat_template = true, but the tokenizer in"
+            f" {tokenizer.name_or_path} has no chat template; set"
+            " data.apply_chat_template=false, or choose a chat model"
         )
 
 
@@ -156,58 +220,119 @@ def render(
     add_generation_prompt: bool,
     where: Callable[[int], str],
 ) -> list[str]:
-    """Each conversation as the chat template writes it; `where(i)` names conversation i in errors."""
+    """Write each conversation as a text, by the tokenizer's chat template.
+
+    Args:
+        add_generation_prompt: Whether the text ends with the opening of the assistant's
+            turn.
+        where: Returns the name of a conversation by its number, for errors.
+
+    Raises:
+        DataError: the template fails on a conversation.
+    """
     texts = []
     for index, conversation in enumerate(conversations):
         try:
-            texts.append(
-                tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=add_generation_prompt)
+            text = tokenizer.apply_chat_template(
+                conversation,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
-        except Exception as error:  # whatever the template raises, by Jinja or by itself
-            raise DataError(f"{where(index)}: the chat template refuses the messages ({error})") from error
+        # Jinja has its own errors, and a template may raise any other.
+        except Exception as error:
+            raise DataError(
+                f"{where(index)}: the chat template refuses the messages ({error})"
+            ) from error
+        texts.append(text)
     return texts
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, special: bool, where: Callable[[int], str]
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    special: bool,
+    where: Callable[[int], str],
 ) -> Ragged:
-    """Token ids of each text, int32; `special` adds what the tokenizer puts around a plain text.
+    """Return the token ids of each text, int32.
+
+    Args:
+        special: Whether to add the special tokens that the tokenizer puts around a
+            plain text.
+        where: Returns the name of a text by its number, for errors.
 
     Raises:
-        DataError: a text that the tokenizer has no tokens for; `where(i)` names text i.
+        DataError: the tokenizer has no tokens for a text.
     """
+    # One chunk at a time bounds the memory of the encodings.
     parts = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
         chunk = list(texts[start : start + _TEXTS_AT_ONCE])
         try:
             parts.append(_encode_chunk(tokenizer, chunk, special))
-        except Exception:  # the Rust library raises bare Exception, and does not say for which text
-            for index, text in enumerate(chunk):
-                try:
-                    _encode_chunk(tokenizer, [text], special)
-                except Exception as error:
-                    raise DataError(
-                        f"{where(start + index)}: the tokenizer in {tokenizer.name_or_path} cannot encode "
-                        f"{text[:80]!r} ({error})"
-                    ) from None
+        # The Rust library raises bare Exception, which does not name the text.
+        except Exception:
+            _refuse_text(tokenizer, chunk, special, start, where)
             raise
-    return Ragged.concat(parts) if parts else Ragged(np.empty(0, dtype=np.int32), offsets_of([]))
+
+    if not parts:
+        return Ragged(np.empty(0, dtype=np.int32), offsets_of([]))
+    return Ragged.concat(parts)
 
 
-def _encode_chunk(tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool) -> Ragged:
+def _refuse_text(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: list[str],
+    special: bool,
+    first: int,
+    where: Callable[[int], str],
+) -> None:
+    """Raise DataError for the first text that cannot be encoded by itself.
+
+    Args:
+        first: The number of the first of `texts`, for `where`.
+    """
+    for index, text in enumerate(texts):
+        try:
+            _encode_chunk(tokenizer, [text], special)
+        except Exception as error:
+            directory = tokenizer.name_or_path
+            raise DataError(
+                f"{where(first + index)}: the tokenizer in {directory} cannot encode"
+                f" {text[:_SHOWN]!r} ({error})"
+            ) from None
+
+
+def _encode_chunk(
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], special: bool
+) -> Ragged:
     rows: list[list[int]] = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
+        texts,
+        add_special_tokens=special,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+        verbose=False,
     )["input_ids"]
     offsets = offsets_of([len(row) for row in rows])
-    return Ragged(np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1])), offsets)
+    total = int(offsets[-1])
+    # np.fromiter allocates once; an array of nested lists would need many objects
+    tokens = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=total)
+    return Ragged(tokens, offsets)
 
 
 def _save(
-    model: tokenizers.Tokenizer, directory: str | Path, *, eos: str, pad: str, chat_template: str | None
+    model: tokenizers.Tokenizer,
+    directory: str | Path,
+    *,
+    eos: str,
+    pad: str,
+    chat_template: str | None,
 ) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=model, eos_token=eos, pad_token=pad)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token=eos, pad_token=pad
+    )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(str(directory))
     return tokenizer

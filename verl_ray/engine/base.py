@@ -1,9 +1,13 @@
-"""The contract of a training engine: what a role may ask of its model, whichever backend holds it.
+"""The training-engine contract: what a role can do with its model on every backend.
 
-Invariant (SPMD): every rank of a role calls every method, in the same order; rows come back in the order they were
-given; a loss sees complete rows and weights that already hold the global denominators, and gradients are summed over
-ranks once, by the engine. So a result depends neither on the micro-batch size nor on the number of ranks.
-Deliberately not here: what a role computes (workers) and where rows come from (the controller).
+Invariant (SPMD): every rank of a role calls every method, in the same order. Results
+have the order of the rows that were passed in. A loss sees complete rows, and its row
+weights already contain the global denominators. The engine sums gradients over ranks
+exactly once. A result therefore depends neither on the micro-batch size nor on the
+number of ranks.
+
+Deliberately not here: what a role computes (workers), and where rows come from (the
+controller).
 """
 
 from __future__ import annotations
@@ -22,151 +26,233 @@ from verl_ray.backends import Backend
 from verl_ray.config.roles import LoraConfig, OptimizerConfig
 from verl_ray.data.packing import Float64
 from verl_ray.data.stages import Bool, Float32, Rows, TrainingBatch
-from verl_ray.ops.outputs import Outputs
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.parallel.topology import Topology
 from verl_ray.profiling.flops import ModelShape
 from verl_ray.weight_sync.manifest import Manifest, Slice
 
-if TYPE_CHECKING:  # the driver describes engines and holds none: models take a second to import
+# The driver describes engines but holds none, and importing models takes a second.
+if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind
 
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """What to build: a model, its head, the backend that holds it, and how it learns (None: it does not)."""
+    """A description of an engine: its model, head, backend and optimizer."""
 
     role: str
     model_path: str
     head: HeadKind
     backend: Backend
+
     optimizer: OptimizerConfig | None
+    """None for a model that is never trained, such as a reference policy."""
+
     schedule_steps: int
-    """Optimizer steps of the whole run: where a cosine schedule ends."""
+    """Optimizer steps of the whole run. A cosine schedule ends there."""
+
     seed: int
+
     new_head: bool = True
-    """Whether a value head that the model lacks is drawn from the seed; else it is an error."""
+    """Whether a missing value head is initialized from the seed. If False, a model
+    without a value head is an error."""
+
     lora: LoraConfig | None = None
-    """The adapter that learns in place of the model's weights."""
+    """The adapter that is trained in place of the model's weights."""
+
     expert_balance: float | None = None
-    """Weight of the balance loss of experts; None: what the model's configuration says."""
+    """Weight of the experts' balance loss. None means the value in config.json."""
 
 
 @dataclass(frozen=True)
 class ForwardResult:
-    """Flat per-token columns [tokens] of the given rows, 0 outside the response mask, and scores [rows]; what was not
-    asked for is absent."""
+    """Outputs of a forward pass over some rows. Outputs not requested are None.
+
+    Per-token columns are flat, [tokens] over all rows, and 0 outside the response mask.
+    """
 
     log_probs: Float32 | None = None
     entropy: Float32 | None = None
     greedy: Bool | None = None
     values: Float32 | None = None
-    scores: Float32 | None = None  # [rows] the head's number after each row's last token
+
+    scores: Float32 | None = None
+    """[rows]: the value head's output after the last token of each row."""
 
 
 @dataclass(frozen=True)
 class LossReport:
-    """Sums and maxima over the response tokens that one rank saw; adding the reports of all ranks gives the global
-    ones."""
+    """Sums and maxima over the response tokens of one rank.
+
+    Adding the reports of all ranks gives the report of the whole batch.
+    """
 
     tokens: int = 0
     loss: float = 0.0
+
     sums: dict[str, float] = field(default_factory=dict)
-    maxima: dict[str, float] = field(default_factory=dict)  # none is negative; NaN is above every number
-    expert_load: Float64 | None = None  # [layers, experts]: tokens that each expert was given
-    terms: dict[str, float] = field(default_factory=dict)  # of the loss, and summed as it is
+    """Sum of each metric over the tokens."""
+
+    maxima: dict[str, float] = field(default_factory=dict)
+    """Maximum of each metric, never negative. NaN counts as larger than any number."""
+
+    expert_load: Float64 | None = None
+    """[layers, experts]: number of tokens that were routed to each expert."""
+
+    terms: dict[str, float] = field(default_factory=dict)
+    """Terms of the loss. They are aggregated in the same way as the loss itself."""
 
     def __add__(self, other: LossReport) -> LossReport:
-        def together(
-            one: dict[str, float], two: dict[str, float], join: Callable[[float, float], float]
-        ) -> dict[str, float]:
-            names = sorted(one.keys() | two.keys())
-            return {name: float(join(one.get(name, 0.0), two.get(name, 0.0))) for name in names}
+        loads = [
+            report.expert_load
+            for report in (self, other)
+            if report.expert_load is not None
+        ]
+        expert_load: Float64 | None = None
+        if loads:
+            expert_load = sum(loads[1:], loads[0])
 
-        sums = together(self.sums, other.sums, operator.add)
-        terms = together(self.terms, other.terms, operator.add)
-        maxima = together(self.maxima, other.maxima, np.maximum)  # Python's max would lose a NaN
-        loads = [one.expert_load for one in (self, other) if one.expert_load is not None]
-        load = sum(loads[1:], loads[0]) if loads else None
-        return LossReport(self.tokens + other.tokens, self.loss + other.loss, sums, maxima, load, terms)
+        return LossReport(
+            tokens=self.tokens + other.tokens,
+            loss=self.loss + other.loss,
+            sums=_merge(self.sums, other.sums, operator.add),
+            # Python's max would lose a NaN, NumPy's keeps it.
+            maxima=_merge(self.maxima, other.maxima, np.maximum),
+            expert_load=expert_load,
+            terms=_merge(self.terms, other.terms, operator.add),
+        )
 
     def means(self) -> dict[str, float]:
-        """Token means of the metrics; NaN where there was no token."""
-        return {name: total / self.tokens if self.tokens else float("nan") for name, total in self.sums.items()}
+        """Token means of the metrics, NaN if there was no token."""
+        if not self.tokens:
+            return dict.fromkeys(self.sums, float("nan"))
+        return {name: total / self.tokens for name, total in self.sums.items()}
+
+
+def _merge(
+    first: dict[str, float],
+    second: dict[str, float],
+    combine: Callable[[float, float], float],
+) -> dict[str, float]:
+    """Combine two dictionaries entry by entry. A missing entry counts as 0."""
+    names = sorted(first.keys() | second.keys())
+    return {
+        name: float(combine(first.get(name, 0.0), second.get(name, 0.0)))
+        for name in names
+    }
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """One optimizer step: the gradient norm before clipping, the learning rate used, and whether it was skipped."""
+    """Outcome of one optimizer step."""
 
     grad_norm: float
+    """Global gradient norm before clipping."""
+
     lr: float
-    skipped: str | None = None  # why: names the first tensor whose gradient is not finite
+    """Learning rate of this step."""
+
+    skipped: str | None = None
+    """Reason why the step was skipped, naming the first tensor with a non-finite
+    gradient. None if the step was taken."""
 
 
 class Engine(ABC):
     """One role's model on one rank."""
 
     topology: Topology
+
     peers: int
-    """Neighbouring ranks that are given the same rows, and compute them together."""
+    """Number of neighbouring ranks that get the same rows and compute them together."""
+
     head: HeadKind
+
     max_positions: int
-    """The longest row that the model takes, in tokens."""
+    """Length of the longest row that the model accepts, in tokens."""
+
     vocab_size: int
+
     shape: ModelShape | None
-    """Its sizes, where its arithmetic is counted."""
+    """Sizes of the model for counting FLOPs. None where FLOPs are not counted."""
 
     @abstractmethod
-    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
-        """The wanted outputs for every token under the response mask (scores: for every row), without gradients. On a
-        rank that does not answer for its rows (`topology`), they may be zeros."""
+    def forward(self, rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
+        """Compute the requested outputs without gradients.
+
+        Token outputs are computed for every token under the response mask, scores for
+        every row. A rank that does not return results for its rows (see `topology`) may
+        return zeros.
+        """
 
     @abstractmethod
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
-        """Add the gradients of the objective over these rows, in micro-batches under the token cap. Rows that the
-        objective compares (its `rows_per_unit`) stand side by side, and stay in one micro-batch."""
+        """Add the gradients of the objective over these rows.
+
+        The rows are processed in micro-batches under the backend's token cap. Rows that
+        the objective compares with each other (`objective.rows_per_unit` of them) must
+        be adjacent, and stay in one micro-batch.
+        """
 
     @abstractmethod
     def optimizer_step(self) -> StepReport:
-        """Clip, step (or skip a step whose gradients are not finite), advance the schedule, zero the gradients."""
+        """Clip the gradients, take a step, advance the schedule, zero the gradients.
+
+        A step whose gradients are not finite is skipped on all ranks and reported.
+        """
 
     @abstractmethod
-    def manifest(self, *, apart: bool = False) -> Manifest:
-        """Every parameter under its Hugging Face name; the same on every rank. `apart`: an adapter that learns is not
-        merged into the weights beside it, but comes after them."""
+    def manifest(self, *, separate_adapter: bool = False) -> Manifest:
+        """List every parameter under its Hugging Face name, equally on every rank.
+
+        Args:
+            separate_adapter: List the parameters of an adapter after those of the base
+                model, instead of merging the adapter into the base weights.
+        """
 
     @abstractmethod
-    def shards(self, names: Iterable[str], *, apart: bool = False) -> Iterator[tuple[Slice, Tensor]]:
-        """The slices of these parameters that this rank owns, as `manifest` of the same `apart` has them. Over all
-        ranks they cover each parameter once."""
+    def shards(
+        self, names: Iterable[str], *, separate_adapter: bool = False
+    ) -> Iterator[tuple[Slice, Tensor]]:
+        """Yield the slices of these parameters that this rank owns.
+
+        Names are those of `manifest` with the same `separate_adapter`. Together the
+        ranks cover each parameter exactly once.
+        """
 
     @abstractmethod
     def state(self) -> dict[str, Any]:
-        """Model, optimizer, schedule and RNG, sharded as torch's distributed checkpoint expects it."""
+        """Return the model, optimizer, schedule and RNG state.
+
+        The state is sharded in the form that torch's distributed checkpoint expects.
+        """
 
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what `state` of any engine of this model returned, filled by torch's distributed checkpoint."""
+        """Load a state that torch's distributed checkpoint has filled.
+
+        The checkpoint may have been written by any engine of this model.
+        """
 
     @abstractmethod
     def place(self, *, params: str, optimizer: str) -> None:
-        """Move parameters and optimizer state to "device" or "host"; idempotent. On a CPU both are the same memory.
+        """Move parameters and optimizer state to "device" or "host". Idempotent.
 
-        With either on the host no optimizer step may follow, so memory kept for gradients may be given back until both
-        are on the device again.
+        On a CPU both are the same memory. While either is on the host, no optimizer
+        step may follow, so an engine may free its gradient buffers until both are on
+        the device again.
         """
 
     @abstractmethod
     def export(self, path: str, *, adapter: bool = False) -> None:
-        """Write a Hugging Face directory: config, tokenizer, safetensors; or what was learned beside it, as peft reads
-        it. Raises EngineError for an adapter where there is none."""
+        """Write a Hugging Face directory with config, tokenizer and safetensors.
 
-    def close(self) -> None:  # noqa: B027 - few engines hold such a thing
-        """Let go of what a garbage collector would not. Idempotent."""
+        Args:
+            path: The directory to write.
+            adapter: Write only the adapter, in the format of peft.
 
+        Raises:
+            EngineError: `adapter` is set and the engine has no adapter.
+        """
 
-def scattered(values: np.ndarray[Any, Any], where: np.ndarray[Any, Any], tokens: int) -> np.ndarray[Any, Any]:
-    """[read] values at their places among all tokens, zeros elsewhere."""
-    out = np.zeros(tokens, dtype=values.dtype)
-    out[where] = values
-    return out
+    def close(self) -> None:  # noqa: B027 - few engines hold such resources
+        """Release what a garbage collector would not. Idempotent."""

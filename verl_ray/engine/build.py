@@ -1,4 +1,10 @@
-"""From a backend's declaration to its engine."""
+"""Construction of the engine that a backend's settings describe.
+
+Invariant: a backend's module is imported only where the backend is used, because some
+(megatron's) change global state of their process.
+
+Deliberately not here: the process group, which the caller creates first.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,30 @@ from verl_ray.engine.packages import INSTALL, missing_packages
 from verl_ray.errors import EngineError
 
 
-def build_engine(spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> Engine:
-    """The engine of one role on one rank. With more than one rank, or for any backend but the plain engine, the process
-    group exists already. A backend's module is imported where it is used: megatron's changes its process."""
+def build_engine(
+    spec: EngineSpec, *, device: torch.device, rank: int, world_size: int
+) -> Engine:
+    """Build the engine of one role on one rank.
+
+    The process group must exist already, except for the plain engine on a single rank.
+
+    Raises:
+        EngineError: A package that the backend needs is not installed.
+    """
     backend = spec.backend
-    if missing := missing_packages(backend.packages):
-        needed = f"{spec.role}.backend = {backend.kind} needs {' and '.join(missing)}"
-        raise EngineError(f"{needed}, not installed here: {INSTALL}")
+
+    missing = missing_packages(backend.packages)
+    if missing:
+        packages = " and ".join(missing)
+        raise EngineError(
+            f"{spec.role}.backend = {backend.kind} needs {packages},"
+            f" not installed here: {INSTALL}"
+        )
+
     if device.type == "cpu":
         backend.prepare_cpu()
-    engine: Engine = backend.engine(spec, device=device, rank=rank, world_size=world_size)
+
+    engine: Engine = backend.engine(
+        spec, device=device, rank=rank, world_size=world_size
+    )
     return engine

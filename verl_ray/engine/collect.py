@@ -1,6 +1,9 @@
-"""Whole tensors on rank 0, put together from the slices that the ranks own, one at a time.
+"""Assembly of whole tensors on rank 0 from the slices that the ranks own.
 
-Invariant: the bits are the owners' own. Collective. Deliberately not here: which slices those are.
+Invariant: tensors are assembled one at a time, and their bits are exactly the owners'
+bits. Collective: every rank iterates over the same parameters.
+
+Deliberately not here: which rank owns which slice.
 """
 
 from __future__ import annotations
@@ -13,19 +16,30 @@ from torch import Tensor
 
 from verl_ray.weight_sync.buckets import Entry, aligned_bytes
 from verl_ray.weight_sync.manifest import Parameter, Slice
-from verl_ray.weight_sync.slots import add_up, view
+from verl_ray.weight_sync.slots import parameter_view, sum_bytes_over_ranks
 
 Shards = Callable[[Iterable[str]], Iterator[tuple[Slice, Tensor]]]
+"""A function with the signature of `Engine.shards`."""
 
 
-def collected(parameters: Sequence[Parameter], shards: Shards, device: torch.device) -> Iterator[Tensor]:
-    """Each parameter, whole on rank 0; what other ranks get has no meaning."""
+def collect_whole(
+    parameters: Sequence[Parameter], shards: Shards, device: torch.device
+) -> Iterator[Tensor]:
+    """Yield each parameter, whole on rank 0. Other ranks get undefined values."""
     for parameter in parameters:
         flat = torch.zeros(aligned_bytes(parameter), dtype=torch.uint8, device=device)
-        whole = view(flat, Entry(parameter, 0))
-        for place, value in shards([parameter.name]):
-            box = tuple(slice(start, start + size) for start, size in zip(place.start, place.shape, strict=True))
+        whole = parameter_view(flat, Entry(parameter, 0))
+
+        for part, value in shards([parameter.name]):
+            box = tuple(
+                slice(start, start + size)
+                for start, size in zip(part.start, part.shape, strict=True)
+            )
             whole[box] = value
+
+        # Slices do not overlap and all other bytes are 0, so adding up the bytes of all
+        # ranks reproduces every owner's bits.
         if dist.is_initialized() and dist.get_world_size() > 1:
-            add_up(flat)
+            sum_bytes_over_ranks(flat)
+
         yield whole

@@ -1,7 +1,11 @@
-"""The micro-batches of a call: some rows each, on the device, with the tokens that are read.
+"""The micro-batches of one call: which rows each has, and its tensors on the device.
 
-Invariant: a micro-batch comes to the device when it is asked for, and knows which rows and tokens of the call are its
-own, so results go back to their places. Deliberately not here: which rows go together, and what is computed of them.
+Invariant: a micro-batch moves to the device when it is requested. It knows the
+positions of its rows and tokens in the batch of the call, so results can be put back in
+order. Where ranks compute together, all have the same number of micro-batches.
+
+Deliberately not here: how rows become model inputs (`row_packing.py`), and what is
+computed from them.
 """
 
 from __future__ import annotations
@@ -9,12 +13,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from verl_ray.backends import Backend
 from verl_ray.data.batch import Int64
+from verl_ray.data.packing import micro_batches
+from verl_ray.errors import DataError
 from verl_ray.models.role_model import PackedRows
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.profiling.progress import reach
 
 MICRO_BATCHES = "micro-batches"
@@ -22,26 +31,55 @@ MICRO_BATCHES = "micro-batches"
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows on the device, with the tokens that are read."""
+    """Some rows on the device, with the selected tokens.
+
+    The selected tokens are those under the response mask: the tokens whose outputs a
+    role reads.
+    """
 
     packed: PackedRows
-    index: Int64  # [rows] which rows of the whole batch
-    read: Int64  # [read] their places among the tokens of the whole batch
-    row: Tensor  # int64 [read] which of these rows each belongs to
-    weight: Tensor | None = None  # float32 [rows] of each loss of the row, where they are learned from
 
-    def row_of_losses(self, outputs: Outputs) -> Tensor:
-        """int64 [losses]: which row each loss of such outputs is of, one per token that is read, or one per row."""
-        return torch.arange(len(self.index), device=self.row.device) if outputs.scores else self.row
+    row_indices: Int64
+    """[rows]: index of each row in the batch of the call."""
+
+    selected: Int64
+    """[selected]: position of each selected token in the batch of the call."""
+
+    row_of_token: Tensor
+    """int64 [selected]: row of this micro-batch that each selected token belongs to."""
+
+    row_weights: Tensor | None = None
+    """float32 [rows]: weight of each loss of a row. None where nothing is learned."""
+
+    def row_of_loss(self, outputs: RequestedOutputs) -> Tensor:
+        """Return the row of each loss that is computed from these outputs.
+
+        Returns:
+            int64 [rows] if the outputs are scores, which have one loss per row, else
+            int64 [selected].
+        """
+        if outputs.scores:
+            return torch.arange(len(self.row_indices), device=self.row_of_token.device)
+        return self.row_of_token
 
 
 class MicroBatches(Sequence[MicroBatch]):
-    """The micro-batches of a call; each comes to the device when it is asked for."""
+    """The micro-batches of a call. Each is made when it is requested."""
 
-    def __init__(self, plan: Sequence[Int64], make: Callable[[Int64], MicroBatch]) -> None:
-        self._plan, self._make = plan, make
-        self.read: dict[int, Int64] = {}
-        """Of those that were asked for."""
+    def __init__(
+        self, plan: Sequence[Int64], make: Callable[[Int64], MicroBatch]
+    ) -> None:
+        """Take the plan and the factory of the micro-batches.
+
+        Args:
+            plan: The row indices of each micro-batch.
+            make: Makes a micro-batch from its row indices.
+        """
+        self._plan = plan
+        self._make = make
+
+        self.selected: dict[int, Int64] = {}
+        """`MicroBatch.selected` of each micro-batch that was requested so far."""
 
     def __len__(self) -> int:
         return len(self._plan)
@@ -49,11 +87,70 @@ class MicroBatches(Sequence[MicroBatch]):
     def __getitem__(self, i: int) -> MicroBatch:  # type: ignore[override]
         if not 0 <= i < len(self):
             raise IndexError(i)
-        reach(i, len(self), MICRO_BATCHES)  # those before it are done, or under way in a pipeline
+
+        # The micro-batches before this one are done, or in flight in a pipeline.
+        reach(i, len(self), MICRO_BATCHES)
         batch = self._make(self._plan[i])
-        self.read[i] = batch.read
+        self.selected[i] = batch.selected
         return batch
 
 
 Loss = Callable[[MicroBatch, TokenOutputs], Tensor]
-"""What a micro-batch adds to the loss, given its outputs."""
+"""A function that returns a micro-batch's share of the loss, given its outputs."""
+
+
+def plan_micro_batches(
+    lengths: Int64,
+    backend: Backend,
+    *,
+    rows_per_unit: int = 1,
+    multiple: int = 1,
+    agree_with_ranks: bool,
+) -> list[Int64]:
+    """Assign rows to micro-batches. There is at least one micro-batch.
+
+    Args:
+        lengths: int64 [rows], tokens of each row.
+        backend: Gives the token cap.
+        rows_per_unit: Number of adjacent rows that stay together.
+        multiple: The number of micro-batches is a multiple of this.
+        agree_with_ranks: Plan as many micro-batches as the rank that needs most.
+            Collective.
+
+    Returns:
+        The row indices of each micro-batch. They are empty for the micro-batches that a
+        rank only needs in order to have as many as the others.
+
+    Raises:
+        DataError: A row, or a unit of rows, exceeds the token cap. With
+            `agree_with_ranks` every rank raises if one does, so that no rank waits for
+            another that has failed.
+    """
+    plan: list[Int64] = []
+    refusal = None
+    try:
+        plan = micro_batches(
+            lengths,
+            backend.micro_batch_tokens_per_rank,
+            rows_per_unit,
+            backend.token_slices,
+        )
+    except DataError as error:
+        refusal = error
+
+    count = max(len(plan), 1)
+    if agree_with_ranks:
+        # A host tensor, so the gloo half of the process group carries it.
+        agreed = torch.tensor([count, refusal is not None])
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        count, refused_anywhere = agreed.tolist()
+        if refused_anywhere and refusal is None:
+            refusal = DataError(
+                "another rank refused its rows of this call; its error says why"
+            )
+    if refusal is not None:
+        raise refusal
+
+    count += -count % multiple
+    no_rows = np.empty(0, dtype=np.int64)
+    return plan + [no_rows] * (count - len(plan))

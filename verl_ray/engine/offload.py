@@ -1,10 +1,13 @@
-"""Offload: the state of an engine leaves its device for the memory of the host, and comes back.
+"""Offload of an engine's state from its device to the memory of the host, and back.
 
-Invariant: nothing looks into memory whose copy is still under way. All copies of a move are begun, then waited for
-together, and only then do the owners of the state take the new memory; so no host code can read, and no allocator can
-reuse, what a transfer still writes or reads. (`module.to("cpu", non_blocking=True)` breaks this rule: FSDP2 pads an
-uneven shard on the host as soon as `to` returns, from a buffer that holds anything yet.) Deliberately not here: which
-tensors are state (each engine lists its own), and when they move (`placement.offload`).
+Invariant: no code reads memory whose copy is still in flight. All copies of a move are
+started, then awaited together, and only then do the owners of the state take the new
+memory. So no host code can read, and no allocator can reuse, what a transfer still
+writes or reads. (`module.to("cpu", non_blocking=True)` breaks this rule: FSDP2 pads an
+uneven shard on the host as soon as `to` returns, from a buffer with undefined values.)
+
+Deliberately not here: which tensors are state (each engine lists its own), and when
+they move (`placement.offload`).
 """
 
 from __future__ import annotations
@@ -17,50 +20,88 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from verl_ray.errors import EngineError
 from verl_ray.profiling.progress import touch
-from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
+from verl_ray.weight_sync.fingerprint import Fingerprint, FingerprintAccumulator
 
 _ALIGNMENT = 512
-"""Bytes. Device allocators align as much, so kernels and vectorized copies see what they are used to."""
+"""Bytes. Device allocators use the same alignment, and kernels and vectorized copies
+may rely on it."""
 
-_PRINT_COLUMNS = 4096
-"""Flat memory is fingerprinted as a matrix with so many columns: the fingerprint of a vector is as long as itself."""
+_FINGERPRINT_COLUMNS = 4096
+"""Flat memory is fingerprinted as a matrix with this many columns, because the
+fingerprint of a vector is as long as the vector."""
 
 
 @dataclass(frozen=True)
-class Held:
-    """One piece of an engine's state: its name, the memory that it has now, and how it takes other memory."""
+class OffloadableTensor:
+    """A tensor of an engine's state that can move between the device and the host."""
 
     name: str
+
     memory: Callable[[], Tensor]
-    """Contiguous; what the engine itself reads."""
-    take: Callable[[Tensor], None]
-    """Given a tensor of the same type and number of elements, flat, with the same values: use it from now on."""
+    """Returns the present memory, contiguous: what the engine itself reads."""
+
+    replace_memory: Callable[[Tensor], None]
+    """Takes a flat tensor of the same dtype, number of elements and values, which the
+    engine reads from then on."""
+
+
+def offloadable(name: str, tensor: Tensor) -> OffloadableTensor:
+    """Describe a tensor that remains the same object when it moves."""
+
+    def replace_memory(memory: Tensor) -> None:
+        tensor.data = memory.view(tensor.shape)
+
+    return OffloadableTensor(name, lambda: tensor.data, replace_memory)
+
+
+def offloadable_entry(
+    name: str, state: dict[str, Tensor], key: str
+) -> OffloadableTensor:
+    """Describe an entry of an optimizer's state, which is replaced when it moves."""
+
+    def memory() -> Tensor:
+        value = state[key]
+        return value._local_tensor if isinstance(value, DTensor) else value
+
+    def replace_memory(memory: Tensor) -> None:
+        value = state[key]
+        if isinstance(value, DTensor):
+            local = memory.view(value._local_tensor.shape)
+            state[key] = DTensor(local, value._spec, requires_grad=False)
+        else:
+            state[key] = memory.view(value.shape)
+
+    return OffloadableTensor(name, memory, replace_memory)
 
 
 class Transfers:
-    """Copies between one device and the host, begun one by one and waited for together."""
+    """Copies between a device and the host: started singly, awaited together."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def begin(self, target: Tensor, source: Tensor) -> None:
-        """Begin to copy. Neither tensor may be touched until `wait` has returned."""
+        """Start a copy. Neither tensor may be touched until `wait` has returned."""
         target.copy_(source, non_blocking=True)
 
     def wait(self) -> None:
-        """Return when everything that was begun has arrived."""
+        """Wait until all copies that were started are complete."""
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 class HostArena:
-    """Memory of the host, page-locked where there is CUDA, from which tensors are cut; it is freed with the last one.
+    """A block of host memory from which tensors are cut.
 
-    torch's own allocator of pinned memory rounds every block up to a power of two (2.11 and 2.13, by default), which
-    for the state of a model wastes up to half of it. So this is mapped to the byte, and locked by CUDA's runtime.
+    The memory is page-locked where there is CUDA, and freed with the last tensor.
+
+    torch's own allocator of pinned memory rounds every block up to a power of two (2.11
+    and 2.13, by default), which wastes up to half of it for the state of a model. The
+    arena is therefore mapped to the byte and locked by CUDA's runtime.
     """
 
     def __init__(self, nbytes: int, *, pinned: bool) -> None:
@@ -70,12 +111,14 @@ class HostArena:
             self._lock()
 
     def cut(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """The next so many elements, flat; the tensor's storage is these and no more."""
+        """Return the next `numel` elements, flat, as a storage of their own."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         start = self._used
         self._used += aligned(numel * dtype.itemsize)
-        assert self._used <= len(self._memory), "the arena is as large as what is cut from it"
+        assert self._used <= len(self._memory), (
+            "the arena is as large as what is cut from it"
+        )
         return torch.frombuffer(self._memory, dtype=dtype, count=numel, offset=start)
 
     def _lock(self) -> None:
@@ -84,131 +127,201 @@ class HostArena:
         status = int(runtime.cudaHostRegister(address, len(self._memory), 0))
         if status != 0:
             raise EngineError(
-                f"CUDA cannot lock {len(self._memory) / 2**30:.1f} GiB of the host's memory for what leaves the device "
-                f"(cudaError {status}): give this rank's node more memory, or set placement.offload=none"
+                f"CUDA cannot lock {len(self._memory) / 2**30:.1f} GiB of the host's"
+                f" memory for what leaves the device (cudaError {status}): give this"
+                " rank's node more memory, or set placement.offload=none"
             )
-        # Tensors may outlive the arena: their memory stays mapped as long as they live, and is pageable by then.
+
+        # Tensors may outlive the arena. Their memory then remains mapped, but is
+        # pageable.
         unlock = weakref.finalize(self, runtime.cudaHostUnregister, address)
-        unlock.atexit = False  # the driver does it when the process ends
+        # At the end of the process the driver unlocks the memory.
+        unlock.atexit = False
 
 
 def aligned(nbytes: int) -> int:
-    """How far tensors of so many bytes stand apart."""
+    """Return the size of a tensor of `nbytes` in an arena, with its padding."""
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
 
 
 class Offload:
-    """Moves the state of one engine on one rank.
+    """The offload of one engine's state on one rank.
 
-    Each piece of state has a place on the host that is its own from its first move on; what moves for the first time
-    together lies in one arena. The first move of each piece in each direction is proved: one whose fingerprint is
-    another afterwards is an EngineError.
+    Each tensor has its own host memory from its first move on; tensors that move for
+    the first time together share an arena. The first move of each tensor in each
+    direction is verified: if its fingerprint has changed, the move raises EngineError.
     """
 
-    def __init__(self, device: torch.device, transfers: Transfers | None = None) -> None:
+    def __init__(
+        self, device: torch.device, transfers: Transfers | None = None
+    ) -> None:
         self._device = device
         self._transfers = transfers or Transfers(device)
-        self._places: dict[str, Tensor] = {}
+        self._host_memory: dict[str, Tensor] = {}
         self._arenas: list[HostArena] = []
-        self._proved: set[tuple[str, str]] = set()  # names of pieces, and where they went
 
-    def to_host(self, state: Sequence[Held]) -> None:
-        """Bring these to the host; what is there already stays. The memory on the device is free when this returns."""
-        moving = [held for held in state if not self._is_in_place(held)]
+        # Pairs of a tensor's name and the target, "host" or "device".
+        self._verified: set[tuple[str, str]] = set()
+
+    def to_host(self, state: Sequence[OffloadableTensor]) -> None:
+        """Move these tensors to the host. Those that are there already stay.
+
+        The memory on the device is free when this returns.
+        """
+        moving = [tensor for tensor in state if not self._is_on_host(tensor)]
         self._reserve(moving)
-        self._move(moving, [self._places[held.name] for held in moving], "host")
+        targets = [self._host_memory[tensor.name] for tensor in moving]
+        self._move(moving, targets, "host")
 
-    def to_device(self, state: Sequence[Held]) -> None:
-        """Bring these back to the device; what is there already stays. Their places on the host are kept."""
-        moving = [held for held in state if self._is_in_place(held) or held.memory().device.type != self._device.type]
-        targets = [torch.empty_like(held.memory().view(-1), device=self._device) for held in moving]
+    def to_device(self, state: Sequence[OffloadableTensor]) -> None:
+        """Move these tensors back to the device. Those that are there already stay.
+
+        Their host memory is kept for the next move.
+        """
+        moving = []
+        for tensor in state:
+            is_elsewhere = tensor.memory().device.type != self._device.type
+            if self._is_on_host(tensor) or is_elsewhere:
+                moving.append(tensor)
+
+        targets = [
+            torch.empty_like(tensor.memory().view(-1), device=self._device)
+            for tensor in moving
+        ]
         self._move(moving, targets, "device")
 
-    def place(self, name: str, like: Tensor) -> Tensor:
-        """The place on the host, flat, of a piece of state that its owner moves by itself, inside of `proving`."""
-        self._reserve([Held(name, lambda: like, lambda memory: None)])
-        return self._places[name]
+    def host_memory(self, name: str, like: Tensor) -> Tensor:
+        """Return flat host memory for a tensor that its owner moves by itself.
+
+        The owner moves it inside of `verifying`.
+
+        Args:
+            name: The name of the tensor.
+            like: A tensor of the same dtype and number of elements.
+        """
+        self._reserve([OffloadableTensor(name, lambda: like, lambda memory: None)])
+        return self._host_memory[name]
 
     @contextlib.contextmanager
-    def proving(self, sources: Mapping[str, Tensor], targets: Mapping[str, Tensor], where: str) -> Iterator[None]:
-        """Around a move that the owner of the state makes by itself, from memory to other memory of the same names: it
-        is waited for, and the first one of each piece is proved."""
-        unproved = [name for name in sources if (name, where) not in self._proved]
-        # Without a GPU both are read through NumPy, after which torch does not resize a storage any more: read copies.
-        read = Tensor.clone if self._device.type == "cpu" else Tensor.detach
-        before = _fingerprints((name, read(sources[name])) for name in unproved)
+    def verifying(
+        self,
+        sources: Mapping[str, Tensor],
+        targets: Mapping[str, Tensor],
+        place: str,
+    ) -> Iterator[None]:
+        """Verify a move that the owner of the state makes inside the block.
+
+        The end of the block waits for the copies. The first move of each tensor is
+        verified.
+
+        Args:
+            sources: The memory that is copied, by name.
+            targets: The memory that it is copied to, under the same names.
+            place: The target, "host" or "device".
+        """
+        unverified = [name for name in sources if (name, place) not in self._verified]
+
+        # Without a GPU, fingerprints read memory through NumPy, and torch does not
+        # resize a storage that NumPy has seen. So copies are read there.
+        readable = Tensor.clone if self._device.type == "cpu" else Tensor.detach
+        before = _fingerprints((name, readable(sources[name])) for name in unverified)
 
         yield
         self._transfers.wait()
 
-        _compare(before, _fingerprints((name, read(targets[name])) for name in unproved), where)
-        self._proved.update((name, where) for name in unproved)
+        after = _fingerprints((name, readable(targets[name])) for name in unverified)
+        _refuse_changes(before, after, place)
+        self._verified.update((name, place) for name in unverified)
 
-    def _is_in_place(self, held: Held) -> bool:
-        place, memory = self._places.get(held.name), held.memory()
-        return place is not None and memory.device == place.device and memory.data_ptr() == place.data_ptr()
+    def _is_on_host(self, tensor: OffloadableTensor) -> bool:
+        """Whether the tensor's present memory is its own host memory."""
+        host_memory = self._host_memory.get(tensor.name)
+        if host_memory is None:
+            return False
+        memory = tensor.memory()
+        is_same_device = memory.device == host_memory.device
+        return is_same_device and memory.data_ptr() == host_memory.data_ptr()
 
-    def _reserve(self, state: Sequence[Held]) -> None:
-        """A place for each piece that has none of its type and size."""
-        new = []
-        for held in state:
-            place, memory = self._places.get(held.name), held.memory()
-            if place is None or (place.dtype, place.numel()) != (memory.dtype, memory.numel()):
-                new.append(held)
+    def _reserve(self, state: Sequence[OffloadableTensor]) -> None:
+        """Allocate host memory for tensors that have none of their type and size."""
+        new = [tensor for tensor in state if not self._has_host_memory(tensor)]
         if not new:
             return
-        nbytes = sum(aligned(held.memory().numel() * held.memory().dtype.itemsize) for held in new)
+
+        nbytes = 0
+        for tensor in new:
+            memory = tensor.memory()
+            nbytes += aligned(memory.numel() * memory.dtype.itemsize)
         arena = HostArena(nbytes, pinned=self._device.type == "cuda")
         self._arenas.append(arena)
-        for held in new:
-            memory = held.memory()
-            self._places[held.name] = arena.cut(memory.numel(), memory.dtype)
+
+        for tensor in new:
+            memory = tensor.memory()
+            self._host_memory[tensor.name] = arena.cut(memory.numel(), memory.dtype)
+
+    def _has_host_memory(self, tensor: OffloadableTensor) -> bool:
+        host_memory = self._host_memory.get(tensor.name)
+        if host_memory is None:
+            return False
+        memory = tensor.memory()
+        is_same_dtype = host_memory.dtype == memory.dtype
+        return is_same_dtype and host_memory.numel() == memory.numel()
 
     @torch.no_grad()
-    def _move(self, state: Sequence[Held], targets: Sequence[Tensor], where: str) -> None:
+    def _move(
+        self,
+        state: Sequence[OffloadableTensor],
+        targets: Sequence[Tensor],
+        place: str,
+    ) -> None:
         if not state:
             return
-        unproved = [held for held in state if (held.name, where) not in self._proved]
-        before = _fingerprints((held.name, held.memory()) for held in unproved)
+        unverified = [
+            tensor for tensor in state if (tensor.name, place) not in self._verified
+        ]
+        before = _fingerprints((tensor.name, tensor.memory()) for tensor in unverified)
 
-        for held, target in zip(state, targets, strict=True):
-            self._transfers.begin(target, held.memory().view(-1))
+        for tensor, target in zip(state, targets, strict=True):
+            self._transfers.begin(target, tensor.memory().view(-1))
             touch()
         self._transfers.wait()
-        for held, target in zip(state, targets, strict=True):
-            held.take(target)
+        for tensor, target in zip(state, targets, strict=True):
+            tensor.replace_memory(target)
 
-        _compare(before, _fingerprints((held.name, held.memory()) for held in unproved), where)
-        self._proved.update((held.name, where) for held in unproved)
-
-
-def tensor_held(name: str, tensor: Tensor) -> Held:
-    """A tensor that stays the object that it is."""
-
-    def take(memory: Tensor) -> None:
-        tensor.data = memory.view(tensor.shape)
-
-    return Held(name, lambda: tensor.data, take)
+        after = _fingerprints((tensor.name, tensor.memory()) for tensor in unverified)
+        _refuse_changes(before, after, place)
+        self._verified.update((tensor.name, place) for tensor in unverified)
 
 
 def _fingerprints(state: Iterable[tuple[str, Tensor]]) -> dict[str, Fingerprint]:
-    prints = Fingerprints()
+    """Return the fingerprint of each tensor by its name."""
+    accumulator = FingerprintAccumulator()
     for name, memory in state:
         touch()
         flat = memory.view(-1)
-        rest = flat.numel() % _PRINT_COLUMNS
-        prints.add(name, flat[: flat.numel() - rest].view(-1, _PRINT_COLUMNS))
-        prints.add(name, flat[flat.numel() - rest :])
-    return prints.take().by_name
+        in_matrix = flat.numel() - flat.numel() % _FINGERPRINT_COLUMNS
+        accumulator.add(name, flat[:in_matrix].view(-1, _FINGERPRINT_COLUMNS))
+        accumulator.add(name, flat[in_matrix:])
+    return accumulator.take().by_name
 
 
-def _compare(before: dict[str, Fingerprint], after: dict[str, Fingerprint], where: str) -> None:
-    changed = [name for name, one in before.items() if after[name] != one]
-    if changed:
-        name = changed[0]
-        others = f" (and {len(changed) - 1} others)" if len(changed) > 1 else ""
-        raise EngineError(
-            f"{name}{others} changed on the way to the {where}: its fingerprint was {before[name].total:016x}, and is "
-            f"{after[name].total:016x} there. What this rank holds is lost: go on from the last checkpoint, with "
-            f"placement.offload=none, which moves nothing"
-        )
+def _refuse_changes(
+    before: dict[str, Fingerprint], after: dict[str, Fingerprint], place: str
+) -> None:
+    """Raise EngineError if a fingerprint has changed in a move."""
+    changed = [
+        name for name, fingerprint in before.items() if after[name] != fingerprint
+    ]
+    if not changed:
+        return
+
+    name = changed[0]
+    others = ""
+    if len(changed) > 1:
+        others = f" (and {len(changed) - 1} others)"
+    raise EngineError(
+        f"{name}{others} changed on the way to the {place}: its fingerprint was"
+        f" {before[name].total:016x}, and is {after[name].total:016x} there. What"
+        " this rank holds is lost: go on from the last checkpoint, with"
+        " placement.offload=none, which moves nothing"
+    )

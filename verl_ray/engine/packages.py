@@ -1,7 +1,9 @@
-"""Whether what a backend needs beside this project's own packages is installed.
+"""Detection of optional packages that a backend needs.
 
-Invariant: to look for a package imports nothing of it, nor torch. Deliberately not here: which it needs
-(`verl_ray/backends`), and versions (pyproject.toml).
+Invariant: looking for a package imports neither the package nor torch.
+
+Deliberately not here: which packages a backend needs (`verl_ray/backends`), and their
+versions (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -10,16 +12,17 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 
 INSTALL = "pip install 'verl_ray[megatron]'"
-"""What brings all of them."""
+"""The command that installs every optional package."""
 
 
 def missing_packages(needed: Iterable[str]) -> list[str]:
-    """Those that this Python does not find."""
-    return [name for name in needed if not _is_there(name)]
+    """Return the packages that are not installed for this Python."""
+    return [name for name in needed if not _is_installed(name)]
 
 
-def _is_there(name: str) -> bool:
+def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:  # of a parent
+    except ModuleNotFoundError:
+        # `find_spec` imports the parents of a dotted name; one of them is missing.
         return False

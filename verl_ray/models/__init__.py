@@ -1,1 +1,1 @@
-"""Models: what they are called, where their parameters come from, how small ones are made."""
+"""Models of Hugging Face: their computation, and reading and writing them."""

@@ -1,11 +1,16 @@
-"""Attention over packed rows: the one seam between a transformer's layers and the kernels.
+"""Attention over packed rows, the seam between a transformer's layers and the kernels.
 
-Invariant: rows lie one behind the other in a model input of shape [1, tokens], without padding, and a token attends to
-the tokens before it in its own row and to nothing else. `attend` is what the layers call (registered with transformers
-under `NAME`); a `Layout` tells it where rows begin. In bfloat16 on a GPU a variable-length flash kernel reads that
-directly (it has no float32). Elsewhere rows of similar length form a bucket, and each bucket is one rectangular call,
-so that no row is padded to far more than its own length. Where other ranks hold the other tokens, heads are exchanged
-for them around the kernel. Deliberately not here: how (`parallel/exchange.py`).
+Invariant: rows lie one behind the other in a model input of shape [1, tokens], without
+padding, and a token attends to the tokens before it in its own row and to nothing else.
+
+The layers call `attend`, which is registered with transformers under `NAME`. A
+`PackedLayout` tells it where rows begin. In bfloat16 on a GPU a variable-length flash
+kernel reads the packed rows directly (it has no float32). Elsewhere rows of similar
+length form a bucket, and each bucket is one rectangular call, so that no row is padded
+to far more than its own length. Where other ranks hold the other tokens, tokens are
+exchanged for heads around the kernel.
+
+Deliberately not here: the exchange (`parallel/exchange.py`).
 """
 
 from __future__ import annotations
@@ -24,58 +29,102 @@ from verl_ray.parallel.exchange import HeadExchange
 
 NAME = "verl_ray"
 
-# Rows share a bucket while the shortest has more than this fraction of the longest one's tokens: attention's padding
-# is quadratic, and every bucket costs a kernel call per layer.
 BUCKET_LENGTH_RATIO = 0.5
+"""Rows share a bucket if their lengths differ by less than this factor.
+
+The shortest row has more than this fraction of the longest row's tokens. The padding
+of attention is quadratic, and every bucket costs a kernel call per layer.
+"""
 
 
 @dataclass(frozen=True)
-class Bucket:
-    """Rows of similar length: where their tokens stand in the packed input and in the rectangle."""
+class LengthBucket:
+    """Rows of similar length, as a padded rectangle of tokens."""
 
-    shape: tuple[int, int]  # rows, longest
-    source: Tensor  # int64 [rows * longest]: packed position of each place; the row's first token behind its end
-    places: Tensor  # int64 [tokens]: the places of the rectangle that hold a token
+    shape: tuple[int, int]
+    """Number of rows, and length of the longest."""
+
+    source: Tensor
+    """int64 [rows * longest]: packed index of the token at each place of the rectangle.
+    Padding repeats the first token of the row."""
+
+    places: Tensor
+    """int64 [tokens]: the places of the rectangle that are not padding."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where rows begin in a packed input."""
+class PackedLayout:
+    """Where rows begin in a packed input, in the form that the kernel needs."""
 
-    cumulative: Tensor | None  # for the flash kernel: int32 [rows + 1]
+    cumulative: Tensor | None
+    """int32 [rows + 1]: offsets of the rows for the flash kernel, else None."""
+
     longest: int
-    buckets: tuple[Bucket, ...]  # for rectangular calls
-    restore: Tensor | None  # int64 [tokens], from the buckets' tokens to the packed order; None where they are in it
-    exchange: HeadExchange | None = None  # with the ranks that hold the other tokens; None where all are here
+    """Number of tokens of the longest row."""
+
+    buckets: tuple[LengthBucket, ...]
+    """The rectangular calls, where there is no flash kernel."""
+
+    restore: Tensor | None
+    """int64 [tokens]: permutation of the tokens from the buckets' order to the packed
+    order. None if they are in the packed order already."""
+
+    exchange: HeadExchange | None = None
+    """The exchange with the ranks that hold other tokens. None if all are here."""
 
 
 def plan_layout(
-    offsets: Int64, device: torch.device, dtype: torch.dtype, exchange: HeadExchange | None = None
-) -> Layout:
-    """The layout of rows with these offsets, int64 [rows + 1], for the kernels of this device and type."""
+    offsets: Int64,
+    device: torch.device,
+    dtype: torch.dtype,
+    exchange: HeadExchange | None = None,
+) -> PackedLayout:
+    """Plan the attention over packed rows.
+
+    Args:
+        offsets: int64 [rows + 1], the index of each row's first token, then the total.
+        device: The device of the computation.
+        dtype: The type of the computation.
+        exchange: The exchange with other ranks.
+    """
     lengths = np.diff(offsets)
     longest = int(lengths.max())
+
     if device.type == "cuda" and dtype == torch.bfloat16:
-        cumulative = torch.as_tensor(offsets, dtype=torch.int32).to(device, non_blocking=True)
-        return Layout(cumulative, longest, (), None, exchange)
-    level = np.floor(np.log(longest / lengths) / -np.log(BUCKET_LENGTH_RATIO)).astype(np.int64)
-    buckets, tokens = [], []
+        cumulative = torch.as_tensor(offsets, dtype=torch.int32)
+        cumulative = cumulative.to(device, non_blocking=True)
+        return PackedLayout(cumulative, longest, (), None, exchange)
+
+    # Rows of one level have lengths within BUCKET_LENGTH_RATIO of each other.
+    halvings = np.log(longest / lengths) / -np.log(BUCKET_LENGTH_RATIO)
+    level = np.floor(halvings).astype(np.int64)
+
+    buckets = []
+    packed_indices = []
     for value in np.unique(level):
         rows = np.flatnonzero(level == value)
         column = np.arange(lengths[rows].max())
-        inside = column < lengths[rows, None]
-        source = offsets[rows, None] + np.where(inside, column, 0)
-        places = np.flatnonzero(inside)
-        tokens.append(source.reshape(-1)[places])
-        shape = (len(rows), len(column))
-        index = (torch.from_numpy(part).to(device) for part in (source.reshape(-1), places))
-        buckets.append(Bucket(shape, *index))
+        is_token = column < lengths[rows, None]
+        source = offsets[rows, None] + np.where(is_token, column, 0)
+        source = source.reshape(-1)
+        places = np.flatnonzero(is_token)
+
+        packed_indices.append(source[places])
+        bucket = LengthBucket(
+            shape=(len(rows), len(column)),
+            source=torch.from_numpy(source).to(device),
+            places=torch.from_numpy(places).to(device),
+        )
+        buckets.append(bucket)
+
     if len(buckets) == 1:
-        return Layout(None, longest, tuple(buckets), None, exchange)
-    order = np.concatenate(tokens)
+        return PackedLayout(None, longest, tuple(buckets), None, exchange)
+
+    order = np.concatenate(packed_indices)
     restore = np.empty_like(order)
     restore[order] = np.arange(len(order))
-    return Layout(None, longest, tuple(buckets), torch.from_numpy(restore).to(device), exchange)
+    restore_on_device = torch.from_numpy(restore).to(device)
+    return PackedLayout(None, longest, tuple(buckets), restore_on_device, exchange)
 
 
 def attend(
@@ -85,42 +134,110 @@ def attend(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    layout: Layout | None = None,
+    layout: PackedLayout | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """Causal attention within each row: [1, heads, tokens, size] -> [1, tokens, heads, size]."""
+    """Compute causal attention within each row, as transformers calls it.
+
+    Args:
+        module: The attention layer, which is not read.
+        query: [1, heads, tokens, size].
+        key: [1, key-value heads, tokens, size].
+        value: [1, key-value heads, tokens, size].
+        attention_mask: Not read, since the layout has the same information.
+        scaling: Factor of the logits; None means 1 / sqrt(size).
+        layout: The layout of the rows.
+        kwargs: Not read.
+
+    Returns:
+        [1, tokens, heads, size], and None in place of attention weights.
+    """
     if layout is None:
         raise RuntimeError("attention was called without the layout of its rows")
-    query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query, key, value))
+
+    query = query.squeeze(0).transpose(0, 1)
+    key = key.squeeze(0).transpose(0, 1)
+    value = value.squeeze(0).transpose(0, 1)
     return attend_packed(query, key, value, layout, scaling).unsqueeze(0), None
 
 
-def attend_packed(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None = None) -> Tensor:
-    """The same of [tokens, heads, size] -> [tokens, heads, size]."""
-    if layout.exchange is None:
+def attend_packed(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None = None,
+) -> Tensor:
+    """Compute causal attention within each row.
+
+    Args:
+        query: [tokens, heads, size] of this rank's tokens.
+        key: [tokens, key-value heads, size].
+        value: [tokens, key-value heads, size].
+        layout: The layout of the rows.
+        scaling: Factor of the logits; None means 1 / sqrt(size).
+
+    Returns:
+        [tokens, heads, size] of this rank's tokens.
+    """
+    exchange = layout.exchange
+    if exchange is None:
         return _attend(query, key, value, layout, scaling)
-    query, key, value = (layout.exchange.to_heads(x) for x in (query, key, value))
-    return layout.exchange.to_tokens(_attend(query, key, value, layout, scaling))
+
+    query = exchange.to_heads(query)
+    key = exchange.to_heads(key)
+    value = exchange.to_heads(value)
+    return exchange.to_tokens(_attend(query, key, value, layout, scaling))
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, layout: Layout, scaling: float | None) -> Tensor:
-    """[tokens, heads, size] of all tokens -> the same shape."""
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    layout: PackedLayout,
+    scaling: float | None,
+) -> Tensor:
+    """Compute attention over all tokens, [tokens, heads, size] to the same shape."""
     grouped = key.shape[1] != query.shape[1]
     if layout.cumulative is not None:
-        return _flash(query, key, value, layout.cumulative, layout.longest, scaling, grouped)
-    pieces = []
-    for bucket in layout.buckets:
-        q, k, v = (
-            x.index_select(0, bucket.source).unflatten(0, bucket.shape).transpose(1, 2) for x in (query, key, value)
+        return _flash(
+            query, key, value, layout.cumulative, layout.longest, scaling, grouped
         )
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scaling, enable_gqa=grouped)
-        pieces.append(out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.places))
-    return pieces[0] if layout.restore is None else torch.cat(pieces).index_select(0, layout.restore)
+
+    results = []
+    for bucket in layout.buckets:
+        result = F.scaled_dot_product_attention(
+            _rectangle(query, bucket),
+            _rectangle(key, bucket),
+            _rectangle(value, bucket),
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=grouped,
+        )
+        result = result.transpose(1, 2).flatten(0, 1)
+        results.append(result.index_select(0, bucket.places))
+
+    if layout.restore is None:
+        return results[0]
+    return torch.cat(results).index_select(0, layout.restore)
+
+
+def _rectangle(x: Tensor, bucket: LengthBucket) -> Tensor:
+    """Pad the bucket's rows, [tokens, heads, size] to [rows, heads, longest, size]."""
+    padded = x.index_select(0, bucket.source).unflatten(0, bucket.shape)
+    return padded.transpose(1, 2)
 
 
 def _flash(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, scaling: float | None, grouped: bool
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float | None,
+    grouped: bool,
 ) -> Tensor:
+    """Compute attention with the variable-length flash kernel, in bfloat16."""
     from torch.nn.attention import varlen
 
     settings: dict[str, Any] = {}
@@ -131,10 +248,20 @@ def _flash(
         key = key.repeat_interleave(queries_per_key, dim=1)
         value = value.repeat_interleave(queries_per_key, dim=1)
 
-    # rotary embeddings leave queries and keys in float32 under autocast
-    out = varlen.varlen_attn(
-        query.bfloat16(), key.bfloat16(), value.bfloat16(), bounds, bounds, longest, longest,
-        window_size=(-1, 0), scale=scaling, **settings,
-    )  # fmt: skip
-    assert isinstance(out, Tensor)  # a pair only where the normalizers are asked for too
-    return out
+    result = varlen.varlen_attn(
+        # Rotary embeddings leave queries and keys in float32 under autocast.
+        query.bfloat16(),
+        key.bfloat16(),
+        value.bfloat16(),
+        bounds,
+        bounds,
+        longest,
+        longest,
+        # Any number of tokens to the left and none to the right: causal.
+        window_size=(-1, 0),
+        scale=scaling,
+        **settings,
+    )
+    # The kernel returns a pair only if the softmax normalizers are requested too.
+    assert isinstance(result, Tensor)
+    return result

@@ -1,10 +1,13 @@
-"""What routers decide: the load of each expert, and a loss that keeps it balanced.
+"""The decisions of routers: the load of each expert, and a loss that balances it.
 
-Invariant: the balance of a row depends on that row alone, so the loss depends neither on the micro-batch size nor on
-the number of ranks. That is the deviation from Switch Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to
-6), which takes fractions over a batch; per row it is the sequence-wise balance of DeepSeek-V3 (arXiv:2412.19437,
-equations 17 to 20), in Switch's scale: top_k where experts are used evenly, up to the number of experts where they are
-not. Deliberately not here: what the loss is weighted with.
+Invariant: the balance of a row depends on that row alone, so the loss depends neither
+on the micro-batch size nor on the number of ranks. This deviates from Switch
+Transformer (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6), which takes
+fractions over a batch. Per row it is the sequence-wise balance of DeepSeek-V3
+(arXiv:2412.19437, equations 17 to 20) in the scale of Switch: top_k where experts are
+used evenly, up to the number of experts where they are not.
+
+Deliberately not here: the weight of the loss.
 """
 
 from __future__ import annotations
@@ -18,47 +21,87 @@ from torch import Tensor, nn
 
 from verl_ray.ops.outputs import Routing
 
+RouterDecisions = list[tuple[Tensor, Tensor]]
+"""Logits [tokens, experts] and chosen experts int64 [tokens, k] of each layer."""
+
 
 class RouterWatch:
-    """Listens to a model's routers: modules that return logits [tokens, experts], weights and choices [tokens, k]."""
+    """A recorder of the decisions of a model's routers.
+
+    A router is a module that returns logits [tokens, experts], weights and choices
+    [tokens, k].
+    """
 
     def __init__(self, model: nn.Module) -> None:
-        self._said: list[tuple[Tensor, Tensor]] | None = None
+        self._decisions: RouterDecisions | None = None
         for module in model.modules():
             if type(module).__name__.endswith("TopKRouter"):
-                module.register_forward_hook(self._hear)
+                module.register_forward_hook(self._record)
 
-    def _hear(self, module: nn.Module, given: Any, said: tuple[Tensor, Tensor, Tensor]) -> None:
-        if self._said is not None:  # nobody listens when a checkpointed layer is computed again
-            self._said.append((said[0], said[2]))
+    def _record(
+        self, module: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]
+    ) -> None:
+        # Nothing is recorded when a checkpointed layer is computed again for the
+        # backward pass.
+        if self._decisions is not None:
+            logits = outputs[0]
+            chosen = outputs[2]
+            self._decisions.append((logits, chosen))
 
     @contextlib.contextmanager
-    def listening(self) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """What each router says inside: its logits and what it chose, in the order of the layers."""
-        said: list[tuple[Tensor, Tensor]] = []
-        self._said = said
+    def recording(self) -> Iterator[RouterDecisions]:
+        """Record the decisions of every router inside the block.
+
+        The list fills up in the order of the layers and remains valid after the block.
+        """
+        decisions: RouterDecisions = []
+        self._decisions = decisions
         try:
-            yield said
+            yield decisions
         finally:
-            self._said = None
+            self._decisions = None
 
 
-def routing(said: list[tuple[Tensor, Tensor]], ends: Tensor) -> Routing:
-    """The routing of packed rows that end at these tokens, int64 [rows]; tokens behind the last row are nobody's."""
-    tokens, experts = said[0][0].shape
-    rows = len(ends)
-    row = torch.bucketize(torch.arange(tokens, device=ends.device), ends)  # [tokens]: `rows` behind the last
-    length = torch.bincount(row, minlength=rows + 1)[:rows, None].float()
-    balances, loads = [], []
-    for logits, chosen in said:
+def summarize_routing(decisions: RouterDecisions, last_tokens: Tensor) -> Routing:
+    """Summarize the routing of packed rows.
+
+    Args:
+        decisions: The decisions of each layer.
+        last_tokens: int64 [rows], index of the last token of each row. Tokens behind
+            the last row are ignored.
+    """
+    num_tokens, num_experts = decisions[0][0].shape
+    num_rows = len(last_tokens)
+
+    # [tokens]: the row of each token, `num_rows` behind the last row.
+    token_index = torch.arange(num_tokens, device=last_tokens.device)
+    row = torch.bucketize(token_index, last_tokens)
+    # [rows, 1]
+    length = torch.bincount(row, minlength=num_rows + 1)[:num_rows, None].float()
+
+    balances = []
+    loads = []
+    for logits, chosen in decisions:
         probabilities = torch.softmax(logits.float(), -1)
-        picks = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)  # 1 where a token goes
-        picked, mass = (by_row(values, row, rows) / length for values in (picks, probabilities))
-        balances.append(experts * (picked * mass).sum(-1))
+        # 1 for the experts that a token is routed to, else 0.
+        picks = torch.zeros_like(probabilities).scatter_(1, chosen, 1.0)
+
+        # Means over each row: fractions of its tokens, and of its probability mass.
+        picked = sum_by_row(picks, row, num_rows) / length
+        mass = sum_by_row(probabilities, row, num_rows) / length
+        balances.append(num_experts * (picked * mass).sum(-1))
         loads.append((picked.detach() * length).sum(0))
+
     return Routing(torch.stack(balances).mean(0), torch.stack(loads))
 
 
-def by_row(values: Tensor, row: Tensor, rows: int) -> Tensor:
-    """Sums of [tokens, experts] over the tokens of each row, [rows, experts]."""
-    return values.new_zeros(rows + 1, values.shape[1]).index_add(0, row, values)[:rows]
+def sum_by_row(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Sum [tokens, experts] over the tokens of each row to [rows, experts].
+
+    Args:
+        values: [tokens, experts].
+        row: int64 [tokens], the row of each token; `num_rows` for tokens of no row.
+        num_rows: The number of rows.
+    """
+    sums = values.new_zeros(num_rows + 1, values.shape[1])
+    return sums.index_add(0, row, values)[:num_rows]

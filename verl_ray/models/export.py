@@ -1,14 +1,18 @@
-"""Writing the tensors of a Hugging Face checkpoint one after another.
+"""Writing of a Hugging Face model directory, one tensor after another.
 
-Invariant: at no time is more than one tensor held; a file appears under its name once it is whole, and the index last.
-The format is safetensors' (a length, a JSON header with every tensor's type, shape and place, then the bytes), which
-the library itself writes only from a dictionary of all tensors. Deliberately not here: where the tensors come from.
+Invariant: at most one tensor is held at any time. A file appears under its name once it
+is complete, and the index of several files is written last. The format is that of
+safetensors (a length, a JSON header with the type, shape and offsets of every tensor,
+then the bytes); the library itself writes it only from a dictionary of all tensors.
+
+Deliberately not here: where the tensors come from.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -16,11 +20,26 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from verl_ray.models.weights import TYPES
+from verl_ray.models.tensor_sources import TYPES
 from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Parameter
 
 MAX_FILE_BYTES = 5 << 30
+
+COPIED_FILES = (
+    "generation_config.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab*",
+    "merges.txt",
+    "chat_template*",
+    "added_tokens.json",
+)
+"""Patterns of the files that an exported directory takes over from its model's."""
+
+_HEADER_ALIGNMENT = 8
+"""Bytes. The first tensor begins at a multiple of this."""
+
 _TYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TYPES.items()}
 
 
@@ -28,6 +47,35 @@ _TYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TYPES.
 class _File:
     name: str
     parameters: tuple[Parameter, ...]
+
+
+def write_directory(
+    folder: Path,
+    configure: Callable[[Path], None],
+    parameters: Sequence[Parameter],
+    tensors: Iterable[Tensor],
+    *,
+    stem: str,
+    tokenizer_from: Path,
+) -> None:
+    """Write a model directory: configuration, tokenizer and safetensors.
+
+    Args:
+        folder: The directory, which is created if necessary.
+        configure: Writes the configuration into the directory.
+        parameters: Describes the tensors.
+        tensors: The tensors, in the order of `parameters`.
+        stem: Name of the safetensors file without its ending.
+        tokenizer_from: The model directory whose tokenizer files are copied.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    configure(folder)
+
+    for pattern in COPIED_FILES:
+        for file in tokenizer_from.glob(pattern):
+            shutil.copy(file, folder / file.name)
+
+    write_tensors(folder, parameters, tensors, stem=stem)
 
 
 def write_tensors(
@@ -38,43 +86,71 @@ def write_tensors(
     *,
     stem: str = "model",
 ) -> None:
-    """Write `tensors`, which come in the order of `parameters`, as `stem`.safetensors, or as several files with an
-    index when they are more than `max_file_bytes`."""
+    """Write tensors as `stem`.safetensors, or as several files with an index.
+
+    There are several files if the tensors take more than `max_file_bytes`. The tensors
+    come in the order of `parameters`.
+    """
     files = _plan(parameters, max_file_bytes, stem)
-    arriving = iter(tensors)
+    remaining = iter(tensors)
+
     for file in files:
+        # No reader ever finds an incomplete file under its final name.
         partial = folder / f"{file.name}.partial"
         with partial.open("wb") as stream:
-            _write(stream, file.parameters, arriving)
+            _write(stream, file.parameters, remaining)
         partial.rename(folder / file.name)
+
     if len(files) > 1:
-        where = {parameter.name: file.name for file in files for parameter in file.parameters}
-        total = {"total_size": sum(_nbytes(parameter) for parameter in parameters)}
-        (folder / f"{stem}.safetensors.index.json").write_text(
-            json.dumps({"metadata": total, "weight_map": where}, indent=1)
-        )
+        _write_index(folder / f"{stem}.safetensors.index.json", files)
 
 
-def _write(stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[Tensor]) -> None:
+def _write_index(path: Path, files: Sequence[_File]) -> None:
+    total_size = 0
+    weight_map = {}
+    for file in files:
+        for parameter in file.parameters:
+            total_size += _nbytes(parameter)
+            weight_map[parameter.name] = file.name
+
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    path.write_text(json.dumps(index, indent=1))
+
+
+def _write(
+    stream: BinaryIO, parameters: Sequence[Parameter], tensors: Iterator[Tensor]
+) -> None:
+    """Write one safetensors file, and consume its tensors."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    place = 0
+    offset = 0
     for parameter in parameters:
-        end = place + _nbytes(parameter)
+        end = offset + _nbytes(parameter)
         header[parameter.name] = {
-            "dtype": _TYPE_NAMES[parameter.dtype], "shape": list(parameter.shape), "data_offsets": [place, end],
-        }  # fmt: skip
-        place = end
+            "dtype": _TYPE_NAMES[parameter.dtype],
+            "shape": list(parameter.shape),
+            "data_offsets": [offset, end],
+        }
+        offset = end
+
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     stream.write(len(text).to_bytes(8, "little") + text)
+
     for parameter in parameters:
-        tensor = next(tensors).detach().to(getattr(torch, parameter.dtype)).cpu().contiguous()
-        assert tuple(tensor.shape) == parameter.shape, f"{parameter.name}: {tuple(tensor.shape)}"
+        tensor = next(tensors).detach()
+        tensor = tensor.to(getattr(torch, parameter.dtype)).cpu().contiguous()
+        shape = tuple(tensor.shape)
+        assert shape == parameter.shape, f"{parameter.name}: {shape}"
+
+        # As bytes, since NumPy has no bfloat16.
         stream.write(tensor.view(-1).view(torch.uint8).numpy().data)
         advance(tensor.nbytes, "bytes")
 
 
-def _plan(parameters: Sequence[Parameter], max_file_bytes: int, stem: str) -> list[_File]:
+def _plan(
+    parameters: Sequence[Parameter], max_file_bytes: int, stem: str
+) -> list[_File]:
+    """Assign parameters to files, in their order, each file as full as possible."""
     groups: list[list[Parameter]] = [[]]
     size = 0
     for parameter in parameters:
@@ -83,6 +159,7 @@ def _plan(parameters: Sequence[Parameter], max_file_bytes: int, stem: str) -> li
             size = 0
         groups[-1].append(parameter)
         size += _nbytes(parameter)
+
     if len(groups) == 1:
         return [_File(f"{stem}.safetensors", tuple(groups[0]))]
     return [
@@ -92,5 +169,5 @@ def _plan(parameters: Sequence[Parameter], max_file_bytes: int, stem: str) -> li
 
 
 def _nbytes(parameter: Parameter) -> int:
-    width: int = getattr(torch, parameter.dtype).itemsize
-    return parameter.numel * width
+    itemsize: int = getattr(torch, parameter.dtype).itemsize
+    return parameter.numel * itemsize

@@ -1,8 +1,11 @@
-"""Low-rank adapters (LoRA, arXiv:2106.09685): small matrices that learn beside frozen weights.
+"""Low-rank adapters (LoRA, arXiv:2106.09685) on frozen weights.
 
-Invariant: what leaves an engine is a whole model or an adapter in the format of peft, whose layers these are; with
-the adapter off, the model is bit for bit the one of its directory. An adapter starts as nothing: B is 0. Merged weights
-are computed slice by slice, since a weight and its B are cut alike. Deliberately not here: who trains with one.
+Invariant: what leaves an engine is a whole model, or an adapter in the format of peft,
+whose layers these are. Without the adapter, the model is bit for bit the one in its
+directory. A new adapter changes nothing, since its B is 0. Merged weights are computed
+slice by slice, because a weight and its B are sharded equally.
+
+Deliberately not here: which roles have an adapter.
 """
 
 from __future__ import annotations
@@ -24,24 +27,41 @@ if TYPE_CHECKING:
     import peft
     from transformers import PreTrainedModel
 
-ADAPTER = "default"  # what peft calls the only one
+ADAPTER = "default"
+"""The name that peft gives to an only adapter."""
+
 BASE_WEIGHT = ".base_layer.weight"
 
 
-def add_adapters(hf: PreTrainedModel, config: LoraConfig, learning: Sequence[str]) -> None:
-    """Put an adapter beside each target. It and the parameters named in `learning` learn, all others are frozen.
+def add_adapters(
+    hf: PreTrainedModel, config: LoraConfig, learning: Sequence[str]
+) -> None:
+    """Add an adapter to each target layer, and freeze the other parameters.
 
-    Raises ModelError where a target is no linear layer of the model.
+    Args:
+        hf: The model.
+        config: The targets and sizes of the adapter.
+        learning: Names of parameters that learn in addition to the adapter.
+
+    Raises:
+        ModelError: A target is no linear layer of the model.
     """
     from peft import inject_adapter_in_model
 
-    linear = {name.rpartition(".")[2] for name, module in hf.named_modules() if isinstance(module, nn.Linear)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, module in hf.named_modules()
+        if isinstance(module, nn.Linear)
+    }
     unknown = sorted(set(config.targets) - linear)
     if unknown:
+        verb = "is" if len(unknown) == 1 else "are"
         raise ModelError(
-            f"lora.targets: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} no linear layer of this "
-            f"{hf.config.model_type} model; it has {', '.join(sorted(linear))}"
+            f"lora.targets: {', '.join(unknown)} {verb}"
+            f" no linear layer of this {hf.config.model_type} model; it has"
+            f" {', '.join(sorted(linear))}"
         )
+
     hf.requires_grad_(False)
     inject_adapter_in_model(_peft_config(config), hf)
     for name, parameter in hf.named_parameters():
@@ -50,22 +70,30 @@ def add_adapters(hf: PreTrainedModel, config: LoraConfig, learning: Sequence[str
 
 
 def initial_scales(hf: nn.Module) -> dict[str, float]:
-    """Standard deviations that the adapters' parameters are drawn with: A keeps the size of what it reads, B is 0."""
-    return {
-        name: (3 * parameter.shape[1]) ** -0.5 if ".lora_A." in name else 0.0
-        for name, parameter in hf.named_parameters()
-        if is_adapter(name)
-    }
+    """Return the standard deviations of the initial values of the adapters' parameters.
+
+    A preserves the magnitude of its input, and B is 0.
+    """
+    scales = {}
+    for name, parameter in hf.named_parameters():
+        if not is_adapter(name):
+            continue
+        if ".lora_A." in name:
+            scales[name] = (3 * parameter.shape[1]) ** -0.5
+        else:
+            scales[name] = 0.0
+    return scales
 
 
 @contextlib.contextmanager
 def without_adapters(hf: nn.Module) -> Iterator[None]:
-    """Inside, the model computes what it did before it had them."""
+    """Let the model compute without its adapters in the block."""
     from peft.tuners.lora import LoraLayer
 
     layers = [module for module in hf.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
-        layer._disable_adapters = True  # enable_adapters(False) would freeze parameters for good measure
+        # Not `enable_adapters(False)`, which also freezes the parameters.
+        layer._disable_adapters = True
     try:
         yield
     finally:
@@ -74,43 +102,81 @@ def without_adapters(hf: nn.Module) -> Iterator[None]:
 
 
 def merged(name: str, parameters: Mapping[str, Tensor], config: LoraConfig) -> Tensor:
-    """The parameter of this name, of a model's `parameters`, with its adapter added if it has one: W + alpha/r B A.
+    """Return a parameter with its adapter, if it has one: W + alpha/r B A.
 
-    Of a sharded parameter this rank's shard is computed, as a DTensor again; then all ranks must ask.
+    Collective for a sharded parameter: all ranks must call this.
+
+    Args:
+        name: The parameter's name in the model.
+        parameters: All parameters of the model.
+        config: The sizes of the adapter.
+
+    Returns:
+        The parameter. If it is sharded, a DTensor that is sharded equally, of which
+        each rank computes its own shard.
     """
     value = parameters[name].detach()
     prefix = name.removesuffix(BASE_WEIGHT)
     if prefix == name:
         return value
-    a, b = (parameters[f"{prefix}.lora_{side}.{ADAPTER}.weight"].detach() for side in "AB")
+
+    a = parameters[f"{prefix}.lora_A.{ADAPTER}.weight"].detach()
+    b = parameters[f"{prefix}.lora_B.{ADAPTER}.weight"].detach()
     scale = config.alpha / config.rank
     if not isinstance(value, DTensor):
         return torch.addmm(value, b, a, alpha=scale)
-    assert isinstance(a, DTensor) and isinstance(b, DTensor) and b.placements == value.placements
-    local = torch.addmm(value.to_local(), b.to_local(), a.full_tensor().to(value.to_local().device), alpha=scale)
+
+    # The rows of W + B A are those of W and B, so only A has to be whole.
+    assert isinstance(a, DTensor) and isinstance(b, DTensor)
+    assert b.placements == value.placements
+    local = value.to_local()
+    whole_a = a.full_tensor().to(local.device)
+    local = torch.addmm(local, b.to_local(), whole_a, alpha=scale)
     return DTensor.from_local(
-        local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        local,
+        value.device_mesh,
+        value.placements,
+        run_check=False,
+        shape=value.shape,
+        stride=value.stride(),
     )
 
 
 def adapter_name(name: str) -> str:
-    """What an adapter's file calls a parameter of the model."""
+    """Return the name that an adapter's file has for a parameter of the model."""
     return "base_model.model." + name.replace(f".{ADAPTER}.", ".")
 
 
-def write_config(folder: Path, config: LoraConfig, base: str, kind: Literal["policy", "value"]) -> None:
-    """adapter_config.json, as peft reads it."""
-    found = _peft_config(config)
-    found.base_model_name_or_path = base
-    found.task_type = "CAUSAL_LM" if kind == "policy" else "SEQ_CLS"
-    found.modules_to_save = None if kind == "policy" else ["score"]
-    found.inference_mode = True
-    found.save_pretrained(str(folder))
+def write_config(
+    folder: Path, config: LoraConfig, base: str, kind: Literal["policy", "value"]
+) -> None:
+    """Write adapter_config.json as peft reads it.
+
+    Args:
+        folder: The directory of the adapter.
+        config: The targets and sizes of the adapter.
+        base: The directory of the base model.
+        kind: The head of the model. A value head is saved with the adapter.
+    """
+    settings = _peft_config(config)
+    settings.base_model_name_or_path = base
+    if kind == "policy":
+        settings.task_type = "CAUSAL_LM"
+        settings.modules_to_save = None
+    else:
+        settings.task_type = "SEQ_CLS"
+        settings.modules_to_save = ["score"]
+    settings.inference_mode = True
+    settings.save_pretrained(str(folder))
 
 
 def _peft_config(config: LoraConfig) -> peft.LoraConfig:
     from peft import LoraConfig as PeftConfig
 
     return PeftConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=list(config.targets), lora_dropout=0.0, bias="none"
+        r=config.rank,
+        lora_alpha=config.alpha,
+        target_modules=list(config.targets),
+        lora_dropout=0.0,
+        bias="none",
     )

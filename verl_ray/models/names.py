@@ -1,9 +1,11 @@
-"""What a checkpoint calls the parameters of a module.
+"""The names that a checkpoint gives to the parameters of a module.
 
-Invariant: the pieces of a parameter are boxes that do not overlap and together are the whole of it. Most parameters are
-one piece under their own name. But transformers holds the weights of all experts of a layer in one tensor, which
-Hugging Face checkpoints (and rollout engines) know expert by expert; and in a layer with an adapter the weight itself
-is called `base_layer`.
+Invariant: the checkpoint tensors of a parameter are boxes that do not overlap and
+together are the whole parameter. Most parameters are one tensor under their own name.
+There are two exceptions. transformers holds the weights of all experts of a layer in
+one parameter, whereas Hugging Face checkpoints (and rollout engines) have a tensor per
+expert. In a layer with an adapter, the weight itself is called `base_layer`.
+
 Deliberately not here: reading, writing and sharding.
 """
 
@@ -14,55 +16,93 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 Box = tuple[slice, ...]
+"""A part of a tensor: one slice per dimension, with start and stop."""
 
 _EXPERTS = re.compile(r"(.*\.experts)\.(gate_up_proj|down_proj)")
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A tensor of a checkpoint, and the box of a module's parameter that it is."""
+class CheckpointTensor:
+    """A tensor of a checkpoint, as a box of a module's parameter."""
 
     name: str
-    start: tuple[int, ...]  # in the parameter
-    sides: tuple[int, ...]  # of the box, as many as the parameter has
-    shape: tuple[int, ...]  # of the checkpoint's tensor, which lacks leading sides of 1
+
+    start: tuple[int, ...]
+    """The first element of the box in the parameter."""
+
+    sides: tuple[int, ...]
+    """The size of the box, with as many dimensions as the parameter."""
+
+    shape: tuple[int, ...]
+    """The shape of the tensor, which lacks leading sides of 1."""
 
     def overlap(self, box: Box) -> tuple[Box, Box]:
-        """Where the piece and a box of the parameter meet: within the box, and within the checkpoint's tensor. Both are
-        empty where they do not."""
-        first = [max(start, own.start) for start, own in zip(self.start, box, strict=True)]
-        last = [
-            max(low, min(start + side, own.stop))
-            for low, start, side, own in zip(first, self.start, self.sides, box, strict=True)
-        ]
-        here = tuple(slice(a - own.start, b - own.start) for a, b, own in zip(first, last, box, strict=True))
-        there = [slice(a - start, b - start) for a, b, start in zip(first, last, self.start, strict=True)]
+        """Intersect this tensor with a box of the parameter.
+
+        Returns:
+            The intersection relative to `box`, and relative to the checkpoint's tensor.
+            Both are empty if there is none.
+        """
+        within_box = []
+        within_tensor = []
+        for start, side, own in zip(self.start, self.sides, box, strict=True):
+            first = max(start, own.start)
+            last = max(first, min(start + side, own.stop))
+            within_box.append(slice(first - own.start, last - own.start))
+            within_tensor.append(slice(first - start, last - start))
+
         dropped = len(self.sides) - len(self.shape)
-        if any(side.start >= side.stop for side in there[:dropped]):
-            return here, tuple(slice(0, 0) for _ in self.shape)
-        return here, tuple(there[dropped:])
+        dropped_sides = within_tensor[:dropped]
+        if any(side.start >= side.stop for side in dropped_sides):
+            # The intersection is empty in a dimension that the tensor does not have.
+            return tuple(within_box), tuple(slice(0, 0) for _ in self.shape)
+        return tuple(within_box), tuple(within_tensor[dropped:])
 
 
-def pieces(name: str, shape: Sequence[int], box: Box | None = None) -> tuple[Piece, ...]:
-    """The tensors of a checkpoint that make up the module's parameter of this name and shape; none for an adapter's,
-    which is no part of the model. Of experts, those in the box alone."""
+def checkpoint_tensors(
+    name: str, shape: Sequence[int], box: Box | None = None
+) -> tuple[CheckpointTensor, ...]:
+    """List the checkpoint tensors that make up a parameter of a module.
+
+    Args:
+        name: The parameter's name in the module.
+        shape: The parameter's shape.
+        box: Leave out experts that lie outside of this box.
+
+    Returns:
+        The tensors. There are none for a parameter of an adapter, which is no part of
+        the model.
+    """
     if is_adapter(name):
         return ()
+
     experts = _EXPERTS.fullmatch(name)
     if experts is None or len(shape) != 3:
-        own = name.replace(".base_layer.", ".")
-        return (Piece(own, (0,) * len(shape), tuple(shape), tuple(shape)),)
+        own_name = name.replace(".base_layer.", ".")
+        origin = (0,) * len(shape)
+        return (CheckpointTensor(own_name, origin, tuple(shape), tuple(shape)),)
+
     prefix, kind = experts.groups()
-    count, rows, columns = shape
-    names = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
-    rows //= len(names)
+    # The rows of `gate_up_proj` are those of the gate, then those of the up projection.
+    projections = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
+    num_experts, all_rows, columns = shape
+    rows = all_rows // len(projections)
+
+    chosen = range(num_experts)
+    if box is not None:
+        chosen = chosen[box[0]]
     return tuple(
-        Piece(f"{prefix}.{expert}.{part}.weight", (expert, i * rows, 0), (1, rows, columns), (rows, columns))
-        for expert in (range(count) if box is None else range(count)[box[0]])
-        for i, part in enumerate(names)
+        CheckpointTensor(
+            name=f"{prefix}.{expert}.{projection}.weight",
+            start=(expert, number * rows, 0),
+            sides=(1, rows, columns),
+            shape=(rows, columns),
+        )
+        for expert in chosen
+        for number, projection in enumerate(projections)
     )
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter belongs to an adapter, and not to the model that it adapts."""
+    """Whether a parameter belongs to an adapter and not to the base model."""
     return ".lora_A." in name or ".lora_B." in name

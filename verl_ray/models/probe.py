@@ -1,7 +1,11 @@
-"""Fixed rows, and what plain transformers says of them: the other side of every comparison with a written model.
+"""Fixed rows, and the outputs of plain transformers for them.
 
-Invariant: the rows depend on nothing but the vocabulary's size, and the model is read from its directory by
-transformers alone. Deliberately not here: what the comparison is for.
+Every check of a written model compares with these outputs.
+
+Invariant: the rows depend on nothing but the size of the vocabulary, and the model is
+read from its directory by transformers alone.
+
+Deliberately not here: the purpose of the comparison.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from verl_ray.data.batch import offsets_of
 from verl_ray.data.stages import Float32, Rows
@@ -19,46 +24,74 @@ LENGTHS = (9, 5, 14)
 
 
 def probe_rows(vocab_size: int, longest: int = max(LENGTHS)) -> Rows:
-    """A few rows of up to `longest` tokens from all over the vocabulary, each token but the first under the response
-    mask."""
+    """Return a few rows of tokens from all over the vocabulary.
+
+    Each token but the first is under the response mask.
+
+    Args:
+        vocab_size: The size of the vocabulary.
+        longest: The largest number of tokens of a row.
+    """
     offsets = offsets_of(np.minimum(LENGTHS, longest))
     mask = np.ones(int(offsets[-1]), np.bool_)
     mask[offsets[:-1]] = False
-    tokens = np.random.default_rng(vocab_size).integers(0, vocab_size, len(mask)).astype(np.int32)
+
+    generator = np.random.default_rng(vocab_size)
+    tokens = generator.integers(0, vocab_size, len(mask)).astype(np.int32)
     return Rows(offsets=offsets, tokens=tokens, response_mask=mask)
 
 
 @torch.no_grad()
 def plain_outputs(path: str, rows: Rows, policy: bool) -> Float32:
-    """In float32 on the CPU, row by row: log-probs [tokens], 0 outside the response mask, or scores [rows]. `path` may
-    be that of an adapter, which names its base."""
+    """Compute outputs with plain transformers, in float32 on the CPU, row by row.
+
+    Args:
+        path: The directory of a model, or of an adapter, which names its base model.
+        rows: The rows.
+        policy: Compute log-probs, else scores.
+
+    Returns:
+        Log-probs [tokens], 0 outside the response mask; or scores [rows].
+    """
     model = _plain_model(path, policy)
-    body = model.base_model
-    found = []
+    parts: list[Tensor] = []
+
     for start, end in zip(rows.offsets, rows.offsets[1:], strict=False):
         tokens = torch.from_numpy(rows.tokens[start:end].astype(np.int64))
+        batch = tokens[None]
         if policy:
-            log_p = torch.log_softmax(model(input_ids=tokens[None]).logits[0, :-1], -1)
-            found += [torch.zeros(1), log_p.gather(1, tokens[1:, None])[:, 0]]
+            logits = model(input_ids=batch).logits[0, :-1]
+            log_p = torch.log_softmax(logits, -1)
+            # Nothing predicts the first token.
+            parts.append(torch.zeros(1))
+            parts.append(log_p.gather(1, tokens[1:, None])[:, 0])
         else:
-            found.append(model.score(body(input_ids=tokens[None]).last_hidden_state[0, -1]))
-    numbers: Float32 = torch.cat(found).numpy()
-    return numbers
+            hidden = model.base_model(input_ids=batch).last_hidden_state
+            parts.append(model.score(hidden[0, -1]))
+
+    outputs: Float32 = torch.cat(parts).numpy()
+    return outputs
 
 
 def _plain_model(path: str, policy: bool) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-    def load(folder: str) -> Any:
-        if policy:
-            return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=torch.float32)
-        return AutoModelForSequenceClassification.from_pretrained(
-            folder, local_files_only=True, dtype=torch.float32, num_labels=1
-        )
-
+    """Load a model with transformers, and merge an adapter into its base."""
     if not (Path(path) / "adapter_config.json").is_file():
-        return load(path)
+        return _load(path, policy)
+
     from peft import PeftConfig, PeftModel
 
-    base = load(str(PeftConfig.from_pretrained(path).base_model_name_or_path))
+    base_path = PeftConfig.from_pretrained(path).base_model_name_or_path
+    base = _load(str(base_path), policy)
     return PeftModel.from_pretrained(base, path).merge_and_unload()
+
+
+def _load(folder: str, policy: bool) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    if policy:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, local_files_only=True, dtype=torch.float32
+        )
+    return AutoModelForSequenceClassification.from_pretrained(
+        folder, local_files_only=True, dtype=torch.float32, num_labels=1
+    )

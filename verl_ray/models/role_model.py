@@ -1,8 +1,14 @@
-"""One transformer with the head its role reads: the vocabulary (policy) or one number per token (value, score).
+"""A transformer with the head of its role: a vocabulary (policy) or a value head.
 
-Invariant: a forward pass is a single call of this module on packed rows, so that wrappers (DDP, FSDP) see one module;
-logits are never held for tokens that nobody asked about. Parameters carry the Hugging Face names of the model they
-export to. Deliberately not here: micro-batches, losses, precision and placement (the engines' business).
+A policy has the vocabulary head of a language model. A critic or a reward model has a
+value head with one number per token.
+
+Invariant: a forward pass is a single call of this module on packed rows, so that
+wrappers (DDP, FSDP) see one module. Logits are never held for tokens that are not
+selected. Parameters carry the Hugging Face names of the model that they export to.
+
+Deliberately not here: micro-batches, losses, precision and placement, which belong to
+the engines.
 """
 
 from __future__ import annotations
@@ -17,11 +23,12 @@ from torch import Tensor, nn
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import ModelError
 from verl_ray.models import attention, lora
-from verl_ray.models.experts import RouterWatch, routing
+from verl_ray.models.experts import RouterDecisions, RouterWatch, summarize_routing
 from verl_ray.models.families import FAMILIES, LANGUAGE_HEAD, VALUE_HEAD, WITH_EXPERTS
-from verl_ray.models.weights import TensorSource, fill, materialize, parameters_on_meta
+from verl_ray.models.tensor_sources import TensorSource
+from verl_ray.models.weights import fill, materialize, parameters_on_meta
 from verl_ray.ops.log_probs import HeadOutputs, head_log_probs
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -31,38 +38,73 @@ HeadKind = Literal["policy", "value"]
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Rows in the form a model takes, on its device."""
+    """Rows in the form that a model takes, on its device. Indices are int64.
 
-    input_ids: Tensor  # int64 [1, tokens]
-    position_ids: Tensor  # int64 [1, tokens]
-    layout: attention.Layout
-    before: Tensor  # int64 [read]: the token before each token that is read
-    targets: Tensor  # int64 [read]: ids of the tokens that are read
-    ends: Tensor  # int64 [rows]: the last token of each row
+    The selected tokens are those whose outputs are read.
+    """
+
+    input_ids: Tensor
+    """int64 [1, tokens]."""
+
+    position_ids: Tensor
+    """int64 [1, tokens]: position of each token within its row."""
+
+    layout: attention.PackedLayout
+
+    predecessors: Tensor
+    """[selected]: index of the token before each selected token."""
+
+    targets: Tensor
+    """[selected]: ids of the selected tokens."""
+
+    last_tokens: Tensor
+    """[rows]: index of the last token of each row."""
 
 
 class VocabularyHead(nn.Linear):
-    """The language head of a policy. A module of its own that is called, so that it can be sharded by itself."""
+    """The language-model head of a policy.
 
-    def forward(self, read: Tensor, targets: Tensor, outputs: Outputs) -> HeadOutputs:  # type: ignore[override]
-        """What the head says of `targets` int64 [read] from the hidden states before them [read, hidden]."""
+    It is called as a module of its own, so that it can be sharded by itself.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, targets: Tensor, outputs: RequestedOutputs
+    ) -> HeadOutputs:
+        """Compute the requested outputs for the selected tokens.
+
+        Args:
+            hidden: [selected, hidden], the hidden states before the targets.
+            targets: int64 [selected].
+            outputs: Which outputs, and the temperature.
+        """
         return head_log_probs(
-            read, self.weight, targets, temperature=outputs.temperature, bias=self.bias,
-            with_entropy=outputs.entropy, with_greedy=outputs.greedy,
-        )  # fmt: skip
+            hidden,
+            self.weight,
+            targets,
+            temperature=outputs.temperature,
+            bias=self.bias,
+            with_entropy=outputs.entropy,
+            with_greedy=outputs.greedy,
+        )
 
 
 class ValueHead(nn.Linear):
-    """The head of a value model: one number per token. A module of its own, as the vocabulary's."""
+    """The head of a critic or a reward model, with one number per token.
+
+    It is called as a module of its own, so that it can be sharded by itself.
+    """
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """float32 [tokens], whatever the type of the hidden states [tokens, hidden]."""
+        """Return float32 [tokens] for hidden states [tokens, hidden] of any dtype."""
         with torch.autocast(hidden.device.type, enabled=False):
             return hidden.float() @ self.weight.float()[0]
 
 
 class RoleModel(nn.Module):
-    """A Hugging Face model and its head. `hf` holds the parameters under their exported names."""
+    """A Hugging Face model and its head.
+
+    `hf` holds the parameters under the names of their export.
+    """
 
     hf: PreTrainedModel
 
@@ -70,119 +112,219 @@ class RoleModel(nn.Module):
         super().__init__()
         self.hf = hf
         self.kind = kind
-        self.routers = RouterWatch(hf) if hf.config.model_type in WITH_EXPERTS else None
+        self.router_watch: RouterWatch | None = None
+        if hf.config.model_type in WITH_EXPERTS:
+            self.router_watch = RouterWatch(hf)
 
     @property
     def backbone(self) -> PreTrainedModel:
+        """The model without its head."""
         return self.hf.base_model
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The transformer blocks: the units of sharding and of activation checkpointing."""
+        """The transformer blocks: units of sharding and activation checkpointing."""
         return self.backbone.layers
 
     @property
     def embedding_units(self) -> list[nn.Module]:
-        """What stands before and behind the layers, apart where it can be: a tied embedding is one with the head."""
-        embedding, head = self.hf.get_input_embeddings(), self.hf.get_output_embeddings()
+        """The embedding and the language-model head, where they can be sharded alone.
+
+        The list is empty for tied embeddings, which are a single parameter.
+        """
+        embedding = self.hf.get_input_embeddings()
+        head = self.hf.get_output_embeddings()
         if head is None:
             return [embedding]
-        return [] if head.weight is embedding.weight else [embedding, head]
+        if head.weight is embedding.weight:
+            return []
+        return [embedding, head]
 
     @property
-    def heads_of_others(self) -> tuple[dict[str, float], frozenset[str]]:
-        """What the checkpoint of a model with another head lacks, with the scale that it is drawn from, and what it has
-        beyond this one."""
+    def head_differences(self) -> tuple[dict[str, float], frozenset[str]]:
+        """The differences between this model and a checkpoint with another head.
+
+        Returns:
+            The parameters that the checkpoint may lack, with the standard deviation of
+            their initial values; and the tensors that only the checkpoint has.
+        """
         if self.kind == "policy":
             return {}, frozenset()
-        # A new head starts near 0: values of a magnitude of 1 would drown the first advantages.
-        return {VALUE_HEAD: 1 / self.hf.config.hidden_size}, frozenset({LANGUAGE_HEAD})
+        # A new head starts near 0, because values of magnitude 1 would drown the first
+        # advantages.
+        std = 1 / self.hf.config.hidden_size
+        return {VALUE_HEAD: std}, frozenset({LANGUAGE_HEAD})
 
-    def forward(self, rows: PackedRows, outputs: Outputs) -> TokenOutputs:
-        with contextlib.ExitStack() as around:
+    def forward(self, rows: PackedRows, outputs: RequestedOutputs) -> TokenOutputs:
+        decisions: RouterDecisions = []
+        with contextlib.ExitStack() as stack:
             if outputs.base:
-                around.enter_context(lora.without_adapters(self.hf))
-            said = around.enter_context(self.routers.listening()) if self.routers and outputs.routing else []
-            hidden = self.backbone(
-                input_ids=rows.input_ids, position_ids=rows.position_ids, use_cache=False, layout=rows.layout
-            ).last_hidden_state.squeeze(0)
-        routed = routing(said, rows.ends) if said else None
-        if self.kind == "value":
-            return TokenOutputs(
-                values=self._numbers(hidden, rows.before) if outputs.values else None,
-                scores=self._numbers(hidden, rows.ends) if outputs.scores else None,
-                routing=routed,
-            )
-        found = self.hf.get_output_embeddings()(hidden.index_select(0, rows.before), rows.targets, outputs)
-        return TokenOutputs(log_probs=found.log_probs, entropy=found.entropy, greedy=found.greedy, routing=routed)
+                stack.enter_context(lora.without_adapters(self.hf))
+            if self.router_watch and outputs.routing:
+                decisions = stack.enter_context(self.router_watch.recording())
 
-    def _numbers(self, hidden: Tensor, at: Tensor) -> Tensor:
-        """The value head at some tokens, float32 [at]."""
-        found: Tensor = self.hf.score(hidden.index_select(0, at))
-        return found
+            hidden = self.backbone(
+                input_ids=rows.input_ids,
+                position_ids=rows.position_ids,
+                use_cache=False,
+                layout=rows.layout,
+            ).last_hidden_state.squeeze(0)
+
+        # The router decisions remain valid after the recording.
+        routing = None
+        if decisions:
+            routing = summarize_routing(decisions, rows.last_tokens)
+
+        if self.kind == "value":
+            values = None
+            if outputs.values:
+                values = self._values_at(hidden, rows.predecessors)
+            scores = None
+            if outputs.scores:
+                scores = self._values_at(hidden, rows.last_tokens)
+            return TokenOutputs(values=values, scores=scores, routing=routing)
+
+        # Logits are computed for the selected tokens only.
+        head = self.hf.get_output_embeddings()
+        selected = hidden.index_select(0, rows.predecessors)
+        head_outputs = head(selected, rows.targets, outputs)
+        return TokenOutputs(
+            log_probs=head_outputs.log_probs,
+            entropy=head_outputs.entropy,
+            greedy=head_outputs.greedy,
+            routing=routing,
+        )
+
+    def _values_at(self, hidden: Tensor, indices: Tensor) -> Tensor:
+        """Return the value head's output at some tokens, float32 [indices]."""
+        values: Tensor = self.hf.score(hidden.index_select(0, indices))
+        return values
 
 
 def build_role_model(
-    source: TensorSource, path: str, kind: HeadKind, *, new_head: bool = True, adapter: LoraConfig | None = None
+    source: TensorSource,
+    path: str,
+    kind: HeadKind,
+    *,
+    new_head: bool = True,
+    adapter: LoraConfig | None = None,
 ) -> RoleModel:
-    """The model of a directory as a float32 RoleModel without memory for its parameters: shard it, then fill it.
+    """Build a float32 model whose parameters have no memory yet.
 
-    A value model built from a language model gets a new head, unless `new_head` is False; its language head is left
-    aside. One built from a sequence-classification model (a reward model) keeps its head. With an adapter, it and a
-    value head learn, and the rest is frozen. `path` is where `source` reads, for messages. Raises ModelError for a
-    directory that is missing or does not fit, and for what this project does not compute.
+    Shard it, then fill it with `fill_role_model`.
+
+    A value model that is built from a language model gets a new head, and ignores the
+    language head. One that is built from a sequence-classification model (a reward
+    model) keeps its head. With an adapter, only the adapter and a value head learn; all
+    other parameters are frozen.
+
+    Args:
+        source: The configuration and the tensors of the model.
+        path: The directory that `source` reads, for messages.
+        kind: The head.
+        new_head: Whether a value model may get a new head.
+        adapter: The adapter to add.
+
+    Raises:
+        ModelError: The directory is missing or does not fit, or the model has a feature
+            that this project does not compute.
     """
-    from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForSequenceClassification
+    from transformers import (
+        AttentionInterface,
+        AutoModelForCausalLM,
+        AutoModelForSequenceClassification,
+    )
 
+    # transformers finds the kernel of `attn_implementation` by this name.
     AttentionInterface.register(attention.NAME, attention.attend)
-    config = source.config(**{} if kind == "policy" else {"num_labels": 1})
+    learning: tuple[str, ...]
+    if kind == "policy":
+        config = source.config()
+        auto_class = AutoModelForCausalLM
+        learning = ()
+    else:
+        config = source.config(num_labels=1)
+        auto_class = AutoModelForSequenceClassification
+        learning = (VALUE_HEAD,)
+
     _refuse_unsupported(path, config)
-    family = AutoModelForCausalLM if kind == "policy" else AutoModelForSequenceClassification
     if kind == "value":
         _refuse_head(path, source, new_head)
+
     with parameters_on_meta():
-        hf = family.from_config(config, attn_implementation=attention.NAME, dtype=torch.float32)
+        hf = auto_class.from_config(
+            config, attn_implementation=attention.NAME, dtype=torch.float32
+        )
         hf.tie_weights()
-        if kind == "policy":
-            hf.get_output_embeddings().__class__ = VocabularyHead
-        else:
-            hf.score.__class__ = ValueHead
+        _replace_head(hf, kind)
         if adapter is not None:
-            lora.add_adapters(hf, adapter, learning=() if kind == "policy" else (VALUE_HEAD,))
+            lora.add_adapters(hf, adapter, learning=learning)
+
     return RoleModel(hf.train(), kind)
 
 
-def fill_role_model(model: RoleModel, source: TensorSource, *, seed: int, device: torch.device) -> None:
-    """Memory on `device`, and the values of the source, for the parameters of a model that `build_role_model` made and
-    that may have been sharded since. A new head, and an adapter, are drawn from `seed`."""
+def _replace_head(hf: PreTrainedModel, kind: HeadKind) -> None:
+    """Replace the computation of the head, but neither its parameters nor its name."""
+    if kind == "policy":
+        hf.get_output_embeddings().__class__ = VocabularyHead
+    else:
+        hf.score.__class__ = ValueHead
+
+
+def fill_role_model(
+    model: RoleModel, source: TensorSource, *, seed: int, device: torch.device
+) -> None:
+    """Allocate the parameters of a model of `build_role_model`, and fill them.
+
+    The model may have been sharded since it was built. Values come from the source,
+    except for a new head and an adapter, which are initialized from `seed`.
+    """
     hf = model.hf
     materialize(hf, device)
+    # Allocating the parameters has untied them.
     hf.tie_weights()
-    new, unused = model.heads_of_others
+    new, unused = model.head_differences
     fill(hf, source, new=new | lora.initial_scales(hf), unused=unused, seed=seed)
 
 
 def _refuse_head(path: str, checkpoint: TensorSource, new_head: bool) -> None:
-    wanted = (
-        "Give the directory of a sequence-classification model with one label, as `train --config-name reward_model` "
-        "writes it"
+    remedy = (
+        "Give the directory of a sequence-classification model with one label, as"
+        " `train --config-name reward_model` writes it"
     )
-    if VALUE_HEAD not in checkpoint and not new_head:
-        raise ModelError(f"{path} has no {VALUE_HEAD}: it is no reward model. {wanted}")
-    labels = checkpoint.shape(VALUE_HEAD)[0] if VALUE_HEAD in checkpoint else 1
+    if VALUE_HEAD not in checkpoint:
+        if new_head:
+            return
+        raise ModelError(f"{path} has no {VALUE_HEAD}: it is no reward model. {remedy}")
+
+    labels = checkpoint.shape(VALUE_HEAD)[0]
     if labels != 1:
-        raise ModelError(f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per row. {wanted}")
+        raise ModelError(
+            f"{path} has {labels} labels: its {VALUE_HEAD} gives {labels} numbers per"
+            f" row. {remedy}"
+        )
 
 
 def _refuse_unsupported(path: str, config: PretrainedConfig) -> None:
     if config.model_type not in FAMILIES:
         raise ModelError(
-            f"model.path: {path} is a {config.model_type!r} model; the supported ones are {', '.join(FAMILIES)}"
+            f"model.path: {path} is a {config.model_type!r} model; the supported ones"
+            f" are {', '.join(FAMILIES)}"
         )
-    dropout = {k: v for k, v in vars(config).items() if "dropout" in k and isinstance(v, float) and v > 0}
+
+    dropout = {
+        name: value
+        for name, value in vars(config).items()
+        if "dropout" in name and isinstance(value, float) and value > 0
+    }
     if dropout:
         raise ModelError(
-            f"model.path: {path} sets {dropout}; log-probs must be deterministic: set these to 0 in config.json"
+            f"model.path: {path} sets {dropout}; log-probs must be deterministic: set"
+            " these to 0 in config.json"
         )
+
     if "sliding_attention" in (getattr(config, "layer_types", None) or ()):
-        raise ModelError(f"model.path: {path} has sliding-window layers, which this version does not compute")
+        raise ModelError(
+            f"model.path: {path} has sliding-window layers, which this version does not"
+            " compute"
+        )

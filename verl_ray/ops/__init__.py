@@ -1,2 +1,5 @@
-"""Pure functions on arrays and tensors: log-probs of a language-model head, divergence estimators, statistics; and what
-a model over packed rows is asked and answers."""
+"""Pure functions on arrays and tensors, and the outputs of a model over packed rows.
+
+The functions are log-probs of a language-model head, estimators of a divergence, and
+statistics.
+"""

@@ -1,7 +1,9 @@
-"""What differs between the supported versions of torch (`config/versions.py`), asked of the installed one.
+"""The differences between the supported versions of torch (`config/versions.py`).
 
-Invariant: a feature is looked for in the signature of the function that has it, here alone, so no other module compares
-version numbers. Deliberately not here: what the project does without a feature.
+Invariant: a feature is looked up in the signature of the installed function that has
+it, and only here, so no other module compares version numbers.
+
+Deliberately not here: what the project does without a feature.
 """
 
 from __future__ import annotations
@@ -16,26 +18,35 @@ FORWARD_SYNC_BUFFERS = "forward_sync_buffers"
 
 
 def varlen_attn_groups_heads() -> bool:
-    """Whether `varlen_attn` takes fewer heads of keys and values than of queries. torch 2.11 does not."""
+    """Whether `varlen_attn` takes fewer heads of keys and values than of queries.
+
+    It does not in torch 2.11.
+    """
     from torch.nn.attention import varlen
 
     return "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters
 
 
 def ddp_without_buffers() -> dict[str, Any]:
-    """What tells DistributedDataParallel to leave buffers alone in a forward pass. torch 2.11 has one setting for that
-    and for the start; in 2.13 it is deprecated, and they have one each."""
+    """Return the argument that keeps DDP from synchronizing buffers in a forward pass.
+
+    torch 2.11 has one setting for the forward pass and the start. In 2.13 it is
+    deprecated, and there are two settings.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     parameters = inspect.signature(DistributedDataParallel).parameters
-    return {FORWARD_SYNC_BUFFERS if FORWARD_SYNC_BUFFERS in parameters else "broadcast_buffers": False}
+    if FORWARD_SYNC_BUFFERS in parameters:
+        return {FORWARD_SYNC_BUFFERS: False}
+    return {"broadcast_buffers": False}
 
 
 def with_tensors_found(cls: type[Any]) -> type[Any]:
-    """Class decorator: let torch find the tensors in this dataclass.
+    """Decorate a dataclass so that torch finds the tensors in it.
 
-    FSDP2 hangs its pre-backward hook on the tensors of a module's output. torch 2.11 looks for them in pytrees alone,
-    and would gather no parameters of a module that returns any other class.
+    FSDP2 attaches its pre-backward hook to the tensors of a module's output. torch 2.11
+    looks for them only in pytrees, and would gather no parameters of a module that
+    returns any other class.
     """
     _pytree.register_dataclass(cls, field_names=[field.name for field in fields(cls)])
     return cls

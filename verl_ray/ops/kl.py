@@ -1,10 +1,16 @@
-"""Estimators of a divergence between two policies from the log-probs of tokens that the first one sampled.
+"""Estimators of a divergence between two policies, token by token.
 
-Invariant: one formula serves NumPy arrays (the data plane) and torch tensors (the loss), element by element.
-All take (log_probs, ref_log_probs), two arrays of one shape, dtype and kind, and give one estimate per element.
-Not here: where the divergence is charged (reward or loss) and how much (`algorithms/kl_control.py`).
+They use the log-probs of tokens that the first policy sampled.
 
-Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p, KL(p || q) = E[log p(x) - log q(x)].
+Invariant: one formula serves NumPy arrays (the data plane) and torch tensors (the
+loss), element by element. All functions take (log_probs, ref_log_probs), two arrays of
+one shape, dtype and kind, and return one estimate per element.
+
+Deliberately not here: where the divergence is charged (reward or loss) and how much
+(`algorithms/kl_control.py`).
+
+Source: J. Schulman, "Approximating KL divergence" (2020). With x sampled from p, KL(p
+|| q) = E[log p(x) - log q(x)].
 """
 
 from __future__ import annotations
@@ -18,27 +24,36 @@ from numpy.typing import NDArray
 Array = TypeVar("Array", NDArray[np.float32], NDArray[np.float64], torch.Tensor)
 
 MAX_EXPONENT = 20.0
-"""exp overflows float32 past 88, and one token at e^20 already outweighs any batch; exponents stop here."""
+"""Exponents stop here. exp overflows float32 past 88, and one token at e^20 already
+outweighs any batch."""
 
 
 def k1(log_probs: Array, ref_log_probs: Array) -> Array:
-    """log p - log q: unbiased, may be negative. As a loss its expected gradient is zero: for the reward only."""
+    """Return log p - log q, which is unbiased and may be negative.
+
+    As a loss its expected gradient is zero, so it serves for rewards only.
+    """
     return log_probs - ref_log_probs
 
 
 def k2(log_probs: Array, ref_log_probs: Array) -> Array:
-    """(log p - log q)^2 / 2: biased, never negative; its gradient is the unbiased gradient of KL(p || q)."""
+    """Return (log p - log q)^2 / 2, which is biased and never negative.
+
+    Its gradient is the unbiased gradient of KL(p || q).
+    """
     difference = log_probs - ref_log_probs
     return 0.5 * difference * difference
 
 
 def k3(log_probs: Array, ref_log_probs: Array) -> Array:
-    """q/p - 1 - log(q/p): unbiased, never negative.
+    """Return q/p - 1 - log(q/p), which is unbiased and never negative.
 
-    Deviation: log(q/p) is clamped to at most MAX_EXPONENT, so a token that p all but excludes counts e^20 and has no
-    gradient. Towards minus infinity exp cannot overflow, and nothing is clamped. Written with expm1, since exp(x) - 1
-    loses all digits at the differences of a policy that has barely moved.
+    Deviation: log(q/p) is clamped to at most MAX_EXPONENT, so a token that p all but
+    excludes counts e^20 and has no gradient. Towards minus infinity exp cannot
+    overflow, and nothing is clamped.
     """
+    # expm1, because exp(x) - 1 loses all digits at the small differences of a policy
+    # that has barely moved.
     log_ratio = (ref_log_probs - log_probs).clip(max=MAX_EXPONENT)
     if isinstance(log_ratio, torch.Tensor):
         return torch.expm1(log_ratio) - log_ratio
@@ -46,5 +61,5 @@ def k3(log_probs: Array, ref_log_probs: Array) -> Array:
 
 
 def absolute(log_probs: Array, ref_log_probs: Array) -> Array:
-    """|log p - log q|: an upper bound of |k1| in the mean; biased."""
+    """Return |log p - log q|, which is biased and in the mean bounds |k1|."""
     return abs(log_probs - ref_log_probs)

@@ -1,7 +1,10 @@
-"""Mean and standard deviation over the tokens that count, from sums that shards compute apart.
+"""Mean and standard deviation over tokens that count, from sums over shards.
 
-Invariant: `Moments` are sums, so those of a whole are the sum of those of its parts, in any split and order.
-Not here: group statistics of rows (`algorithms/advantages.py`), and metrics other than moments.
+Invariant: `Moments` are sums, so the moments of a whole are the sum of those of its
+parts, in any split and order.
+
+Deliberately not here: group statistics of rows (`algorithms/advantages.py`), and
+metrics other than moments.
 """
 
 from __future__ import annotations
@@ -13,48 +16,79 @@ import numpy as np
 from numpy.typing import NDArray
 
 RESOLUTION = 1e-12
-"""A variance below this fraction of the mean square is rounding (values are float32: 6e-8 squared is 4e-15), and 0."""
+"""A variance below this fraction of the mean square counts as rounding, and is 0.
+
+Values are float32, whose relative error of 6e-8 squared is 4e-15.
+"""
 
 
 @dataclass(frozen=True)
 class Moments:
-    """Weighted sums of some values, float64: the weights, the values, their squares. Added with `+`."""
+    """Weighted sums over some values, in float64. They are added with `+`."""
 
     count: float
+    """Sum of the weights."""
+
     total: float
+    """Sum of weight * value."""
+
     total_of_squares: float
+    """Sum of weight * value^2."""
 
     @classmethod
-    def of(cls, values: NDArray[np.floating], weights: NDArray[np.generic] | None = None) -> Moments:
-        """Sums over `values`, weighted by `weights` of the same shape: a boolean mask, or numbers >= 0.
+    def of(
+        cls, values: NDArray[np.floating], weights: NDArray[np.generic] | None = None
+    ) -> Moments:
+        """Compute the moments of some values.
 
-        Values of weight 0 are not looked at: they may be NaN.
+        Args:
+            values: The values. They may be NaN where the weight is 0.
+            weights: A boolean mask, or numbers >= 0, in the shape of `values`. None
+                means 1 everywhere.
         """
         if weights is None:
-            chosen, weight = values.astype(np.float64), np.ones(values.shape)
+            counted = values.astype(np.float64)
+            weight = np.ones(values.shape)
         else:
-            chosen, weight = values[weights != 0].astype(np.float64), weights[weights != 0].astype(np.float64)
-        weighted = weight * chosen
-        return cls(float(weight.sum()), float(weighted.sum()), float((weighted * chosen).sum()))
+            counts = weights != 0
+            counted = values[counts].astype(np.float64)
+            weight = weights[counts].astype(np.float64)
+
+        weighted = weight * counted
+        return cls(
+            count=float(weight.sum()),
+            total=float(weighted.sum()),
+            total_of_squares=float((weighted * counted).sum()),
+        )
 
     def __add__(self, other: Moments) -> Moments:
         return Moments(
-            self.count + other.count, self.total + other.total, self.total_of_squares + other.total_of_squares
+            self.count + other.count,
+            self.total + other.total,
+            self.total_of_squares + other.total_of_squares,
         )
 
     @property
     def mean(self) -> float:
-        """The weighted mean; NaN of nothing."""
-        return self.total / self.count if self.count else nan
+        """The weighted mean, NaN if nothing counts."""
+        if not self.count:
+            return nan
+        return self.total / self.count
 
     @property
     def variance(self) -> float:
-        """The weighted mean square deviation (divided by the count, not by one less); NaN of nothing."""
+        """The weighted mean square deviation, NaN if nothing counts.
+
+        The divisor is the count, not the count minus one.
+        """
         if not self.count:
             return nan
         mean_square = self.total_of_squares / self.count
         variance = mean_square - self.mean**2
-        return 0.0 if variance <= RESOLUTION * mean_square else variance  # NaN stays NaN
+        # The comparison is False for NaN, which is returned as it is.
+        if variance <= RESOLUTION * mean_square:
+            return 0.0
+        return variance
 
     @property
     def std(self) -> float:
@@ -63,18 +97,31 @@ class Moments:
 
 
 def whiten(values: NDArray[np.float32], moments: Moments) -> NDArray[np.float32]:
-    """`values` shifted and scaled so that what `moments` describes has mean 0 and standard deviation 1.
+    """Shift and scale values so that `moments` have mean 0 and standard deviation 1.
 
-    Values that do not differ (standard deviation 0) become 0, not a quotient of two rounding errors.
+    Values that do not differ (standard deviation 0) become 0, not a quotient of two
+    rounding errors.
+
+    Args:
+        values: The values.
+        moments: The moments of the population, which may be larger than `values`.
     """
     if not moments.count or moments.std == 0:
         return np.zeros_like(values)
-    return ((values.astype(np.float64) - moments.mean) / moments.std).astype(np.float32)
+    centered = values.astype(np.float64) - moments.mean
+    return (centered / moments.std).astype(np.float32)
 
 
 def explained_variance(residuals: Moments, returns: Moments) -> float:
-    """1 - Var(returns - values) / Var(returns): 1 = the critic foresees all, 0 = no better than a constant.
+    """Return 1 - Var(returns - values) / Var(returns).
 
-    `residuals` are the moments of returns - values. NaN when the returns do not vary.
+    A value of 1 means that the critic predicts all returns, 0 that it is no better than
+    a constant. NaN if the returns do not vary.
+
+    Args:
+        residuals: The moments of returns - values.
+        returns: The moments of the returns.
     """
-    return 1 - residuals.variance / returns.variance if returns.variance > 0 else nan
+    if not returns.variance > 0:
+        return nan
+    return 1 - residuals.variance / returns.variance

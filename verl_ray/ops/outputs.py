@@ -1,7 +1,9 @@
-"""What is asked of a model over packed rows, and what it answers, token by token or row by row.
+"""The outputs of a model over packed rows: what a caller requests, and what it gets.
 
-Invariant: nothing here knows a model: losses, and what spreads tokens over ranks, read these and no more. Deliberately
-not here: which head can answer what (`models/role_model.py`).
+Invariant: nothing here knows a model. Losses, and the code that partitions tokens over
+ranks, read these classes and no more.
+
+Deliberately not here: which head has which outputs (`models/role_model.py`).
 """
 
 from __future__ import annotations
@@ -14,36 +16,60 @@ from verl_ray.ops.installed_torch import with_tensors_found
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """What a caller wants of a model."""
+class RequestedOutputs:
+    """The outputs that a caller requests."""
 
     log_probs: bool = False
     entropy: bool = False
     greedy: bool = False
     values: bool = False
     scores: bool = False
+
     temperature: float = 1.0
-    base: bool = False  # without the adapter, if there is one: what the model was before it learned
-    routing: bool = False  # of a model with experts
+    """The logits are divided by this before the softmax."""
+
+    base: bool = False
+    """Compute without the adapter, if there is one: the model before training."""
+
+    routing: bool = False
+    """Also return the routing of a model with experts."""
 
 
 @with_tensors_found
 @dataclass(frozen=True)
 class Routing:
-    """What the routers of one forward pass did."""
+    """A summary of what the routers of one forward pass decided."""
 
-    balance: Tensor  # float32 [rows], differentiable: the mean over layers of each row's balance loss
-    load: Tensor  # float32 [layers, experts]: tokens that each expert was given
+    balance: Tensor
+    """float32 [rows], differentiable: each row's balance loss, averaged over layers."""
+
+    load: Tensor
+    """float32 [layers, experts]: number of tokens that were routed to each expert."""
 
 
 @with_tensors_found
 @dataclass(frozen=True)
 class TokenOutputs:
-    """Per token that is read, float32 [read], or per row; what was not asked for is absent."""
+    """The outputs of a model for some packed rows. Outputs not requested are None.
 
-    log_probs: Tensor | None = None  # of the target, given all before it, at the asked temperature
-    entropy: Tensor | None = None  # of the distribution the target was drawn from
-    greedy: Tensor | None = None  # bool: the target is the most probable token
-    values: Tensor | None = None  # the head's number before the target
-    scores: Tensor | None = None  # float32 [rows]: the head's number after each row's last token
+    All but `scores` and `routing` have one number per selected token, float32
+    [selected] unless noted. A selected token is the target of the one before it.
+    """
+
+    log_probs: Tensor | None = None
+    """Log-probability of the target given all tokens before it, at the requested
+    temperature."""
+
+    entropy: Tensor | None = None
+    """Entropy of the distribution that the target was sampled from, in nats."""
+
+    greedy: Tensor | None = None
+    """bool: whether the target is the most probable token."""
+
+    values: Tensor | None = None
+    """The value head's output before the target."""
+
+    scores: Tensor | None = None
+    """float32 [rows]: the value head's output after the last token of each row."""
+
     routing: Routing | None = None

@@ -1,9 +1,13 @@
-"""A vocabulary in slices, one per rank: what the slices say of each token, put together to what the whole says.
+"""A vocabulary in slices, one per rank, and the combination of their results.
 
-Invariant: numbers per token travel, logits never do, and once per call whatever the chunks: a slice is summed up as if
-it were the whole vocabulary, so the rank alone decides how it computes, and the slices are then weighted by their
-shares of the probability. Every rank puts together the same numbers in the same order and gets the same bits.
-Not here: the formula of one slice and the gradients, which need no communication (`log_probs.py`).
+Invariant: numbers per token travel, logits never do, and once per call whatever the
+chunks are. Each rank summarizes its slice as if it were the whole vocabulary, so it
+alone decides how it computes. The summaries are then weighted by the slices' shares of
+the probability. Every rank combines the same numbers in the same order and gets the
+same bits.
+
+Deliberately not here: the formula of one slice and the gradients, which need no
+communication (`log_probs.py`).
 """
 
 from __future__ import annotations
@@ -16,51 +20,93 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Summary:
-    """What the logits of a slice, or of the whole vocabulary, say of T tokens."""
+class VocabularySummary:
+    """Results for T targets from the logits of one slice, or of all of them."""
 
-    log_probs: Tensor  # float32 [T]: of the target among the tokens looked at; -inf where it is not one of them
-    entropy: Tensor | None  # float32 [T]: of the distribution over them
-    best: Tensor | None  # int64 [T]: the most probable of them, the first of equals
+    log_probs: Tensor
+    """float32 [T]: log-probability of the target among these logits, -inf if the target
+    is not one of them."""
+
+    entropy: Tensor | None
+    """float32 [T]: entropy of the distribution over these logits."""
+
+    best: Tensor | None
+    """int64 [T]: the most probable token among them, the first of equals."""
 
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """The rows of a head that this rank of `group` holds: consecutive ones, from row `first` of the whole head on.
+    """The consecutive rows of a head that this rank of `group` holds.
 
-    The slices of the group make up the vocabulary, without gap or overlap, in any order of the ranks and of any sizes
-    but 0. Ids travel as float32 numbers, which are exact up to 2^24 tokens.
+    The slices of the group make up the vocabulary without gap or overlap. Ranks may be
+    in any order, and slices of any size but 0. Token ids travel as float32 numbers,
+    which are exact up to 2^24 tokens.
     """
 
     group: dist.ProcessGroup
+
     first: int
+    """Index of the slice's first row in the whole head."""
 
-    def places(self, targets: Tensor, rows: int) -> Tensor:
-        """Which of the slice's rows hold the targets, int64 [T]; for a target of another slice, any row."""
-        return (targets - self.first).clamp(0, rows - 1)
+    def places(self, targets: Tensor, num_rows: int) -> Tensor:
+        """Return the row of this slice that holds each target, int64 [T].
 
-    def whole(self, own: Summary, top_logit: Tensor, top_log_prob: Tensor) -> tuple[Summary, Tensor]:
-        """What all slices say together, and the log-probability of this slice, float32 [T]. One collective.
-
-        `own` is what this slice says, its `best` a row of the slice; float32 [T] `top_logit` is the slice's largest
-        logit, `top_log_prob` the log-probability of that one in the slice. With s the log-probabilities of the slices,
-        log p = s + (log p in its slice), and H = sum of exp(s) (H of the slice - s), whose terms do not cancel.
+        A target of another slice gets an arbitrary row.
         """
-        told = [own.log_probs, top_logit, top_log_prob]
-        if own.entropy is not None:
-            told.append(own.entropy)
-        if own.best is not None:
-            told.append((own.best + self.first).float())
-        everyone = own.log_probs.new_empty(dist.get_world_size(self.group), len(told), len(own.log_probs))
-        dist.all_gather_into_tensor(everyone, torch.stack(told)[None], group=self.group)
-        log_probs, top_logits, top_log_probs, *rest = everyone.unbind(dim=1)  # each [ranks, T]
+        return (targets - self.first).clamp(0, num_rows - 1)
 
+    def combine(
+        self, own: VocabularySummary, top_logit: Tensor, top_log_prob: Tensor
+    ) -> tuple[VocabularySummary, Tensor]:
+        """Combine the summaries of all slices. One collective.
+
+        With s the log-probability of each slice,
+
+            log p = s + (log p within its slice)
+            H = sum over slices of exp(s) (H of the slice - s)
+
+        where no terms cancel.
+
+        Args:
+            own: The summary of this slice. Its `best` is a row of the slice.
+            top_logit: float32 [T], the slice's largest logit.
+            top_log_prob: float32 [T], the log-probability of that logit within the
+                slice.
+
+        Returns:
+            The summary of the whole vocabulary, and the log-probability of this slice,
+            float32 [T].
+        """
+        columns = [own.log_probs, top_logit, top_log_prob]
+        if own.entropy is not None:
+            columns.append(own.entropy)
+        if own.best is not None:
+            columns.append((own.best + self.first).float())
+
+        gathered = own.log_probs.new_empty(
+            dist.get_world_size(self.group), len(columns), len(own.log_probs)
+        )
+        packed = torch.stack(columns)[None]
+        dist.all_gather_into_tensor(gathered, packed, group=self.group)
+        # Each is [ranks, T].
+        log_probs, top_logits, top_log_probs, *optional = gathered.unbind(dim=1)
+
+        # A slice's log-sum-exp is its top logit minus that logit's log-probability. The
+        # largest logit is subtracted so that nothing overflows.
         highest = top_logits.amax(dim=0)
         log_shares = torch.log_softmax(top_logits - highest - top_log_probs, dim=0)
-        entropy = best = None
+
+        entropy = None
         if own.entropy is not None:
-            entropy = (log_shares.exp() * (rest[0] - log_shares)).sum(dim=0)
+            entropies = optional[0]
+            entropy = (log_shares.exp() * (entropies - log_shares)).sum(dim=0)
+
+        best = None
         if own.best is not None:
-            best = torch.where(top_logits == highest, rest[-1], torch.inf).amin(dim=0).long()
-        together = Summary((log_probs + log_shares).amax(dim=0), entropy, best)
-        return together, log_shares[dist.get_rank(self.group)]
+            candidates = torch.where(top_logits == highest, optional[-1], torch.inf)
+            best = candidates.amin(dim=0).long()
+
+        # Only the slice with the target has a log-probability above -inf.
+        log_prob = (log_probs + log_shares).amax(dim=0)
+        combined = VocabularySummary(log_prob, entropy, best)
+        return combined, log_shares[dist.get_rank(self.group)]

@@ -1,1 +1,1 @@
-"""How the ranks of one role stand to each other."""
+"""Parallelism within a role: which rows and which tokens each of its ranks computes."""

@@ -1,9 +1,12 @@
-"""How the tokens of a micro-batch are spread over the ranks that compute it together.
+"""The partition of a micro-batch's tokens over the ranks that compute it together.
 
-Invariant: `postprocess` undoes what `preprocess` did: a loss sees complete rows, whatever was sliced in between, and
-gradients flow back through it. Managers keep nothing in the process: what a layer has to know travels with its input.
-The base does nothing, for ranks that have their rows to themselves. Deliberately not here: which ranks those are
-(`Topology`), and how parameters are sharded (the backends).
+Invariant: `postprocess` undoes `preprocess`. A loss sees complete rows, however their
+tokens were partitioned in between, and gradients flow back through it. A manager leaves
+nothing in the process: what a layer must know travels with its input. The base class
+partitions nothing, for ranks that compute their rows alone.
+
+Deliberately not here: which ranks compute together (`Topology`), and how parameters are
+sharded (the backends).
 """
 
 from __future__ import annotations
@@ -21,18 +24,36 @@ from verl_ray.parallel.exchange import HeadExchange
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Rows one behind the other, as a model takes them, or one rank's slice of them with the `offsets` of the whole,
-    from which attention is planned. All int64."""
+    """Rows one behind the other, or one rank's slice of them. All columns are int64.
 
-    tokens: Int64  # [tokens]
-    positions: Int64  # [tokens] within the row
-    before: Int64  # [read], ascending: the token before each token that is read
-    targets: Int64  # [read]: ids of the tokens that are read
-    ends: Int64  # [rows], ascending: the last token of each row
-    offsets: Int64  # [rows of the whole + 1]: where each begins, and the total
+    The selected tokens are those whose outputs are read. A token is predicted by the
+    hidden state of its predecessor, the token before it in its row.
+    """
 
-    def filled_up(self, multiple: int) -> Self:
-        """With as many tokens behind the last row as make it a multiple, in a row of their own that nobody reads."""
+    tokens: Int64
+    """[tokens]: token ids."""
+
+    positions: Int64
+    """[tokens]: position of each token within its row."""
+
+    predecessors: Int64
+    """[selected]: index of the token before each selected token, ascending."""
+
+    targets: Int64
+    """[selected]: ids of the selected tokens."""
+
+    last_tokens: Int64
+    """[rows]: index of the last token of each row, ascending."""
+
+    offsets: Int64
+    """[all rows + 1]: index of each row's first token among the tokens of all ranks,
+    then the total. Attention is planned from these, in a slice too."""
+
+    def padded_to_multiple(self, multiple: int) -> Self:
+        """Return the rows with tokens appended until their number is a multiple.
+
+        The appended tokens form a row without selected tokens.
+        """
         missing = -len(self.tokens) % multiple
         if not missing:
             return self
@@ -45,24 +66,39 @@ class PackedTokens:
 
 
 class ShardingManager:
-    """`with manager:` around forward and backward pass; `preprocess` before the one, `postprocess` after it. A block
-    inside another leaves it as it found it."""
+    """A context around the forward and backward passes of micro-batches.
+
+    `preprocess` comes before a forward pass and `postprocess` after it. Blocks may be
+    nested: an inner one restores the state of the outer one.
+    """
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         pass
 
     def preprocess(self, rows: PackedTokens) -> PackedTokens:
-        """The part that this rank computes, given its rows."""
+        """Return the part of the rows that this rank computes."""
         return rows
 
     def postprocess(self, outputs: TokenOutputs) -> TokenOutputs:
-        """The outputs of the rows that this rank gave, whole and in their order, given those of its part."""
+        """Return the outputs of all rows passed to `preprocess`, in their order.
+
+        Args:
+            outputs: The outputs of the part that this rank computed.
+        """
         return outputs
 
     @property
     def exchange(self) -> HeadExchange | None:
-        """What attention needs in order to see the peers' tokens; None where it has them all."""
+        """The exchange through which attention sees the peers' tokens.
+
+        None where this rank has all tokens.
+        """
         return None

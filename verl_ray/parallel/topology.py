@@ -1,7 +1,9 @@
-"""Which rows a rank computes, and whether its answer is the one that is read.
+"""The place of a rank among the data-parallel ranks of its role.
 
-Invariant: ranks with the same `row_index` (tensor-, pipeline-, context- and sequence-parallel peers) get the same rows,
-and exactly one of them answers. Deliberately not here: process groups.
+Invariant: ranks with the same `dp_rank` (tensor-, pipeline-, context- and
+sequence-parallel peers) get the same rows, and exactly one of them returns results.
+
+Deliberately not here: process groups.
 """
 
 from __future__ import annotations
@@ -11,9 +13,20 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Topology:
-    """A worker may carry one as the attribute `topology`; without it every rank has rows of its own and answers."""
+    """The rows that a rank gets, and whether it returns the results for them.
 
-    row_index: int  # in [0, row_count)
-    row_count: int
-    answers: bool
-    quadratic: float = 0.0  # work of a pair of tokens as a fraction of that of a token: what attention adds
+    A worker may carry one as its attribute `topology`. Without it, every rank has its
+    own rows and returns results.
+    """
+
+    dp_rank: int
+    """Data-parallel rank, in [0, dp_size)."""
+
+    dp_size: int
+    """Number of parts that a batch's rows are partitioned into."""
+
+    returns_results: bool
+    """Whether this rank returns the results of its data-parallel rank."""
+
+    quadratic: float = 0.0
+    """Cost of a pair of tokens (attention) relative to the cost of one token."""

@@ -1,1 +1,4 @@
-"""What a run would need, of the configuration, the models' files and the machine, before anything starts."""
+"""Checks of a run's needs before anything starts.
+
+They compare the configuration with the models' files and with the machine.
+"""

@@ -1,7 +1,8 @@
-"""The facts that every `auto` follows from: of a cluster, of the models' files and of the run's folder.
+"""Facts about cluster, models' files and run's folder that every `auto` follows from.
 
-Invariant: no framework is imported, and no tensor is read. Deliberately not here: what follows from them
-(`verl_ray/config/resolve.py`).
+Invariant: no framework is imported, and no tensor is read.
+
+Deliberately not here: what follows from the facts (`verl_ray/config/resolve.py`).
 """
 
 from __future__ import annotations
@@ -11,60 +12,110 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.config.resolve import Facts
+from verl_ray.config.resolve import ClusterFacts
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.memory_plan import sent_bytes
-from verl_ray.preflight.model_directories import made_model
+from verl_ray.preflight.model_files import made_model
+from verl_ray.preflight.role_memory import sent_bytes
 
 
 def facts_of(
-    config: Config, *, cores: Sequence[int], gpus: Sequence[int], checkpoint: str | None, learns: bool = True
-) -> Facts:
-    """Of a run on a cluster.
+    config: Config,
+    *,
+    cores: Sequence[int],
+    gpus: Sequence[int],
+    checkpoint: str | None,
+    learns: bool = True,
+) -> ClusterFacts:
+    """Return the facts of a run on a cluster.
 
     Args:
-        cores: of each node that can hold a process.
-        gpus: the same.
-        checkpoint: the newest one of the run, if it has any.
-        learns: False = for one evaluation alone.
+        config: Configuration of the run.
+        cores: Number of cores of each node that can hold a process.
+        gpus: Number of GPUs of each of these nodes.
+        checkpoint: Path of the newest checkpoint of the run, if it has any.
+        learns: Whether the run trains. False stands for an evaluation alone.
     """
-    policy = config.model_roles[config.answers]
-    made = made_model(policy.model.path, config) is not None  # its tokenizer, of single characters, has no template
-    return Facts(
+    path = config.model_roles[config.evaluated_role].model.path
+    # The tokenizer that a run makes has single characters, and no template.
+    is_made = made_model(path, config) is not None
+    has_template = not is_made and has_chat_template(path)
+
+    # A task without rollouts sends no weights.
+    weights = 0
+    if config.rollout_task is not None:
+        weights = sent_bytes(config.rollout_task)
+
+    return ClusterFacts(
         nodes=len(cores),
         cores=min(cores, default=1),
         gpus=sum(gpus),
-        has_chat_template=not made and has_chat_template(policy.model.path),
-        sent_bytes=0 if config.drawing is None else sent_bytes(config.drawing),
+        has_chat_template=has_template,
+        sent_bytes=weights,
         checkpoint=checkpoint,
         learns=learns,
     )
 
 
-def facts_here(config: Config, machine: Machine | None, *, learns: bool = True) -> Facts:
-    """Of a run that would start on this machine; None = on a cluster of which nothing is known yet, which is taken for
-    one core. A checkpoint is believed to be whole, since nothing is read in full."""
-    cores, gpus = (machine.cores, machine.gpus) if machine is not None else (1, 0)
-    return facts_of(config, cores=[cores], gpus=[gpus], checkpoint=_newest_checkpoint(config), learns=learns)
+def facts_here(
+    config: Config, machine: Machine | None, *, learns: bool = True
+) -> ClusterFacts:
+    """Return the facts of a run that would start on this machine.
+
+    The newest checkpoint is assumed to be whole, since nothing is read in full.
+
+    Args:
+        config: Configuration of the run.
+        machine: This machine. None stands for a cluster of which nothing is known yet;
+            it is assumed to have one core.
+        learns: Whether the run trains. False stands for an evaluation alone.
+    """
+    cores = 1
+    gpus = 0
+    if machine is not None:
+        cores = machine.cores
+        gpus = machine.gpus
+
+    return facts_of(
+        config,
+        cores=[cores],
+        gpus=[gpus],
+        checkpoint=_newest_checkpoint(config),
+        learns=learns,
+    )
 
 
 def has_chat_template(directory: str) -> bool:
-    """Whether the tokenizer in a directory has one, as transformers would find it."""
+    """Return whether transformers would find a chat template in a directory.
+
+    A file that cannot be read counts as none; it is reported where models are checked.
+    """
     folder = Path(directory).expanduser()
-    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    templates = [
+        folder / "chat_template.jinja",
+        *folder.glob("additional_chat_templates/*.jinja"),
+    ]
     try:
-        if any(file.read_text() for file in files if file.is_file()):
+        if any(file.read_text() for file in templates if file.is_file()):
             return True
-        return bool(json.loads((folder / "tokenizer_config.json").read_text()).get("chat_template"))
-    except (OSError, ValueError):  # what is wrong there is said where models are looked at
+        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
+        return bool(tokenizer.get("chat_template"))
+    except (OSError, ValueError):
         return False
 
 
 def _newest_checkpoint(config: Config) -> str | None:
+    """Return the path of the newest checkpoint in run.dir, if there is any.
+
+    A damaged checkpoint is reported when the run starts.
+    """
+    # The store is only read, so the number of checkpoints to keep does not matter.
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=1)
     try:
-        found = CheckpointStore(Path(config.run.dir) / "checkpoints", 1).latest(verify=False).checkpoint
-    except (CheckpointError, OSError):  # what is wrong there is said as the run starts
+        checkpoint = store.latest(verify=False).checkpoint
+    except (CheckpointError, OSError):
         return None
-    return None if found is None else str(found.path)
+    if checkpoint is None:
+        return None
+    return str(checkpoint.path)

@@ -1,9 +1,12 @@
-"""What only the machine knows: whether all that a configuration asks for is there.
+"""Checks that need this machine: whether everything exists that a configuration names.
 
-Invariant: nothing is started, imported from a user or read in full; seconds at most, and torch is not needed. In here
-are the run's own folder, its data, its graders and its endpoints; models and resources have modules of their own
-(`model_directories.py`, `resources.py`). Deliberately not here: rules over the configuration alone
-(`verl_ray.config.rules`).
+Invariant: nothing is started, imported from a user or read in full. The checks take
+seconds at most, and torch is not needed.
+
+Here are the run's own folder, its data, its graders and its endpoints. Models and
+resources have modules of their own (`model_directories.py`, `resources.py`).
+
+Deliberately not here: rules over the configuration alone (`verl_ray.config.rules`).
 """
 
 from __future__ import annotations
@@ -16,13 +19,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.resolve import resolve
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
-from verl_ray.paths import in_ray_package, near, nearest_existing
+from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.backends import backend_problems
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
@@ -34,21 +37,33 @@ from verl_ray.rollout.vllm_core import installed_version
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
-INPUTS_STARTED, INPUTS_COMPLETE = "made-by-verl_ray", "complete"
-"""Markers in run.dir/inputs: the run made this folder and may delete it, and everything is in it."""
+INPUTS_STARTED = "made-by-verl_ray"
+"""Marker in run.dir/inputs: a run made this folder and may delete it."""
+
+INPUTS_COMPLETE = "complete"
+"""Marker in run.dir/inputs: all inputs are there."""
 
 
 @dataclass
 class Findings:
-    """What would stop the run, and what would only slow it."""
+    """Problems that would stop a run, and warnings about what would slow it."""
 
     problems: list[Problem] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
 
-def preflight(config: Config, machine: Machine | None, *, evaluates: bool = False) -> Findings:
-    """Check files, and the resources of `machine` unless it is None. Inputs that the run makes are not missing, unless
-    the command only `evaluates` and makes none."""
+def preflight(
+    config: Config, machine: Machine | None, *, evaluates: bool = False
+) -> Findings:
+    """Check a run before anything starts.
+
+    Args:
+        config: Configuration of the run.
+        machine: Machine that must hold the run. None leaves out what depends on it.
+        evaluates: Whether the command only evaluates. It then makes no inputs, so the
+            run's own inputs must exist.
+    """
+    # Causes come before their consequences, such as a missing model before its memory.
     findings = Findings()
     findings.problems += _installed_problems()
     findings.problems += _inputs_problems(config, evaluates)
@@ -57,130 +72,214 @@ def preflight(config: Config, machine: Machine | None, *, evaluates: bool = Fals
     findings.problems += model_problems(config, machine)
     findings.problems += backend_problems(config, machine)
     findings.problems += _grader_problems(config)
-    if config.drawing is not None:
-        findings.problems += _endpoint_problems(config.drawing, machine)
-        findings.warnings += _endpoint_warnings(config.drawing)
-    planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+
+    if config.rollout_task is not None:
+        findings.problems += _endpoint_problems(config.rollout_task, machine)
+        findings.warnings += _endpoint_warnings(config.rollout_task)
+
+    # What a run needs depends on what each `auto` will stand for.
+    facts = facts_here(config, machine, learns=not evaluates)
+    planned = resolve(config, facts)
     findings.problems += resource_problems(planned, machine)
     findings.warnings += resource_warnings(planned, machine)
     return findings
 
 
 def _installed_problems() -> Iterator[Problem]:
-    """Of the torch and the vLLM in this environment. Without a torch nothing else here can be run, and pip says so."""
+    """Yield a problem if the installed torch and vLLM do not go together.
+
+    Without torch nothing else runs here, and pip reports it.
+    """
     try:
         torch = importlib.metadata.version("torch")
     except importlib.metadata.PackageNotFoundError:
         return
-    if found := problem_of(torch, installed_version()):
-        yield Problem("the environment", torch, *found)
+
+    mismatch = problem_of(torch, installed_version())
+    if mismatch is not None:
+        rule, fix = mismatch
+        yield Problem("the environment", torch, rule, fix)
 
 
 def _grader_problems(config: Config) -> Iterator[Problem]:
-    """Of functions and services that score."""
-    for key, one in config.graders_at_work(learns=True).items():
-        for source, spec in (one.named_functions or {}).items():
-            if (problem := spec_problem(spec, f"{key}.functions.{source}")) is not None:
+    """Yield reward functions that cannot be found, and services with a wrong URL."""
+    for key, grader in config.active_graders(learns=True).items():
+        functions = grader.named_functions or {}
+        for source, spec in functions.items():
+            problem = spec_problem(spec, f"{key}.functions.{source}")
+            if problem is not None:
                 yield problem
-        if one.service is not None and (problem := url_problem(one.service.url, f"{key}.url")) is not None:
-            yield problem
+
+        service = grader.as_service
+        if service is not None:
+            problem = url_problem(service.url, f"{key}.url")
+            if problem is not None:
+                yield problem
+
+
+# ---------------------------------------------------------------------- data and inputs
 
 
 def _data_problems(config: Config) -> Iterator[Problem]:
+    """Yield data files that are missing or of an unknown kind."""
+    # The run makes its data itself.
     if config.preparation is not None:
         return
-    paths = {"data.train_path": config.data.train_path, "data.validation_path": config.data.validation_path}
+
+    paths = {
+        "data.train_path": config.data.train_path,
+        "data.validation_path": config.data.validation_path,
+    }
+    suffixes = either(DATA_SUFFIXES)
     for key, path in paths.items():
         if path is None:
             continue
-        found = Path(path).expanduser()
-        if not found.exists():
-            fix = near(found, f"Give a {either(DATA_SUFFIXES)} file, or a folder saved by datasets.")
-            yield Problem(key, path, "there is no such file or folder", fix)
-        elif found.is_file() and found.suffix not in DATA_SUFFIXES:
-            rule = f"a file of this kind ({found.suffix or 'no suffix'}) cannot be read"
-            yield Problem(key, path, rule, f"Use {either(DATA_SUFFIXES)}, or a folder saved by datasets.")
+
+        file = Path(path).expanduser()
+        if not file.exists():
+            hint = f"Give a {suffixes} file, or a folder saved by datasets."
+            rule = "there is no such file or folder"
+            yield Problem(key, path, rule, path_suggestion(file, hint))
+        elif file.is_file() and file.suffix not in DATA_SUFFIXES:
+            rule = f"a file of this kind ({file.suffix or 'no suffix'}) cannot be read"
+            fix = f"Use {suffixes}, or a folder saved by datasets."
+            yield Problem(key, path, rule, fix)
 
 
 def inputs_folder(config: Config) -> Path:
-    """Where a run with `prepare` keeps the inputs that it makes."""
+    """Return the folder of the inputs that a run with `prepare` makes."""
     return Path(config.run.dir) / "inputs"
 
 
 def foreign_inputs(config: Config) -> Iterator[Problem]:
-    """A run makes its inputs anew in a folder of its own, never in one that something else wrote."""
+    """Yield a problem if the folder for a run's inputs was made by something else.
+
+    A run deletes and makes its inputs anew only in a folder of its own.
+    """
     folder = inputs_folder(config)
     if (folder / INPUTS_COMPLETE).exists():
         return
-    own = (folder / INPUTS_STARTED).exists()
-    empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if folder.is_symlink() or not (own or empty):
-        rule = f"the run makes its inputs in {folder}, which is there and which no run has made"
-        yield Problem("run.dir", config.run.dir, rule, "Give another run.dir, or move that folder away.")
+
+    # A link may lead to a folder that belongs to somebody else.
+    is_own = (folder / INPUTS_STARTED).exists()
+    is_empty = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+    if folder.is_symlink() or not (is_own or is_empty):
+        rule = (
+            f"the run makes its inputs in {folder}, which is there and which no run has"
+            " made"
+        )
+        fix = "Give another run.dir, or move that folder away."
+        yield Problem("run.dir", config.run.dir, rule, fix)
 
 
 def _inputs_problems(config: Config, evaluates: bool) -> Iterator[Problem]:
+    """Yield problems with the inputs that a run makes, or should have made."""
     if config.preparation is None:
         return
-    if evaluates and not (inputs_folder(config) / INPUTS_COMPLETE).exists():
-        yield Problem(
-            "model.path",
-            config.model.path,
-            "training makes this model, and there is none yet",
-            "Give run.dir of a finished run; or prepare=null with model.path, data.train_path and data.validation_path "
-            "of your own.",
-        )
-    elif not evaluates:
+    if not evaluates:
         yield from foreign_inputs(config)
+        return
+
+    if not (inputs_folder(config) / INPUTS_COMPLETE).exists():
+        rule = "training makes this model, and there is none yet"
+        fix = (
+            "Give run.dir of a finished run; or prepare=null with model.path,"
+            " data.train_path and data.validation_path of your own."
+        )
+        yield Problem("model.path", config.model.path, rule, fix)
 
 
-def _endpoint_problems(config: DrawingConfig, machine: Machine | None) -> Iterator[Problem]:
-    """What keeps the replicas from listening, where they will be on this machine."""
-    endpoint, key = config.rollout.endpoint, "rollout.endpoint"
+# ---------------------------------------------------------------------------- endpoints
+
+
+def _endpoint_problems(
+    config: RolloutTaskConfig, machine: Machine | None
+) -> Iterator[Problem]:
+    """Yield what prevents the replicas from listening on this machine."""
+    endpoint = config.rollout.endpoint
     address = _address(endpoint.host)
     if not endpoint.enabled or machine is None or address is None:
         return
-    if endpoint.token_env is not None and not os.environ.get(endpoint.token_env):
+
+    token_env = endpoint.token_env
+    if token_env is not None and not os.environ.get(token_env):
         rule = "there is no such environment variable, or it is empty"
-        yield Problem(f"{key}.token_env", endpoint.token_env, rule, "Set it to the token that clients must send.")
-    last = endpoint.port + config.rollout.num_replicas - 1 if endpoint.port else 0
-    for port in range(endpoint.port, min(last, 65535) + 1):
+        fix = "Set it to the token that clients must send."
+        yield Problem("rollout.endpoint.token_env", token_env, rule, fix)
+
+    # Replicas have successive ports, unless the port is 0, which stands for any.
+    last_port = 0
+    if endpoint.port:
+        last_port = min(endpoint.port + config.rollout.num_replicas - 1, 65535)
+
+    family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+    # The only certain test is to listen; one refusal is enough.
+    for port in range(endpoint.port, last_port + 1):
         try:
-            family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
             socket.create_server((endpoint.host, port), family=family).close()
         except OSError as error:
-            rule = f"nobody can listen on {endpoint.host} port {port} here: {os.strerror(error.errno or 0)}"
-            fix = f"Give a port that is free, or 0 for any, and an address of this machine as {key}.host."
-            yield Problem(f"{key}.port", endpoint.port, rule, fix)
+            reason = os.strerror(error.errno or 0)
+            rule = f"nobody can listen on {endpoint.host} port {port} here: {reason}"
+            fix = (
+                "Give a port that is free, or 0 for any, and an address of this"
+                " machine as rollout.endpoint.host."
+            )
+            yield Problem("rollout.endpoint.port", endpoint.port, rule, fix)
             return
 
 
-def _endpoint_warnings(config: DrawingConfig) -> Iterator[str]:
+def _endpoint_warnings(config: RolloutTaskConfig) -> Iterator[str]:
+    """Yield a warning if other machines can use the rollout servers without a token."""
     endpoint = config.rollout.endpoint
     address = _address(endpoint.host)
-    if endpoint.enabled and endpoint.token_env is None and address is not None and not address.is_loopback:
+    if not endpoint.enabled or address is None:
+        return
+
+    if endpoint.token_env is None and not address.is_loopback:
         yield (
-            f"rollout.endpoint.host={endpoint.host}: everybody who can reach this address may use the rollout servers "
-            "(rollout.endpoint.token_env asks them for a token)"
+            f"rollout.endpoint.host={endpoint.host}: everybody who can reach this"
+            " address may use the rollout servers (rollout.endpoint.token_env asks"
+            " them for a token)"
         )
 
 
 def _address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """None: the rules refuse it."""
+    """Return the address; None for one that the rules of the configuration refuse."""
     try:
         return ipaddress.ip_address(host)
     except ValueError:
         return None
 
 
+# ------------------------------------------------------------------------ run directory
+
+
 def _run_dir_problems(config: Config) -> Iterator[Problem]:
-    if in_ray_package(Path(config.run.dir)):
-        rule = "this lies in the copy of the working directory that Ray made for this job, and will delete"
-        yield Problem("run.dir", config.run.dir, rule, "Give an absolute path, or none: it is then ~/outputs/NAME.")
-    parent = nearest_existing(config.run.dir)
+    """Yield problems with run.dir, and with the checkpoint of run.resume."""
+    run_dir = config.run.dir
+    if in_ray_package(Path(run_dir)):
+        rule = (
+            "this lies in the copy of the working directory that Ray made for this job,"
+            " and will delete"
+        )
+        fix = "Give an absolute path, or none: it is then ~/outputs/NAME."
+        yield Problem("run.dir", run_dir, rule, fix)
+
+    # The run makes the missing folders itself.
+    parent = nearest_existing(run_dir)
     if not parent.is_dir() or not os.access(parent, os.W_OK):
+        rule = f"{parent} cannot be written to"
         fix = "Give a folder that can be written to."
-        yield Problem("run.dir", config.run.dir, f"{parent} cannot be written to", fix)
-    if config.run.resume not in ("auto", "none") and not Path(config.run.resume).expanduser().exists():
-        fix = near(Path(config.run.resume).expanduser(), "Use auto, none, or the path of a checkpoint.")
-        yield Problem("run.resume", config.run.resume, "there is no such checkpoint", fix)
+        yield Problem("run.dir", run_dir, rule, fix)
+
+    resume = config.run.resume
+    if resume in ("auto", "none"):
+        return
+
+    checkpoint = Path(resume).expanduser()
+    if not checkpoint.exists():
+        rule = "there is no such checkpoint"
+        fix = path_suggestion(
+            checkpoint, "Use auto, none, or the path of a checkpoint."
+        )
+        yield Problem("run.resume", resume, rule, fix)

@@ -1,9 +1,11 @@
-"""What one rank of a role holds of its model between calls, and what it needs beside while it computes: in bytes.
+"""Memory of one rank of a role, in bytes: between calls, and while it computes.
 
-Invariant: of roles on a training backend, what is held is counted from the layout alone, and no rank holds less on
-average; activations and buffers are estimates of the largest micro-batch. Pure arithmetic; nothing is imported that
-computes. Deliberately not here: how a backend shares a model out (`verl_ray/backends`), which role works when, and
-where its state is meanwhile (`memory_plan.py`).
+Invariant: the memory that a role on a training backend holds is counted from the
+layout alone, and no rank holds less on average. Activations and buffers are estimates
+for the largest micro-batch. This is pure arithmetic; nothing is imported that computes.
+
+Deliberately not here: how a backend partitions a model (`verl_ray/backends`), and when
+a role computes or is offloaded (`role_memory.py`).
 """
 
 from __future__ import annotations
@@ -11,132 +13,247 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_ray.backends import Backend
-from verl_ray.backends.base import FLOAT32, Bytes, Part
+from verl_ray.backends.base import FLOAT32, BytesPerPart, MemoryPart
 from verl_ray.config.roles import ModelRole
-from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS, RolloutEngineConfig
+from verl_ray.config.rollout import (
+    VLLM_BATCHED_REQUESTS,
+    VLLM_BATCHED_TOKENS,
+    RolloutEngineConfig,
+)
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.preflight.model_sizes import ModelSize
 from verl_ray.profiling.flops import ModelShape
 
-CERTAIN: frozenset[Part] = frozenset({"weights", "gradients", "optimizer", "cache"})
-"""Parts that are counted; the others are estimated. The optimizer's are its moments, and with Megatron the weights that
-it steps where others compute: what place(optimizer=...) moves."""
+BFLOAT16 = 2
+"""Bytes of a bfloat16 number."""
+
+CERTAIN: frozenset[MemoryPart] = frozenset(
+    {"weights", "gradients", "optimizer", "cache"}
+)
+"""Parts that are counted; the others are estimated.
+
+The optimizer's part is its moments. With Megatron it also has the main weights that the
+optimizer steps, since they are offloaded together.
+"""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What a rank computes in one call."""
+class Workload:
+    """The rows that a rank computes in one call."""
 
     tokens: int
-    """Of its largest micro-batch."""
-    read: int
-    """Of these, those whose logits are asked for."""
+    """Number of tokens of the largest micro-batch."""
+
+    logit_tokens: int
+    """Number of these tokens whose logits are needed."""
+
     batches: int
+    """Number of micro-batches."""
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """One rank of a role."""
+    """Memory of one rank of a role, in bytes per part."""
 
-    held: Bytes
-    """Between calls."""
-    forward: Bytes
-    """Beside, in a pass without gradients."""
-    update: Bytes
-    """Beside, in an optimizer step; nothing for a role that does not learn."""
+    persistent: BytesPerPart
+    """Memory between calls."""
+
+    forward: BytesPerPart
+    """Additional memory during a pass without gradients."""
+
+    update: BytesPerPart
+    """Additional memory during an optimizer step; empty if the role is frozen."""
 
 
-def footprint(role: ModelRole, model: ModelSize, forward: Work, update: Work, device: str) -> Footprint:
-    """Of a role on a training backend; `device`: "cpu" or "cuda"."""
-    learning = role.learning is not None
-    backend, trained, shape = role.backend, trained_parameters(role, model), model.shape
-    state = backend.state(role.num_ranks, model, trained)
+# -------------------------------------------------------------------- training backends
 
-    def activations(work: Work, *, learns: bool) -> int:
-        return 0 if shape is None else _activations(backend, shape, work, device, learns=learns)
 
-    def in_flight(work: Work, *, learns: bool) -> int:
-        return backend.in_flight(role.num_ranks, model, trained, batches=work.batches, learns=learns)
+def footprint(
+    role: ModelRole, model: ModelSize, forward: Workload, update: Workload, device: str
+) -> Footprint:
+    """Return the memory of a role on a training backend.
 
-    looked_at: Bytes = {
-        "activations": activations(forward, learns=False),
-        "buffers": in_flight(forward, learns=False),
-    }
-    learned: Bytes = {}
-    if learning:
-        learned = {
-            "gradients": state.passing,
-            "activations": activations(update, learns=True),
-            "buffers": in_flight(update, learns=True),
+    Args:
+        role: Settings of the role.
+        model: Size of its model.
+        forward: Rows of a pass without gradients.
+        update: Rows of an optimizer step.
+        device: "cpu" or "cuda".
+    """
+    backend = role.backend
+    trained = trained_parameters(role, model)
+    memory = backend.rank_memory(role.num_ranks, model, trained)
+
+    def working(work: Workload, *, learns: bool) -> dict[MemoryPart, int]:
+        activations = 0
+        if model.shape is not None:
+            activations = _activations(
+                backend, model.shape, work, device, learns=learns
+            )
+        buffers = backend.working_bytes(
+            role.num_ranks, model, trained, batches=work.batches, learns=learns
+        )
+        return {"activations": activations, "buffers": buffers}
+
+    update_bytes: BytesPerPart = {}
+    if role.as_learner is not None:
+        update_bytes = {
+            "gradients": memory.transient,
+            **working(update, learns=True),
         }
-    return Footprint(state.kept, looked_at, learned)
+
+    return Footprint(
+        persistent=memory.persistent,
+        forward=working(forward, learns=False),
+        update=update_bytes,
+    )
 
 
 def trained_parameters(role: ModelRole, model: ModelSize) -> int:
-    """How many learn: all, those of an adapter, or none."""
-    if role.learning is None:
+    """Return the number of parameters that learn: all, those of an adapter, or none."""
+    if role.as_learner is None:
         return 0
-    return role.adapter.rank * model.adapter if role.adapter is not None else model.parameters
+    if role.adapter is None:
+        return model.parameters
+    return role.adapter.rank * model.adapter
 
 
-def _activations(backend: Backend, shape: ModelShape, work: Work, device: str, *, learns: bool) -> int:
-    """Of the layers that a rank holds, and of the head."""
-    cut, width = backend.cut(), backend.width
-    tensor, pipeline = cut.tensor, cut.pipeline
-    spread = tensor if cut.sliced else 1
-    queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-    hidden, inner = shape.hidden_size, shape.intermediate_size
-    passing = work.tokens * (FLOAT32 * 2 * hidden // spread + width * (2 * queries + 2 * keys + 3 * inner) // tensor)
-    head = _head(shape, work.read, width, device, tensor, learns=learns)
+def _activations(
+    backend: Backend, shape: ModelShape, work: Workload, device: str, *, learns: bool
+) -> int:
+    """Return the activations of the layers that a rank holds, and of the head."""
+    partition = backend.activation_partition()
+    tensor = partition.tensor_parallel
+    # Norms see all tokens on every rank, unless the ranks share the tokens.
+    norm_ranks = tensor if partition.sequence_parallel else 1
+
+    width = backend.compute_width
+    hidden = shape.hidden_size
+    inner = shape.intermediate_size
+    queries = shape.num_heads * shape.head_size
+    keys = shape.num_kv_heads * shape.head_size
+
+    # The layer that is computed at the moment.
+    current_layer = work.tokens * (
+        FLOAT32 * 2 * hidden // norm_ranks
+        + width * (2 * queries + 2 * keys + 3 * inner) // tensor
+    )
+    head = _head(shape, work.logit_tokens, width, device, tensor, learns=learns)
     if not learns:
-        return max(passing, head) + work.tokens * FLOAT32 * hidden
-    # Kept of a layer: 3 inputs and outputs of each norm in float32; of attention, queries and outputs before and behind
-    # norms and exchanges, keys and values; of the feed-forward part gate, its activation, up and their product.
-    saved = work.tokens * (FLOAT32 * 6 * hidden // spread + width * (5 * queries + 4 * keys + 4 * inner) // tensor)
-    layers = shape.num_layers // pipeline * min(pipeline, work.batches)  # 1F1B: as many batches are under way
-    if cut.recompute:
-        kept = layers * work.tokens * FLOAT32 * hidden // spread + saved
-    elif cut.on_host and device != "cpu":
-        kept = saved
+        return max(current_layer, head) + work.tokens * FLOAT32 * hidden
+
+    # Saved of a layer for the backward pass: 3 inputs and outputs of each norm in
+    # float32; of attention, queries and outputs before and after norms and exchanges,
+    # keys and values; of the feed-forward part, the gate, its activation, the up
+    # projection and their product.
+    saved_of_layer = work.tokens * (
+        FLOAT32 * 6 * hidden // norm_ranks
+        + width * (5 * queries + 4 * keys + 4 * inner) // tensor
+    )
+
+    # A pipeline stage holds as many micro-batches as there are stages (1F1B).
+    pipeline = partition.pipeline_parallel
+    layers = shape.num_layers // pipeline * min(pipeline, work.batches)
+
+    if partition.recompute:
+        inputs = layers * work.tokens * FLOAT32 * hidden // norm_ranks
+        saved = inputs + saved_of_layer
+    elif partition.offloaded and device != "cpu":
+        saved = saved_of_layer
     else:
-        kept = layers * saved
-    return kept + max(passing, head)
+        saved = layers * saved_of_layer
+    return saved + max(current_layer, head)
 
 
-def _head(shape: ModelShape, read: int, width: int, device: str, tensor: int, *, learns: bool) -> int:
-    """Logits, or the values of a head that has one number."""
+def _head(
+    shape: ModelShape,
+    logit_tokens: int,
+    width: int,
+    device: str,
+    tensor: int,
+    *,
+    learns: bool,
+) -> int:
+    """Return the memory for logits, or for the values of a head with one number.
+
+    Args:
+        shape: Shape of the model.
+        logit_tokens: Number of tokens whose logits are needed.
+        width: Bytes of a logit.
+        device: "cpu" or "cuda".
+        tensor: Number of ranks that share the vocabulary.
+        learns: Whether there is a backward pass.
+    """
     if shape.vocab_size == 1:
-        return FLOAT32 * read * shape.hidden_size
+        return FLOAT32 * logit_tokens * shape.hidden_size
+
     words = -(-shape.vocab_size // tensor)
-    logits = read * words
-    needed = 3 * FLOAT32 * min(logits, CHUNK_LOGITS[device])  # a chunk in float32, its log-probs, and their entropy
+    logits = logit_tokens * words
+    # A chunk of logits in float32, its log-probs, and their entropy.
+    chunk = 3 * FLOAT32 * min(logits, CHUNK_LOGITS[device])
+
     if logits <= KEPT_LOGITS:
-        return needed + width * logits * (2 if learns else 1)
-    return needed + (FLOAT32 * words * shape.hidden_size if learns else 0)
+        copies = 2 if learns else 1
+        return chunk + width * logits * copies
+
+    # Logits are computed again in the backward pass, which sums the head's gradient.
+    if learns:
+        return chunk + FLOAT32 * words * shape.hidden_size
+    return chunk
 
 
-# ------------------------------------------------------------------------------------------------ rollout engines
+# ---------------------------------------------------------------------- rollout engines
 
 
 def engine_footprint(
-    engine: RolloutEngineConfig, model: ModelSize, prompt_tokens: int, requests: int, device: str
+    engine: RolloutEngineConfig,
+    model: ModelSize,
+    prompt_tokens: int,
+    requests: int,
+    device: str,
 ) -> Footprint:
-    """One rank of a vLLM engine, which is given so many requests with so many tokens of prompts in all."""
-    width, tensor = (FLOAT32 if engine.dtype == "float32" else 2), engine.tensor_parallel
-    held: dict[Part, int] = {"weights": width * model.parameters // tensor, "cache": int(engine.kv_cache_gib * 2**30)}
-    working = 0
-    if (shape := model.shape) is not None:
-        tokens = min(prompt_tokens, _argument(engine, "max_num_batched_tokens", VLLM_BATCHED_TOKENS))
-        running = min(requests, _argument(engine, "max_num_seqs", VLLM_BATCHED_REQUESTS))
-        queries, keys = shape.num_heads * shape.head_size, shape.num_kv_heads * shape.head_size
-        parallel = 2 * queries + 2 * keys + 3 * shape.intermediate_size
-        layer = tokens * width * (4 * shape.hidden_size + parallel // tensor)
-        working = max(layer, 3 * FLOAT32 * running * shape.vocab_size)
-        if model.tied and device == "cpu":
-            held["buffers"] = width * shape.vocab_size * shape.hidden_size // tensor  # the head, packed for this CPU
-    return Footprint(held, {"activations": working}, {})
+    """Return the memory of one rank of a vLLM engine.
+
+    Args:
+        engine: Settings of the engine.
+        model: Size of its model.
+        prompt_tokens: Number of tokens of all prompts of a replica.
+        requests: Number of requests of a replica.
+        device: "cpu" or "cuda".
+    """
+    width = FLOAT32 if engine.dtype == "float32" else BFLOAT16
+    tensor = engine.tensor_parallel
+
+    persistent: dict[MemoryPart, int] = {
+        "weights": width * model.parameters // tensor,
+        "cache": int(engine.kv_cache_gib * 2**30),
+    }
+
+    shape = model.shape
+    if shape is None:
+        return Footprint(persistent, {"activations": 0}, {})
+
+    # On a CPU vLLM packs a copy of the head for the processor's instructions.
+    if model.tied and device == "cpu":
+        persistent["buffers"] = width * shape.vocab_size * shape.hidden_size // tensor
+
+    # vLLM limits the tokens and the requests of one forward pass.
+    most_tokens = _argument(engine, "max_num_batched_tokens", VLLM_BATCHED_TOKENS)
+    most_requests = _argument(engine, "max_num_seqs", VLLM_BATCHED_REQUESTS)
+    tokens = min(prompt_tokens, most_tokens)
+    running = min(requests, most_requests)
+
+    queries = shape.num_heads * shape.head_size
+    keys = shape.num_kv_heads * shape.head_size
+    parallel = 2 * queries + 2 * keys + 3 * shape.intermediate_size
+    layer = tokens * width * (4 * shape.hidden_size + parallel // tensor)
+    logits = 3 * FLOAT32 * running * shape.vocab_size
+    return Footprint(persistent, {"activations": max(layer, logits)}, {})
 
 
-def _argument(engine: RolloutEngineConfig, name: str, otherwise: int) -> int:
+def _argument(engine: RolloutEngineConfig, name: str, default: int) -> int:
+    """Return an integer among the arguments that the user passes to vLLM."""
     value = engine.vllm_args.get(name)
-    return value if isinstance(value, int) else otherwise
+    if isinstance(value, int):
+        return value
+    return default

@@ -1,7 +1,11 @@
-"""How large a model is, from the headers and config.json of its directory, or of the one that the run will make.
+"""Sizes of models, from the headers and config.json of their directories.
 
-Invariant: no tensor is read; a directory that says nothing has no parameters and no shape. Deliberately not here: how
-ranks share a model out (`footprints.py`).
+A model that the run will make has a size before it exists.
+
+Invariant: no tensor is read. A directory without readable files yields no parameters
+and no shape.
+
+Deliberately not here: how ranks partition a model (`footprints.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +21,12 @@ from verl_ray.backends.base import ParameterCounts
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.models.families import LANGUAGE_HEAD
-from verl_ray.preflight.model_directories import MADE_VOCABULARY, made_model, settings_of, tensor_shapes
+from verl_ray.preflight.model_files import (
+    MADE_VOCABULARY,
+    made_model,
+    settings_of,
+    tensor_shapes,
+)
 from verl_ray.profiling.flops import ModelShape
 
 if TYPE_CHECKING:
@@ -28,67 +37,123 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 @dataclass(frozen=True)
 class ModelSize(ParameterCounts):
-    """With the sizes that activations depend on."""
+    """Numbers of parameters of a model, and the sizes that activations depend on."""
 
     adapter: int
-    """Parameters of an adapter of rank 1 on the linear layers that were asked about."""
+    """Parameters of an adapter of rank 1 on the adapted linear layers."""
+
     shape: ModelShape | None
-    """None where config.json does not say, or layers differ."""
+    """None if config.json does not contain it, or if layers differ."""
+
     tied: bool
     """Whether the language head is the embedding."""
 
 
-def size_of(path: str, config: Config, head: HeadKind, adapted: Collection[str] = ()) -> ModelSize:
-    """Of the model in a directory with this head, in place of which it may have another; `adapted`: names of the linear
-    layers that get an adapter."""
-    settings = settings_of(path, config)
-    shape = ModelShape.of(settings, head)
+def size_of(
+    path: str, config: Config, head: HeadKind, adapted: Collection[str] = ()
+) -> ModelSize:
+    """Return the size of the model in a directory.
+
+    Args:
+        path: Directory of the model.
+        config: Configuration of the run, which may make the model.
+        head: Head that the model has in its role, in place of its own.
+        adapted: Names of the linear layers that get an adapter.
+    """
+    shape = ModelShape.of(settings_of(path, config), head)
     made = made_model(path, config)
     if made is not None:
         return _made_size(made, head, shape, adapted)
+
     shapes = tensor_shapes(path)
-    tied = LANGUAGE_HEAD not in shapes
+    is_tied = LANGUAGE_HEAD not in shapes
     if head == "value":
         shapes.pop(LANGUAGE_HEAD, None)
+
     sizes = {name: math.prod(sides) for name, sides in shapes.items()}
+    in_experts = sum(size for name, size in sizes.items() if ".experts." in name)
+
+    # The name of a tensor has the number of its layer: model.layers.0 and so on.
     layers = Counter[str]()
     for name, size in sizes.items():
-        if found := _LAYER.search(name):
-            layers[found[1]] += size
+        layer = _LAYER.search(name)
+        if layer is not None:
+            layers[layer[1]] += size
+
+    # An adapter of rank 1 has a column for the outputs and a row for the inputs.
+    adapter = sum(
+        sum(sides) for name, sides in shapes.items() if _linear_layer(name) in adapted
+    )
+
     return ModelSize(
         parameters=sum(sizes.values()),
-        of_experts=sum(size for name, size in sizes.items() if ".experts." in name),
+        in_experts=in_experts,
         in_layers=layers.total(),
         largest_layer=max(layers.values(), default=0),
-        adapter=sum(sum(sides) for name, sides in shapes.items() if _linear_layer(name) in adapted),
+        adapter=adapter,
         shape=shape,
-        tied=tied,
+        tied=is_tied,
     )
 
 
 def _linear_layer(tensor: str) -> str | None:
-    """The name of the layer whose weight this may be."""
+    """Return the name of the layer whose weight a tensor may be."""
     path = tensor.split(".")
-    return path[-2] if path[-1] == "weight" and len(path) > 1 else None
+    if path[-1] != "weight" or len(path) < 2:
+        return None
+    return path[-2]
 
 
-def _made_size(made: TinyModelConfig, head: HeadKind, shape: ModelShape | None, adapted: Collection[str]) -> ModelSize:
-    """As `verl_ray.models.tiny` makes it for arithmetic (Qwen3: norms on queries and keys)."""
-    hidden, size = made.hidden_size, made.head_size
-    queries, keys, inner = size * made.num_heads, size * made.num_kv_heads, made.intermediate_size
-    layer = 2 * hidden * (queries + keys) + 2 * size + 3 * hidden * inner + 2 * hidden
-    heads = 1 if made.tie_embeddings or head == "value" else 2
-    linear = {
-        "q_proj": hidden + queries, "k_proj": hidden + keys, "v_proj": hidden + keys, "o_proj": hidden + queries,
-        "gate_proj": hidden + inner, "up_proj": hidden + inner, "down_proj": hidden + inner,
-    }  # fmt: skip
+def _made_size(
+    made: TinyModelConfig,
+    head: HeadKind,
+    shape: ModelShape | None,
+    adapted: Collection[str],
+) -> ModelSize:
+    """Return the size of a model that `verl_ray.models.tiny` will make.
+
+    It is a Qwen3 model for arithmetic, with norms on queries and keys.
+    """
+    hidden = made.hidden_size
+    inner = made.intermediate_size
+    queries = made.head_size * made.num_heads
+    keys = made.head_size * made.num_kv_heads
+
+    attention = 2 * hidden * (queries + keys)
+    query_norms = 2 * made.head_size
+    feed_forward = 3 * hidden * inner
+    layer_norms = 2 * hidden
+    layer = attention + query_norms + feed_forward + layer_norms
     in_layers = made.num_layers * layer
+
+    # The embedding, and a language head unless it is the same tensor. A value head is
+    # not counted.
+    vocabulary_matrices = 2
+    if made.tie_embeddings or head == "value":
+        vocabulary_matrices = 1
+    vocabulary = MADE_VOCABULARY * hidden * vocabulary_matrices
+    last_norm = hidden
+
+    # Inputs and outputs of each linear layer, together.
+    linear_layers = {
+        "q_proj": hidden + queries,
+        "k_proj": hidden + keys,
+        "v_proj": hidden + keys,
+        "o_proj": hidden + queries,
+        "gate_proj": hidden + inner,
+        "up_proj": hidden + inner,
+        "down_proj": hidden + inner,
+    }
+    adapter_of_layer = sum(
+        sides for name, sides in linear_layers.items() if name in adapted
+    )
+
     return ModelSize(
-        parameters=in_layers + hidden + MADE_VOCABULARY * hidden * heads,
-        of_experts=0,
+        parameters=in_layers + last_norm + vocabulary,
+        in_experts=0,
         in_layers=in_layers,
         largest_layer=layer,
-        adapter=made.num_layers * sum(sides for name, sides in linear.items() if name in adapted),
+        adapter=made.num_layers * adapter_of_layer,
         shape=shape,
         tied=made.tie_embeddings,
     )

@@ -1,8 +1,10 @@
-"""What a run needs of a machine: devices, memory, shared memory, disk.
+"""Resources that a run needs of a machine: devices, memory, shared memory, disk.
 
-Invariant: only what certainly does not fit is a problem; what works, slowly, is a warning. Deliberately not here: the
-resources of a cluster, which the cluster is asked for when the run starts, and what memory is needed for
-(`memory_plan.py`).
+Invariant: only what certainly does not fit is a problem. What works slowly is a
+warning.
+
+Deliberately not here: the resources of a cluster, which are requested when the run
+starts, and what memory is needed for (`memory_plan.py`).
 """
 
 from __future__ import annotations
@@ -10,173 +12,301 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from verl_ray.config.algebra import batch_algebra
-from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED_ON_A_CPU
+from verl_ray.config.rules.vllm_args import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.paths import nearest_existing
 from verl_ray.preflight.footprints import trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, Machine
-from verl_ray.preflight.memory_plan import memory_plan, model_size, wire_bytes
+from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+from verl_ray.preflight.role_memory import model_size, wire_bytes
 
 BYTES_PER_SAVED_PARAMETER = 12
-"""float32 weight and the two moments of AdamW."""
+"""Bytes of a float32 weight and of AdamW's two moments."""
 
 BYTES_PER_TOKEN_OF_A_ROW = 32
-"""Token, mask, and the log-probs, values, advantages and returns that a step adds."""
+"""Bytes of a token, its mask, and the log-probs, values, advantages and returns that a
+step adds."""
 
 OBJECT_STORE_FLOOR_BYTES = 128 * MIB
-"""Ray refuses to start with much less."""
+"""Smallest object store. Ray refuses to start with much less."""
 
-LOG_ROOM_BYTES = 256 * MIB
-"""Logs, samples and metrics of one run."""
+LOG_BYTES = 256 * MIB
+"""Disk space for the logs, samples and metrics of a run."""
 
 
 def resource_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
-    """What would stop the run, whose configuration is resolved: a disk that is too small, and what `machine` lacks,
-    unless it is None."""
+    """Yield what would stop the run.
+
+    Args:
+        config: Configuration of the run, resolved for this machine.
+        machine: Machine that must hold the run. None checks only the disk.
+    """
     yield from _disk_problems(config)
-    if machine is not None:
-        yield from _memory_problems(config, machine)
-        yield from _gpu_problems(config, machine) if machine.gpus else _cpu_problems(config)
+    if machine is None:
+        return
+
+    yield from _memory_problems(config, machine)
+    if machine.gpus:
+        yield from _gpu_problems(config, machine)
+    else:
+        yield from _cpu_problems(config)
 
 
 def resource_warnings(config: Config, machine: Machine | None) -> Iterator[str]:
-    """What would only slow it."""
+    """Yield what would only slow the run."""
     yield from _idle_ranks(config)
     if machine is not None and not machine.gpus:
         yield from _cpu_warnings(config, machine)
 
 
+# ------------------------------------------------------------------------------ devices
+
+
 def _ranks(config: Config) -> dict[str, int]:
-    """Devices that each role keeps for itself: colocated roles count once, as the most that one of them has."""
-    roles = {name: role.num_ranks for name, role in config.model_roles.items()}
-    apart = {name: one.ranks for name, one in config.engines.items() if name in config.judges}
-    roles |= {name: one.ranks for name, one in config.engines.items() if name not in apart}
+    """Return the number of devices of each role.
+
+    Colocated roles share their devices, so only the role with most ranks is listed.
+    """
+    judges = {
+        name: engine.ranks
+        for name, engine in config.engines.items()
+        if name in config.judges
+    }
+    others = {name: role.num_ranks for name, role in config.model_roles.items()}
+    for name, engine in config.engines.items():
+        if name not in judges:
+            others[name] = engine.ranks
+
     if config.shares_processes:
-        largest = max(roles, key=lambda name: roles[name])
-        return {largest: roles[largest]} | apart
-    return roles | apart
+        largest = max(others, key=lambda name: others[name])
+        others = {largest: others[largest]}
+    # Judges have devices of their own.
+    return others | judges
 
 
 def _ranks_key(role: str, config: Config) -> str:
-    """The key that says how many ranks or replicas a role has."""
+    """Return the key of the setting that determines a role's number of devices."""
     engine = config.engines.get(role)
-    return f"{role}.num_ranks" if engine is None else f"{engine.section}.num_replicas"
+    if engine is None:
+        return f"{role}.num_ranks"
+    return f"{engine.section}.num_replicas"
+
+
+def _as_sum(ranks: Mapping[str, int]) -> str:
+    """Return numbers per role as text: actor 2 + rollout 1."""
+    return " + ".join(f"{name} {count}" for name, count in ranks.items())
 
 
 def _cpu_problems(config: Config) -> Iterator[Problem]:
-    drawing = config.drawing
-    if drawing is not None and drawing.rollout.sync.transport == "cuda_ipc":
+    """Yield settings that need a GPU."""
+    task = config.rollout_task
+    if task is not None and task.rollout.sync.transport == "cuda_ipc":
         rule = "it joins processes on one GPU, and this machine has none"
         yield Problem("rollout.sync.transport", "cuda_ipc", rule, "Use auto.")
-    if drawing is not None and drawing.placement.offload in ("all", "optimizer"):
+
+    if task is not None and task.placement.offload in ("all", "optimizer"):
         rule = "it frees GPUs, and this machine has none"
-        yield Problem("placement.offload", drawing.placement.offload, rule, "Use auto.")
+        yield Problem("placement.offload", task.placement.offload, rule, "Use auto.")
+
     for engine in config.engines.values():
         arguments = engine.config.vllm_args
         for name in sorted(arguments.keys() & VLLM_ARGS_FIXED_ON_A_CPU.keys()):
-            rule = f"this argument may not change on a CPU: {VLLM_ARGS_FIXED_ON_A_CPU[name]}"
-            yield Problem(f"{engine.section}.vllm_args.{name}", arguments[name], rule, "Leave it out.")
+            key = f"{engine.section}.vllm_args.{name}"
+            reason = VLLM_ARGS_FIXED_ON_A_CPU[name]
+            rule = f"this argument may not change on a CPU: {reason}"
+            yield Problem(key, arguments[name], rule, "Leave it out.")
 
 
 def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
-    drawing = config.drawing
-    if drawing is not None and drawing.placement.kind == "colocated" and drawing.rollout.tensor_parallel > 1:
-        parallel = drawing.rollout.tensor_parallel
-        rule = "with placement=colocated a rollout engine shares exactly one GPU with a trainer rank"
-        fix = f"Use placement=separate, or rollout.tensor_parallel=1 and {parallel} times the rollout.num_replicas."
-        yield Problem("rollout.tensor_parallel", parallel, rule, fix)
+    """Yield settings that do not fit the GPUs of the machine."""
+    task = config.rollout_task
+    if task is not None and task.placement.kind == "colocated":
+        parallel = task.rollout.tensor_parallel
+        if parallel > 1:
+            rule = (
+                "with placement=colocated a rollout engine shares exactly one GPU with"
+                " a trainer rank"
+            )
+            fix = (
+                "Use placement=separate, or rollout.tensor_parallel=1 and"
+                f" {parallel} times the rollout.num_replicas."
+            )
+            yield Problem("rollout.tensor_parallel", parallel, rule, fix)
+
     ranks = _ranks(config)
     needed = sum(ranks.values())
     if needed > machine.gpus:
         largest = max(ranks, key=lambda name: ranks[name])
-        key = _ranks_key(largest, config)
-        split = " + ".join(f"{name} {count}" for name, count in ranks.items())
-        rule = f"the run needs {needed} GPUs ({split}), and this machine has {machine.gpus}"
-        fix = f"Lower it by {needed - machine.gpus}, choose placement=colocated, or set ray.address to a cluster."
-        yield Problem(key, ranks[largest], rule, fix)
+        rule = (
+            f"the run needs {needed} GPUs ({_as_sum(ranks)}), and this machine has"
+            f" {machine.gpus}"
+        )
+        fix = (
+            f"Lower it by {needed - machine.gpus}, choose placement=colocated, or set"
+            " ray.address to a cluster."
+        )
+        yield Problem(_ranks_key(largest, config), ranks[largest], rule, fix)
 
 
 def _cpu_warnings(config: Config, machine: Machine) -> Iterator[str]:
+    """Yield a warning if more threads compute than the machine has cores."""
     ranks = _ranks(config)
-    given = config.run.threads_per_rank
-    threads = given if isinstance(given, int) else 1  # cores are shared out so that each rank has one at least
+    # Cores are shared out so that each rank has at least one.
+    threads = 1
+    if isinstance(config.run.threads_per_rank, int):
+        threads = config.run.threads_per_rank
+
     busy = sum(ranks.values()) * threads
     if busy > machine.cores:
-        split = " + ".join(f"{name} {count}" for name, count in ranks.items())
         yield (
-            f"{busy} threads compute at once ({split}, {threads} per rank) on {machine.cores} cores: "
-            "the run works, slower than with fewer ranks (num_ranks, rollout.num_replicas, run.threads_per_rank)"
+            f"{busy} threads compute at once ({_as_sum(ranks)}, {threads} per rank) on"
+            f" {machine.cores} cores: the run works, slower than with fewer ranks"
+            " (num_ranks, rollout.num_replicas, run.threads_per_rank)"
         )
 
 
 def _idle_ranks(config: Config) -> Iterator[str]:
+    """Yield a warning for each role whose mini-batches are too small for its ranks."""
     for role in batch_algebra(config).roles:
-        if role.mini_batch_size is not None and role.mini_batch_size < role.shares:
-            idle = (role.shares - role.mini_batch_size) * (role.ranks // role.shares)
-            yield (
-                f"{role.role}.num_ranks={role.ranks} share mini-batches of {role.mini_batch_size} rows: "
-                f"{idle} ranks have nothing to do in each update"
-            )
+        rows = role.mini_batch_size
+        if rows is None or rows >= role.dp_size:
+            continue
+
+        # Ranks that share rows are idle together.
+        ranks_per_share = role.ranks // role.dp_size
+        idle = (role.dp_size - rows) * ranks_per_share
+        yield (
+            f"{role.role}.num_ranks={role.ranks} share mini-batches of {rows} rows:"
+            f" {idle} ranks have nothing to do in each update"
+        )
+
+
+# ------------------------------------------------------------------------------- memory
 
 
 def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
-    """What certainly does not fit: processes, weights, optimizer and caches, without activations."""
-    shared = _shared_memory_bytes(config)
-    if shared > machine.shm_free_bytes:
-        yield Problem(
-            "/dev/shm",
-            f"{machine.shm_free_bytes / MIB:.0f} MiB free",
-            f"rows and weights travel through shared memory, about {shared / MIB:.0f} MiB of it",
-            f"Start the container with --shm-size={math.ceil(shared / GIB) + 1}g, or remount /dev/shm larger.",
-        )
-    found = memory_plan(config, on_gpus=machine.gpus > 0)
-    phase, needed = found.fullest(on_device=True, certain=True)
-    if machine.gpu_memory_bytes is not None and needed > machine.gpu_memory_bytes:
-        rule = f"weights, optimizer and caches take at least {needed / GIB:.1f} GiB of a GPU ({phase})"
-        has = f"These have {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        fix = f"{has}: share the model out over more ranks, lower rollout.kv_cache_gib, or take a smaller model."
-        yield Problem("model.path", config.model.path, rule, fix)
-    phase, needed = found.fullest(on_device=False, certain=True)
-    if needed <= machine.memory_bytes:
+    """Yield memory that the machine certainly lacks.
+
+    Processes, weights, optimizer and caches are counted, activations are not.
+    """
+    yield from _shared_memory_problems(config, machine)
+
+    plan = memory_plan(config, on_gpus=machine.gpus > 0)
+    yield from _device_memory_problems(plan, config, machine)
+    yield from _host_memory_problems(plan, config, machine)
+
+
+def _shared_memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    """Yield a problem if /dev/shm is too small."""
+    needed = _shared_memory_bytes(config)
+    if needed <= machine.shm_free_bytes:
         return
-    has = f"This machine has {machine.memory_bytes / GIB:.1f} GiB"
-    if 2 * sum(one.nbytes for one in found.processes) > needed:
-        most = max(found.processes, key=lambda one: one.nbytes)
-        kinds = Counter[str]()
-        for one in found.processes:
-            kinds[one.kind] += one.ranks
-        split = " + ".join(f"{kind} {count}" for kind, count in kinds.items())
-        rule = f"{kinds.total()} processes ({split}) and what they hold take at least {needed / GIB:.1f} GiB"
-        yield Problem(most.key, most.value, rule, f"{has}: use fewer, or set ray.address to a cluster.")
-    elif machine.gpus:
-        rule = f"what models keep on the host ({phase}) and processes take at least {needed / GIB:.1f} GiB"
-        yield Problem("model.path", config.model.path, rule, f"{has}: take a smaller model, or placement=separate.")
-    else:
-        rule = f"processes, weights, optimizer and caches take at least {needed / GIB:.1f} GiB before any activation"
-        yield Problem("model.path", config.model.path, rule, f"{has}: take a smaller model or rollout.kv_cache_gib.")
+
+    # Ray's object store and the wire are files in /dev/shm.
+    free = f"{machine.shm_free_bytes / MIB:.0f} MiB free"
+    rule = (
+        f"rows and weights travel through shared memory, about {needed / MIB:.0f} MiB"
+        " of it"
+    )
+    size_gib = math.ceil(needed / GIB) + 1
+    fix = (
+        f"Start the container with --shm-size={size_gib}g, or remount /dev/shm larger."
+    )
+    yield Problem("/dev/shm", free, rule, fix)
 
 
 def _shared_memory_bytes(config: Config) -> int:
+    """Return the shared memory for a step's rows, and for the weights on their way."""
     sizes = batch_algebra(config)
-    rows = max(sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW, OBJECT_STORE_FLOOR_BYTES)
-    return rows if config.drawing is None else rows + wire_bytes(config.drawing)
+    rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
+    object_store = max(rows, OBJECT_STORE_FLOOR_BYTES)
+    if config.rollout_task is None:
+        return object_store
+    return object_store + wire_bytes(config.rollout_task)
+
+
+def _device_memory_problems(
+    plan: MemoryPlan, config: Config, machine: Machine
+) -> Iterator[Problem]:
+    """Yield a problem if the smallest GPU is too small."""
+    phase, needed = plan.fullest(on_device=True, certain=True)
+    if machine.gpu_memory_bytes is None or needed <= machine.gpu_memory_bytes:
+        return
+
+    rule = (
+        f"weights, optimizer and caches take at least {needed / GIB:.1f} GiB of a GPU"
+        f" ({phase})"
+    )
+    fix = (
+        f"These have {machine.gpu_memory_bytes / GIB:.1f} GiB: share the model out over"
+        " more ranks, lower rollout.kv_cache_gib, or take a smaller model."
+    )
+    yield Problem("model.path", config.model.path, rule, fix)
+
+
+def _host_memory_problems(
+    plan: MemoryPlan, config: Config, machine: Machine
+) -> Iterator[Problem]:
+    """Yield a problem if the machine has too little memory, with what takes most."""
+    phase, needed = plan.fullest(on_device=False, certain=True)
+    if needed <= machine.memory_bytes:
+        return
+
+    at_least = f"at least {needed / GIB:.1f} GiB"
+    available = f"This machine has {machine.memory_bytes / GIB:.1f} GiB"
+
+    # Fewer processes help if these take more than half of the memory by themselves.
+    if 2 * sum(group.nbytes for group in plan.processes) > needed:
+        most = max(plan.processes, key=lambda group: group.nbytes)
+        kinds = Counter[str]()
+        for group in plan.processes:
+            kinds[group.kind] += group.ranks
+        rule = (
+            f"{kinds.total()} processes ({_as_sum(kinds)}) and what they hold take"
+            f" {at_least}"
+        )
+        fix = f"{available}: use fewer, or set ray.address to a cluster."
+        yield Problem(most.key, most.value, rule, fix)
+        return
+
+    if machine.gpus:
+        # Offloaded weights and optimizer state.
+        rule = f"what models keep on the host ({phase}) and processes take {at_least}"
+        fix = f"{available}: take a smaller model, or placement=separate."
+    else:
+        rule = (
+            f"processes, weights, optimizer and caches take {at_least} before any"
+            " activation"
+        )
+        fix = f"{available}: take a smaller model or rollout.kv_cache_gib."
+    yield Problem("model.path", config.model.path, rule, fix)
+
+
+# --------------------------------------------------------------------------------- disk
 
 
 def _disk_problems(config: Config) -> Iterator[Problem]:
+    """Yield a problem if the disk of run.dir is too small for the run's files."""
     free = shutil.disk_usage(nearest_existing(config.run.dir)).free
-    roles = config.model_roles.items()
-    learned = sum(trained_parameters(role, model_size(name, role, config)) for name, role in roles)
-    checkpoint = learned * BYTES_PER_SAVED_PARAMETER
-    # One more than are kept: the oldest goes only when the newest is whole.
-    needed = LOG_ROOM_BYTES + (checkpoint * (config.run.keep_checkpoints + 1) if config.run.checkpoint_every else 0)
+
+    needed = LOG_BYTES
+    if config.run.checkpoint_every:
+        learned = 0
+        for name, role in config.model_roles.items():
+            learned += trained_parameters(role, model_size(name, role, config))
+        checkpoint = learned * BYTES_PER_SAVED_PARAMETER
+        # The oldest checkpoint is removed only once the newest is whole, so for a
+        # while there is one more.
+        needed += checkpoint * (config.run.keep_checkpoints + 1)
+
     if needed > free:
-        yield Problem(
-            "run.dir",
-            config.run.dir,
-            f"the run writes up to {needed / GIB:.1f} GiB there, and {free / GIB:.1f} GiB are free",
-            "Free some, choose another run.dir, or lower run.keep_checkpoints.",
+        rule = (
+            f"the run writes up to {needed / GIB:.1f} GiB there, and {free / GIB:.1f}"
+            " GiB are free"
         )
+        fix = "Free some, choose another run.dir, or lower run.keep_checkpoints."
+        yield Problem("run.dir", config.run.dir, rule, fix)

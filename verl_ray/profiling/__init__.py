@@ -1,1 +1,1 @@
-"""Where a step's time, memory and arithmetic go."""
+"""Measures of a step: its time, memory, arithmetic and progress."""

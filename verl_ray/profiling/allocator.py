@@ -1,8 +1,9 @@
-"""The settings of torch's allocator of device memory, as far as the project has a say in them.
+"""Settings of torch's allocator of device memory.
 
-Invariant: what a user set is never changed for a trainer. Nothing here imports torch before it has to: the settings are
-environment variables, which torch reads once. Deliberately not here: rollout engines, which cannot use what trainers
-can (`rollout/vllm_setup.py`).
+Invariant: a setting of the user is never changed for a trainer. Nothing here imports
+torch before it has to, since the settings are environment variables that torch reads
+once. Deliberately not here: rollout engines, which cannot use what trainers can
+(`rollout/vllm_setup.py`).
 """
 
 from __future__ import annotations
@@ -12,42 +13,61 @@ import os
 from collections.abc import Iterator, Mapping
 
 VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-"""All that torch 2.11 to 2.13 reads, in the order in which it looks: the first that is set counts."""
+"""Variables that torch 2.11 to 2.13 reads. The first that is set counts."""
 
 EXPANDABLE = ("expandable_segments:true", "expandable_segments:1")
 
 
-def trainer_environment(given: Mapping[str, str]) -> dict[str, str]:
-    """What a trainer on a GPU needs beside the variables that it was `given`: segments that grow, unless the user set
-    anything of the allocator. Rows of changing lengths otherwise leave holes in fixed segments that no later
-    micro-batch fits into."""
-    if any(given.get(name) for name in VARIABLES):
+def trainer_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """Variables that a trainer on a GPU needs besides the inherited ones.
+
+    A trainer uses expandable segments unless the user has set anything of the
+    allocator. In segments of fixed size, rows of changing lengths leave holes that no
+    later micro-batch fits into.
+
+    Args:
+        inherited: Variables that the process was started with.
+    """
+    if any(inherited.get(name) for name in VARIABLES):
         return {}
     return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
 @contextlib.contextmanager
 def exportable() -> Iterator[None]:
-    """Device memory that is allocated inside can be exported to another process.
+    """Make device memory that is allocated in the block exportable to other processes.
 
-    Memory of an expandable segment is exported as file descriptors, which the other process has to fetch from this one:
-    kernels before 5.6 and containers without the right to trace cannot. While the setting is off, torch's allocator
-    serves requests from segments of the fixed kind alone, also where an expandable one has room.
+    Memory of an expandable segment is exported as file descriptors, which the other
+    process has to fetch from this one. Kernels before 5.6, and containers without the
+    right to trace, cannot do that. While the setting is off, torch's allocator serves
+    requests from segments of fixed size alone, also where an expandable one has
+    available bytes.
     """
-    settings = next((value for name in VARIABLES if (value := os.environ.get(name))), "")
+    settings = _current_settings()
     if not is_expandable(settings):
         yield
         return
+
     import torch
 
     torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
     try:
         yield
     finally:
-        # all of them: those that a call does not name may go back to their defaults
+        # All settings are restored: those that a call does not name may return to
+        # their defaults.
         torch._C._accelerator_setAllocatorSettings(settings)
 
 
+def _current_settings() -> str:
+    for name in VARIABLES:
+        value = os.environ.get(name)
+        if value:
+            return value
+    return ""
+
+
 def is_expandable(settings: str) -> bool:
-    """Whether such a variable asks for expandable segments."""
-    return any(one.lower().replace(" ", "") in EXPANDABLE for one in settings.split(","))
+    """Whether the value of such a variable requests expandable segments."""
+    normalized = [setting.lower().replace(" ", "") for setting in settings.split(",")]
+    return any(setting in EXPANDABLE for setting in normalized)

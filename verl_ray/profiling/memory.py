@@ -1,7 +1,8 @@
-"""How much memory processes hold, on the host and on a device.
+"""Memory that processes hold, on the host and on a device.
 
-Invariant: bytes everywhere, except in names that end in `_gib`; the memory of several processes is the sum of their
-proportional set sizes (PSS), in which a page shared by n of them counts 1/n in each. Not a predictor of memory.
+Invariant: all amounts are bytes, except in names that end in `_gib`. The memory of
+several processes is the sum of their proportional set sizes (PSS), in which a page
+shared by n of them counts 1/n in each. Not a prediction of memory.
 """
 
 from __future__ import annotations
@@ -22,10 +23,17 @@ import psutil
 
 GIB = 1 << 30
 
+# The kernel lists the highest value before the present one.
+_RESIDENT = re.compile(rb"Vm(?:HWM|RSS):\s+(\d+) kB")
+_RESET_PEAK = b"5"
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Of this process on its current device, as torch's allocator counts it; peaks since they were last reset."""
+    """Memory of this process on its current device, as torch's allocator counts it.
+
+    Peaks are those since the last reset.
+    """
 
     allocated_bytes: int
     peak_allocated_bytes: int
@@ -41,13 +49,14 @@ def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
     """Memory on the current CUDA device; None where there is none.
 
     Args:
-        reset_peak: let the peaks start anew after this reading.
+        reset_peak: Whether to reset the peaks after this reading.
     """
-    # Imported here because a driver asks for host memory without ever loading torch.
+    # A driver reads host memory without ever importing torch.
     import torch
 
     if not torch.cuda.is_available():
         return None
+
     memory = DeviceMemory(
         allocated_bytes=torch.cuda.memory_allocated(),
         peak_allocated_bytes=torch.cuda.max_memory_allocated(),
@@ -59,140 +68,189 @@ def device_memory(reset_peak: bool = False) -> DeviceMemory | None:
 
 
 def own_peak_bytes() -> int:
-    """The most physical memory that this process has held so far, shared pages included; no sample misses a peak.
+    """Peak of this process's physical memory so far, shared pages included.
 
-    Not `ru_maxrss`, which begins with the memory of the process that started this one.
+    The kernel keeps it, so no peak is missed. `ru_maxrss` would begin with the memory
+    of the process that started this one.
     """
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["VmHWM"].removesuffix("kB")) * 1024
+    return _own_status_bytes("VmHWM")
+
+
+def anonymous_bytes() -> int:
+    """Memory of this process without a file behind it; on Linux alone.
+
+    Pages of mapped files do not count: the kernel takes them back when it needs them.
+    """
+    return _own_status_bytes("RssAnon")
+
+
+def _own_status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    status = dict(line.split(":", 1) for line in lines)
+    return int(status[field].removesuffix("kB")) * 1024
 
 
 def malloc_trim() -> bool:
-    """Give freed heap memory back to the operating system. True = some was given; always False without glibc."""
+    """Return freed heap memory to the operating system.
+
+    Returns:
+        Whether some was returned; always False without glibc.
+    """
     if not sys.platform.startswith("linux"):
         return False
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     return trim is not None and trim(0) == 1
 
 
-def anonymous_bytes() -> int:
-    """Memory of this process that no file stands behind; pages of mapped files, which the kernel takes back when it
-    needs them, do not count. Linux alone."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(status["RssAnon"].removesuffix("kB")) * 1024
-
-
 class AnonymousGrowth:
-    """By how much this process's anonymous memory grew at most inside the block: `with AnonymousGrowth() as one:`."""
+    """Largest growth of this process's anonymous memory within a block.
+
+    Use it as `with AnonymousGrowth() as growth:`; `peak_bytes` is set at the end.
+    """
 
     peak_bytes = 0
 
     def __enter__(self) -> AnonymousGrowth:
+        # Garbage of earlier work would hide growth that reuses its memory.
         gc.collect()
         malloc_trim()
-        self._before = self._most = anonymous_bytes()
+        self._bytes_before = anonymous_bytes()
+        self._most_bytes = self._bytes_before
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._look()  # on a busy machine the thread may not have come to it
+        # On a busy machine the thread may not have sampled at all.
+        self._sample()
         self._ended.set()
         self._thread.join()
-        self.peak_bytes = self._most - self._before
+        self.peak_bytes = self._most_bytes - self._bytes_before
 
     def _watch(self) -> None:
+        # Samples every 2 ms. Ends with the block.
         while not self._ended.wait(0.002):
-            self._look()
+            self._sample()
 
-    def _look(self) -> None:
-        self._most = max(self._most, anonymous_bytes())
+    def _sample(self) -> None:
+        self._most_bytes = max(self._most_bytes, anonymous_bytes())
 
 
 @dataclass(frozen=True)
 class CallPeaks:
-    """The memory of a process as `PeakWatch` saw it, in bytes."""
+    """Memory of a process as `PeakWatch` saw it, in bytes.
 
-    now: int
+    Attributes:
+        current_bytes: What the process holds now.
+        by_call: (role, method) -> the most that the process held during such a call.
+            Only calls count that ended since the last `PeakWatch.take`.
+    """
+
+    current_bytes: int
     by_call: dict[tuple[str, str], int]
-    """(role, method) -> the most that the process held while it ran, since this was last taken."""
 
 
 class PeakWatch:
-    """What this process holds at most while each of its calls runs (they may overlap): `with watch(role, method):`.
+    """Peak memory of this process during each of its calls, which may overlap.
 
-    On a CPU that is the resident set, whose highest value the kernel keeps and forgets when told to; where it may not
-    be told, one that did not rise above an earlier one is taken to be what there is at the end. On a device it is what
-    torch's allocator gave out there. Measured: 29 microseconds per call on a CPU. Linux alone.
+    Use it as `with watch(role, method):`. On a device, the memory is what torch's
+    allocator has given out there. On a CPU, it is the resident set. The kernel keeps
+    the highest value and resets it on request. Where the process has no right to
+    request that, a highest value that did not rise tells nothing, and the present value
+    is taken instead. Measured: 29 microseconds per call on a CPU. On Linux alone.
+
+    Args:
+        on_device: Whether the process computes on a device.
     """
 
     def __init__(self, *, on_device: bool) -> None:
         self._on_device = on_device
-        self._status = os.open("/proc/self/status", os.O_RDONLY)
-        self._forget: int | None = None
+        self._status_file = os.open("/proc/self/status", os.O_RDONLY)
+        self._reset_file: int | None = None
         with contextlib.suppress(OSError):
-            self._forget = os.open("/proc/self/clear_refs", os.O_WRONLY)
-        self._highest = 0
+            self._reset_file = os.open("/proc/self/clear_refs", os.O_WRONLY)
+        # Highest value of the resident set that the kernel has reported so far.
+        self._highest_bytes = 0
+
         self._lock = threading.Lock()
-        self._running: dict[object, int] = {}
-        self._peaks: dict[tuple[str, str], int] = {}
+        self._peaks_of_running: dict[object, int] = {}
+        self._peaks_of_ended: dict[tuple[str, str], int] = {}
 
     @contextlib.contextmanager
     def __call__(self, role: str, method: str) -> Iterator[None]:
+        """Record the peak of the block as one of `method` of `role`."""
         call = object()
         with self._lock:
-            self._see()
-            self._running[call] = 0
+            # The memory before this call belongs to the others alone.
+            self._sample()
+            self._peaks_of_running[call] = 0
         try:
             yield
         finally:
             with self._lock:
-                self._see()
-                peak = self._running.pop(call)
-                self._peaks[role, method] = max(peak, self._peaks.get((role, method), 0))
+                self._sample()
+                peak = self._peaks_of_running.pop(call)
+                earlier_peak = self._peaks_of_ended.get((role, method), 0)
+                self._peaks_of_ended[role, method] = max(peak, earlier_peak)
 
     def take(self) -> CallPeaks:
-        """The peaks of the calls that ended since this was called last."""
+        """Return the peaks of the calls that ended since the last `take`."""
         with self._lock:
-            peaks, self._peaks = self._peaks, {}
-            return CallPeaks(self._see(), peaks)
+            peaks = self._peaks_of_ended
+            self._peaks_of_ended = {}
+            return CallPeaks(self._sample(), peaks)
 
-    def _see(self) -> int:
-        """Tell the calls that run of the peak since the last time; what is held now, in bytes."""
-        peak, now = self._device() if self._on_device else self._resident()
-        for call, seen in self._running.items():
-            self._running[call] = max(seen, peak)
-        return now
+    def _sample(self) -> int:
+        """Add the peak since the last sample to all running calls.
 
-    def _resident(self) -> tuple[int, int]:
-        status = os.pread(self._status, 8192, 0)
-        highest, now = (1024 * int(found) for found in _RESIDENT.findall(status))
-        if self._forget is not None:
+        Returns:
+            What the process holds now, in bytes.
+        """
+        if self._on_device:
+            peak, current = self._device_bytes()
+        else:
+            peak, current = self._resident_bytes()
+        for call, call_peak in self._peaks_of_running.items():
+            self._peaks_of_running[call] = max(call_peak, peak)
+        return current
+
+    def _resident_bytes(self) -> tuple[int, int]:
+        """Peak of the resident set since the last sample, and its present size."""
+        status = os.pread(self._status_file, 8192, 0)
+        highest, current = (1024 * int(kib) for kib in _RESIDENT.findall(status))
+
+        if self._reset_file is not None:
             try:
-                os.pwrite(self._forget, b"5", 0)
-                return highest, now
+                os.pwrite(self._reset_file, _RESET_PEAK, 0)
+                return highest, current
             except OSError:
-                self._forget = None
-        peak = highest if highest > self._highest else now
-        self._highest = highest
-        return peak, now
+                # The process has no right to reset the peak.
+                self._reset_file = None
 
-    def _device(self) -> tuple[int, int]:
+        peak = current
+        if highest > self._highest_bytes:
+            peak = highest
+        self._highest_bytes = highest
+        return peak, current
+
+    def _device_bytes(self) -> tuple[int, int]:
+        """Peak of the device's memory since the last sample, and its present size."""
+        # A process that has not used the device must not begin with it here.
         torch = sys.modules.get("torch")
         if torch is None or not torch.cuda.is_initialized():
             return 0, 0
         memory = device_memory(reset_peak=True)
-        return (0, 0) if memory is None else (memory.peak_allocated_bytes, memory.allocated_bytes)
-
-
-_RESIDENT = re.compile(rb"Vm(?:HWM|RSS):\s+(\d+) kB")  # in this order
+        if memory is None:
+            return 0, 0
+        return memory.peak_allocated_bytes, memory.allocated_bytes
 
 
 def tree_pss_bytes(root_pid: int) -> int:
-    """Summed PSS of a process and all its descendants; those that end meanwhile count 0.
+    """Summed PSS of a process and all its descendants.
 
-    A cluster that was started by somebody else is not among the descendants.
+    Processes that end meanwhile count 0. A cluster that somebody else has started is
+    not among the descendants.
     """
     try:
         root = psutil.Process(root_pid)
@@ -210,21 +268,27 @@ def _pss_bytes(process: psutil.Process) -> int:
 
 
 class TreeMemorySampler:
-    """Watches the memory of a process tree from a thread while its block runs: `with TreeMemorySampler() as memory:`.
+    """Peak memory of a process tree within a block, sampled by a thread.
 
-    A sample takes milliseconds per process (5 measured with torch loaded), so a short interval disturbs the processes.
+    Use it as `with TreeMemorySampler() as memory:`. A sample takes milliseconds per
+    process (5 measured with torch loaded), so a short interval disturbs the processes.
+    One sample is taken at the start and one at the end in any case.
 
     Args:
-        root_pid: root of the tree; None = this process.
-        interval_s: pause between samples. One sample is taken at the start and one at the end in any case.
+        root_pid: Root of the tree; None for this process.
+        interval_s: Pause between samples in seconds.
     """
 
     def __init__(self, root_pid: int | None = None, interval_s: float = 0.5) -> None:
         self.peak_bytes = 0
-        self._root_pid = os.getpid() if root_pid is None else root_pid
+        if root_pid is None:
+            root_pid = os.getpid()
+        self._root_pid = root_pid
         self._interval_s = interval_s
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="memory sampler", daemon=True)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._watch, name="memory sampler", daemon=True
+        )
 
     def __enter__(self) -> TreeMemorySampler:
         self._sample()
@@ -232,14 +296,18 @@ class TreeMemorySampler:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
-        self._stop.set()
+        self._ended.set()
         self._thread.join()
         self._sample()
 
     def _watch(self) -> None:
-        while not self._stop.wait(self._interval_s):
+        # Samples at regular intervals. Ends with the block.
+        while not self._ended.wait(self._interval_s):
             self._sample()
 
     def _sample(self) -> None:

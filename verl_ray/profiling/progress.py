@@ -1,11 +1,13 @@
-"""What this process has done of its present work, and when it last got on with it.
+"""Progress of this process: how much of its present work is done, and since when.
 
-Workers count rows, micro-batches, tokens or bytes where they do them; whoever watches the process reads the counts from
-another thread, also while the work is stuck. Each thread counts for itself, so counting takes no lock, and it never
-waits for a device. Measured: 0.2 microseconds per count.
+Workers count rows, micro-batches, tokens or bytes where they process them. The driver
+reads the counts from another thread, also while the work is stuck. Each thread counts
+for itself, so a count takes no lock, and it never waits for a device. Measured: 0.2
+microseconds per count.
 
-Invariant: every count moves the process's clock, and nothing else does. Deliberately not here: how long a process may
-stand still, and what happens then (`verl_ray/cluster/heartbeat.py`).
+Invariant: every count moves the process's clock, and nothing else does. Deliberately
+not here: how long a process may stand still, and what happens then
+(`verl_ray/cluster/heartbeat.py`).
 """
 
 from __future__ import annotations
@@ -19,73 +21,90 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Progress:
-    """What a process says of its work."""
+    """Report of a process about its work.
+
+    Attributes:
+        done: How much is done of the work that progressed last.
+        total: Size of that work; None where it is not known in advance.
+        unit: What is counted; empty while nothing has been counted since the work
+            began.
+        idle_s: Seconds since the last progress of the process in any work.
+        waits_for_others: Whether the process reports that it waits for another one,
+            which may then be the cause of a delay.
+    """
 
     done: int
-    """How much of the work that got on last is done."""
     total: int | None
-    """Of how much; None where nobody knows beforehand."""
     unit: str
-    """What is counted; empty while nothing has been counted since the work began."""
     idle_s: float
-    """Seconds since the process last got on with anything."""
     waits_for_others: bool
-    """Whether it says that it waits for another process: then what holds it up may be there."""
 
     def __str__(self) -> str:
         if not self.unit:
             return "nothing"
-        return f"{self.done} {self.unit}" if self.total is None else f"{self.done} of {self.total} {self.unit}"
+        if self.total is None:
+            return f"{self.done} {self.unit}"
+        return f"{self.done} of {self.total} {self.unit}"
 
 
 @dataclass
-class _Work:
-    """What one thread does."""
+class _ThreadWork:
+    """Present work of one thread; `progress_at` is a time of the monotonic clock."""
 
-    moved: float
+    progress_at: float
     done: int = 0
     total: int | None = None
     unit: str = ""
 
 
-_imported = time.monotonic()
+_imported_at = time.monotonic()
 
-_works: dict[int, _Work] = {}
-"""By thread. Those of threads that have ended stay until the number is used again; they are few."""
+_work_of_threads: dict[int, _ThreadWork] = {}
+"""Work by thread id.
+
+Entries of ended threads stay until their id is used again; they are few.
+"""
 
 _waits: list[None] = []
-"""One entry per thread that waits for another process: appending and removing take no lock."""
+"""One entry per thread that waits for another process.
+
+Appending and removing takes no lock.
+"""
 
 
 def begin() -> None:
-    """This thread begins with something else: what it has counted so far belongs to what it did before."""
-    _works[threading.get_ident()] = _Work(time.monotonic())
+    """Begin new work in this thread: its counts so far belong to its earlier work."""
+    _work_of_threads[threading.get_ident()] = _ThreadWork(time.monotonic())
 
 
 def touch() -> None:
-    """This thread got on, with nothing to count."""
-    _own().moved = time.monotonic()
+    """Record progress of this thread without a count."""
+    _own_work().progress_at = time.monotonic()
 
 
 def advance(count: int, unit: str) -> None:
-    """This thread has done so many more."""
-    work = _own()
+    """Record that this thread has done `count` more units."""
+    work = _own_work()
     if work.unit != unit:
-        work.done, work.total, work.unit = 0, None, unit
+        work.done = 0
+        work.total = None
+        work.unit = unit
     work.done += count
-    work.moved = time.monotonic()
+    work.progress_at = time.monotonic()
 
 
 def reach(done: int, total: int, unit: str) -> None:
-    """This thread has done so many of so many."""
-    work = _own()
-    work.done, work.total, work.unit = done, total, unit
-    work.moved = time.monotonic()
+    """Record that this thread has done `done` of `total` units."""
+    work = _own_work()
+    work.done = done
+    work.total = total
+    work.unit = unit
+    work.progress_at = time.monotonic()
 
 
 @contextlib.contextmanager
 def waiting_for_others() -> Iterator[None]:
-    """While this thread waits for another process, which may be the one that is stuck."""
+    """Report that this thread waits for another process, which may be stuck."""
     _waits.append(None)
     try:
         yield
@@ -94,14 +113,25 @@ def waiting_for_others() -> Iterator[None]:
 
 
 def progress() -> Progress:
-    """How far this process is; from any thread, at once."""
-    last = max(_works.copy().values(), key=lambda work: work.moved, default=_Work(_imported))
-    return Progress(last.done, last.total, last.unit, max(0.0, time.monotonic() - last.moved), bool(_waits))
+    """Progress of this process; callable from any thread, returns at once."""
+    # Other threads may add entries during the search.
+    works = _work_of_threads.copy().values()
+    nothing_yet = _ThreadWork(_imported_at)
+    latest = max(works, key=lambda work: work.progress_at, default=nothing_yet)
+
+    return Progress(
+        done=latest.done,
+        total=latest.total,
+        unit=latest.unit,
+        idle_s=max(0.0, time.monotonic() - latest.progress_at),
+        waits_for_others=bool(_waits),
+    )
 
 
-def _own() -> _Work:
-    own = threading.get_ident()
-    work = _works.get(own)
+def _own_work() -> _ThreadWork:
+    own_ident = threading.get_ident()
+    work = _work_of_threads.get(own_ident)
     if work is None:
-        work = _works[own] = _Work(time.monotonic())
+        work = _ThreadWork(time.monotonic())
+        _work_of_threads[own_ident] = work
     return work

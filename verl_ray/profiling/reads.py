@@ -1,7 +1,10 @@
-"""What a library reads from files while it counts nothing itself, such as a rollout engine with its weights.
+"""Progress of a library that reads files but counts nothing itself.
 
-Invariant: only bytes that were read move the process's clock, so what stands still does so here, too. Deliberately not
-here: compiling, which reads and writes nothing for minutes.
+An example is a rollout engine that reads its weights.
+
+Invariant: only bytes that were read count as progress, so a library that stands still
+is seen to. Deliberately not here: compilation, which reads and writes nothing for
+minutes.
 """
 
 from __future__ import annotations
@@ -14,15 +17,24 @@ import psutil
 
 from verl_ray.profiling.progress import advance
 
-_EVERY_S = 5.0
-_LEAST_BYTES = 1 << 20  # what logs and sockets of an idle process read in that time is far less
+_INTERVAL_S = 5.0
+# Logs and sockets of an idle process read far less in one interval.
+_LEAST_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def counting_reads(every_s: float = _EVERY_S) -> Iterator[None]:
-    """Inside, what this process and those that it has started read from files counts as progress, in bytes."""
+def counting_reads(interval_s: float = _INTERVAL_S) -> Iterator[None]:
+    """Count bytes that are read within the block as progress.
+
+    Reads of this process and of its descendants count.
+
+    Args:
+        interval_s: Seconds between two looks at the counters.
+    """
     ended = threading.Event()
-    counter = threading.Thread(target=_count, args=(ended, every_s), name="reads", daemon=True)
+    counter = threading.Thread(
+        target=_count, args=(ended, interval_s), name="reads", daemon=True
+    )
     counter.start()
     try:
         yield
@@ -31,20 +43,23 @@ def counting_reads(every_s: float = _EVERY_S) -> Iterator[None]:
         counter.join()
 
 
-def _count(ended: threading.Event, every_s: float) -> None:
-    known = _read_bytes()
-    while not ended.wait(every_s):
-        now = _read_bytes()
-        if now - known >= _LEAST_BYTES:
-            advance(now - known, "bytes read")
-            known = now
+def _count(ended: threading.Event, interval_s: float) -> None:
+    # Looks at the counters at regular intervals. Ends with the block.
+    counted = _read_bytes()
+    while not ended.wait(interval_s):
+        total = _read_bytes()
+        if total - counted >= _LEAST_BYTES:
+            advance(total - counted, "bytes read")
+            counted = total
 
 
 def _read_bytes() -> int:
-    """By calls, and from disks: a file that is mapped into memory is read without calls."""
-    process, total = psutil.Process(), 0
-    for one in [process, *process.children(recursive=True)]:
+    """Bytes that this process and its descendants have read so far."""
+    this_process = psutil.Process()
+    total = 0
+    for process in [this_process, *this_process.children(recursive=True)]:
         with contextlib.suppress(psutil.Error):
-            counters = one.io_counters()
+            counters = process.io_counters()
+            # A file that is mapped into memory is read from the disk without calls.
             total += counters.read_chars + counters.read_bytes
     return total

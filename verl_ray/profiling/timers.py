@@ -1,8 +1,9 @@
-"""Where the time of a step goes, as the driver sees it.
+"""Times of the phases of a step, as the driver measures them.
 
-Invariant: a name's time is the length of the union of its spans, so nested and overlapping spans of one name (the
-reward running beside generation, calls in flight together) never count a second twice. Not a profiler: it times what
-the driver names, and belongs to one thread.
+Invariant: the time of a name is the length of the union of its spans. Nested and
+overlapping spans of one name (the reward during generation, calls in flight together)
+therefore never count a second twice. Not a profiler: it times what the driver names,
+and belongs to one thread.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ class Timers:
     """Collects `timing_s/<name>` of one step at a time.
 
     Args:
-        clock: seconds, rising.
+        clock: Function that returns a rising number of seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -28,7 +29,10 @@ class Timers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Count the time inside towards `timing_s/<name>`, also when it ends in an exception."""
+        """Count the time of the block towards `timing_s/<name>`.
+
+        The time counts also if the block ends in an exception.
+        """
         span = self._spans.setdefault(name, _Union())
         span.enter(self._clock())
         try:
@@ -38,11 +42,15 @@ class Timers:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """The time inside goes to others: the driver waits for workers. Counts only within the `step` span."""
+        """Count the time of the block as spent on waiting for workers.
+
+        The block counts only within the `step` span.
+        """
         step = self._spans.get(STEP)
         if step is None or not step.is_open:
             yield
             return
+
         self._waits.enter(self._clock())
         try:
             yield
@@ -50,22 +58,30 @@ class Timers:
             self._waits.leave(self._clock())
 
     def take(self) -> dict[str, float]:
-        """What was collected since the last call, in seconds, and forget it; every span must have ended.
+        """Return the times since the last call, in seconds, and start anew.
 
-        Holds `timing_s/<name>` of every name and, where there was a `step` span, `timing_s/controller`: the driver's
-        own share, which is the step without the time spent waiting.
+        Every span must have ended.
+
+        Returns:
+            `timing_s/<name>` of every name. If there was a `step` span, the dictionary
+            also holds `timing_s/controller`: the driver's own share of the step,
+            without the time spent waiting.
         """
         still_open = [name for name, span in self._spans.items() if span.is_open]
         assert not still_open, f"spans still open: {still_open}"
-        taken = {f"timing_s/{name}": span.total_s for name, span in self._spans.items()}
+
+        times = {f"timing_s/{name}": span.total_s for name, span in self._spans.items()}
         if STEP in self._spans:
-            taken["timing_s/controller"] = self._spans[STEP].total_s - self._waits.total_s
-        self._spans, self._waits = {}, _Union()
-        return taken
+            step_s = self._spans[STEP].total_s
+            times["timing_s/controller"] = step_s - self._waits.total_s
+
+        self._spans = {}
+        self._waits = _Union()
+        return times
 
 
 class _Union:
-    """The length of the union of spans."""
+    """Length of the union of spans, which may be nested or overlap."""
 
     def __init__(self) -> None:
         self.total_s = 0.0

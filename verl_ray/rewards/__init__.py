@@ -1,1 +1,4 @@
-"""Rewards: grading a response with Python functions, in processes that can be killed. Needs neither torch nor ray."""
+"""Rewards: scores of responses by functions, services or judges, and their shaping.
+
+Needs neither torch nor ray.
+"""

@@ -1,12 +1,14 @@
-"""A scoring process is two: a guard that runs no user code, and the scorer that it started.
+"""Guard of a scoring process: a process that runs no user code and starts the scorer.
 
-Invariant: whatever ends first, nothing stays behind. When the other side of the connection is gone (a deadline, the
-end of the pool, a kill -9 of its process) or the scorer has died, the guard kills every descendant, also those that
-moved to a session of their own, and then ends the way the scorer ended. Deliberately not a sandbox: it bounds how
-long user code lives, not what it does. Linux only.
+Invariant: whatever stops first, no process stays behind. The guard kills every
+descendant, also those that moved to another session, in two cases: the other side of
+the connection is gone (a deadline, a closed pool, a kill -9 of the pool's process), or
+the scorer has died. Then it exits the way the scorer did. Deliberately not a sandbox:
+it bounds how long user code lives, not what it does. Linux only.
 
-Why not PR_SET_PDEATHSIG alone: it spares grandchildren, and it fires when the *thread* that started the process
-ends. Between scorer and guard, a single thread that lives as long as its process, it is the second line.
+PR_SET_PDEATHSIG alone would not do: it spares grandchildren, and it fires when the
+*thread* that started the process ends. It is the second line of defence between scorer
+and guard, which is a single thread that lives as long as its process.
 """
 
 from __future__ import annotations
@@ -25,51 +27,82 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def stand_guard(connection: socket.socket) -> None:
-    """Fork: return in the new process, the scorer; stay here, in the guard, until it or the other side is gone.
+    """Fork into the guard, which stays here, and the scorer, which returns.
 
-    Must be called before any user code and any thread. The guard holds `connection` open but never reads it: the other
-    side sees the end of the stream only when every descendant is dead.
+    The guard stays until the scorer or the other side of the connection is gone; it
+    never returns. Must be called before any user code and any thread. The guard holds
+    `connection` open but never reads it: the other side sees the end of the stream only
+    when every descendant is dead.
     """
     wake, waker = os.pipe()
-    os.set_blocking(waker, False)
-    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)  # without a handler nothing is written to the wake-up pipe
+    _wake_on_child_exit(waker)
     guard = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become our children, where we find them
+    # Orphaned grandchildren become children of the guard, which can then find them.
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
     scorer = os.fork()
     if scorer == 0:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        os.close(wake)
-        os.close(waker)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != guard:  # it died before the line above
-            os._exit(1)
+        _become_scorer(guard, wake, waker)
         return
 
     poller = select.poll()
     poller.register(connection, select.POLLRDHUP)
     poller.register(wake, select.POLLIN)
     status = None
+    # Waits for the end of the connection or of any child; consumes the wake-up bytes;
+    # ends when the connection or the scorer is gone.
     while status is None and connection.fileno() not in dict(poller.poll()):
         os.read(wake, 4096)
         status = _reap_the_dead(scorer)
+
     _kill_descendants()
-    _end_like(status or 0)
+    _exit_like(status or 0)
+
+
+def _wake_on_child_exit(waker: int) -> None:
+    """Write a byte to the pipe `waker` whenever a child exits."""
+    os.set_blocking(waker, False)
+    signal.set_wakeup_fd(waker, warn_on_full_buffer=False)
+    # Without a handler no byte is written to the wake-up pipe.
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+
+
+def _become_scorer(guard: int, wake: int, waker: int) -> None:
+    """Turn the forked process into the scorer, which dies with its guard."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.close(wake)
+    os.close(waker)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # The guard may have died before the line above, which would then never fire.
+    if os.getppid() != guard:
+        os._exit(1)
 
 
 def _reap_the_dead(scorer: int) -> int | None:
-    """Reap every child that has ended; the wait status of the scorer if it was among them."""
+    """Reap every child that has exited.
+
+    Returns:
+        The wait status of the scorer, if it was among them.
+    """
     status = None
+    # Ends at a child that still runs, or with ChildProcessError without any children.
     with contextlib.suppress(ChildProcessError):
-        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            if ended[0] == scorer:
-                status = ended[1]
+        while True:
+            pid, child_status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                break
+            if pid == scorer:
+                status = child_status
     return status
 
 
 def _kill_descendants() -> None:
-    """Kill children until there are none; the children of each one that dies become ours, and are next."""
+    """Kill all children until there are none.
+
+    The children of each one that dies become children of the guard, and are next.
+    """
+    # Each round waits for one child to die; ends with ChildProcessError without any.
     with contextlib.suppress(ChildProcessError):
         while True:
             for child in _children_of(os.getpid()):
@@ -80,25 +113,34 @@ def _kill_descendants() -> None:
 def _children_of(parent: int) -> list[int]:
     children = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it ended while we were looking
-            # "pid (name) state parent ...", where the name may hold spaces and parentheses
-            if int(entry.read_text().rpartition(")")[2].split()[1]) == parent:
+        # A process may exit while its entry is read.
+        with contextlib.suppress(OSError):
+            # "pid (name) state parent ...", where the name may hold spaces and
+            # parentheses
+            fields = entry.read_text().rpartition(")")[2].split()
+            if int(fields[1]) == parent:
                 children.append(int(entry.parent.name))
     return children
 
 
-def _end_like(status: int) -> None:
-    """End this process the way `status` says the scorer ended, so that the pool reads the cause from the exit code."""
+def _exit_like(status: int) -> None:
+    """Exit the way `status` reports of the scorer.
+
+    The pool reads the cause of the scorer's end from the guard's exit code.
+    """
     if os.WIFSIGNALED(status):
         cause = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # one core file is enough
-        with contextlib.suppress(OSError):  # SIGKILL has no handler to reset
+        # One core file is enough.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        # SIGKILL has no handler to reset.
+        with contextlib.suppress(OSError):
             signal.signal(cause, signal.SIG_DFL)
         os.kill(os.getpid(), cause)
     os._exit(os.waitstatus_to_exitcode(status))
 
 
 def _prctl(option: int, value: int) -> None:
-    if ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, ctypes.c_ulong(value), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl({option}): {os.strerror(error)}")

@@ -1,7 +1,8 @@
-"""What grading one response came to: a score, or a failure with its kind.
+"""Result of scoring one response: a score, or a failure with its kind.
 
-Invariant: a score that failed has no value (NaN), so it cannot slip into a mean as a 0. Deliberately not here: how
-failures happen (`process.py`), and what a run does about them.
+Invariant: a score that failed has no value (NaN), so it cannot slip into a mean as a 0.
+Deliberately not here: how failures happen (`pool.py`, `remote.py`), and what a run does
+about them.
 """
 
 from __future__ import annotations
@@ -12,46 +13,53 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-class Health(enum.IntEnum):
-    """How grading ended. The numbers are stable: they travel between processes and in uint8 columns."""
+class ScoreHealth(enum.IntEnum):
+    """How scoring a response ended.
+
+    The numbers are stable: they travel between processes and in uint8 columns.
+    """
 
     OK = 0
     """A finite score."""
     TIMEOUT = 1
     """The deadline passed; the process was killed."""
     EXCEPTION = 2
-    """The function raised, returned something that is no number, or its process died twice."""
+    """The function raised or returned no number, or its process died twice."""
     NONFINITE = 3
     """The function returned NaN or an infinity."""
     NONE = 4
-    """The function returned None: it declines to grade this response."""
+    """The function returned None: it declines to score this response."""
     UNAVAILABLE = 5
-    """The service did not answer, or its circuit is open."""
+    """The service did not reply, or its circuit is open."""
     UNPARSED = 6
-    """The service or the judge answered, but no score can be read from what it said."""
+    """The service or the judge replied, but its reply has no readable score."""
     TOO_LONG = 7
-    """The response and its prompt do not fit the model that grades."""
+    """The response and its prompt do not fit the model that scores."""
 
     @property
     def metric(self) -> str:
-        """Name of its counter among the metrics of a step."""
+        """Name of the metric that counts the scores of this health."""
         return f"reward_health/{self.name.lower()}"
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """The grade of one response."""
+    """Score of one response."""
 
     value: float
     """The function's number; NaN unless health is OK."""
-    health: Health
+    health: ScoreHealth
     detail: str = ""
     """Why it failed, a few lines at most; empty when health is OK."""
     rescored: bool = False
-    """The process that first had the response in hand died, so another one scored it."""
+    """Whether the first process with this response died, so that another scored it."""
 
 
 def health_metrics(healths: Iterable[int]) -> dict[str, float]:
-    """How many of `healths` (numbers of `Health`) are of each kind, kinds that did not occur included."""
+    """Count the scores of each health, with 0 for those that did not occur.
+
+    Args:
+        healths: Numbers of `ScoreHealth`.
+    """
     counts = Counter(healths)
-    return {health.metric: float(counts[health]) for health in Health}
+    return {health.metric: float(counts[health]) for health in ScoreHealth}

@@ -1,8 +1,10 @@
-"""From what the graders said to one score per response: normalised, clipped, weighted and added up.
+"""Shaping: from the scores of the graders to one reward per response.
 
-Invariant: works on one number per response and grader; a response that one of its graders could not score has none.
-The state is the moments of the scores seen so far, so a resumed run shapes as one that never stopped. Deliberately not
-here: the KL charge and what a truncated response is worth (`verl_ray/algorithms`).
+Scores are normalised, clipped, weighted and added up. Invariant: shaping needs one
+number per response and grader; a response that a grader could not score has no reward.
+The state is the moments of the scores so far, so a resumed run shapes as if it had
+never stopped. Deliberately not here: the KL penalty and the reward of a truncated
+response (`verl_ray/algorithms`).
 """
 
 from __future__ import annotations
@@ -18,77 +20,129 @@ from verl_ray.config.reward import SingleReward
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Float32
 from verl_ray.ops.masked import Moments, whiten
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.health import ScoreHealth
 
 Healths = npt.NDArray[np.int8]
 
 
 @dataclass(frozen=True, eq=False)
-class Graded:
-    """Scores of some responses."""
+class ResponseScores:
+    """Scores of some responses, as columns: of one grader, or shaped."""
 
-    score: Float32  # [rows], NaN where health is not OK
-    health: Healths  # [rows], a Health
+    # [rows], NaN where health is not OK
+    score: Float32
+    # [rows], numbers of ScoreHealth
+    health: Healths
     rescored: int = 0
-    """Rows that were scored again, since the process that scored them first died."""
+    """Number of rows that were scored again, since their first process died."""
 
     @property
     def ok(self) -> npt.NDArray[np.bool_]:
-        """[rows] where there is a score."""
-        good: npt.NDArray[np.bool_] = self.health == Health.OK
-        return good
+        """Rows with a score, bool [rows]."""
+        has_score: npt.NDArray[np.bool_] = self.health == ScoreHealth.OK
+        return has_score
 
 
 class Shaping:
-    """What a run makes of its graders' scores."""
+    """Rule of a run that turns the scores of its graders into rewards."""
 
     def __init__(self, config: RLConfig) -> None:
         self._graders = config.graders
-        weights = {} if config.reward.mixed is None else config.reward.mixed.weights
-        self._weights = {role: weights.get(component(role), 1.0) for role in self._graders}
-        self._seen = dict.fromkeys(self._graders, Moments(0, 0, 0))
+        weights: Mapping[str, float] = {}
+        if config.reward.as_mixture is not None:
+            weights = config.reward.as_mixture.weights
+        self._weights = {
+            role: weights.get(component(role), 1.0) for role in self._graders
+        }
+        self._moments = dict.fromkeys(self._graders, Moments(0, 0, 0))
 
-    def shape(self, raw: Mapping[str, Graded], aborted: npt.NDArray[np.bool_] | None = None) -> Graded:
-        """The scores to learn from, float32 [rows], of what each grader said. Scores of responses that were `aborted`,
-        bool [rows] (None: none was), do not count towards the moments that scores are normalised with."""
-        shaped = {role: self._weights[role] * self._shaped(role, one, aborted) for role, one in raw.items()}
+    def shape(
+        self,
+        raw: Mapping[str, ResponseScores],
+        aborted: npt.NDArray[np.bool_] | None = None,
+    ) -> ResponseScores:
+        """Return the rewards to learn from, float32 [rows].
+
+        Args:
+            raw: The scores of each grader, by its role.
+            aborted: Responses that were aborted, bool [rows]; None where none was.
+                Their scores do not count towards the moments of normalisation.
+        """
+        shaped = {}
+        for role, scores in raw.items():
+            normalised = self._normalise_and_clip(role, scores, aborted)
+            shaped[role] = self._weights[role] * normalised
         return _sum(shaped, raw)
 
-    def weigh(self, raw: Mapping[str, Graded]) -> Graded:
-        """The same without normalising and clipping, which leaves no trace: for held-out problems, and for people."""
-        return _sum({role: np.float32(self._weights.get(role, 1)) * one.score for role, one in raw.items()}, raw)
+    def weigh(self, raw: Mapping[str, ResponseScores]) -> ResponseScores:
+        """Return the weighted sum of scores without normalising and clipping.
+
+        It changes no state: it is for held-out problems, and for people to read.
+        """
+        weighted = {}
+        for role, scores in raw.items():
+            # A grader of held-out problems alone has no weight.
+            weight = np.float32(self._weights.get(role, 1))
+            weighted[role] = weight * scores.score
+        return _sum(weighted, raw)
 
     def state(self) -> dict[str, Any]:
         """The moments so far, as JSON."""
-        return {role: {"kind": self._graders[role].kind, **asdict(seen)} for role, seen in self._seen.items()}
+        return {
+            role: {"kind": self._graders[role].kind, **asdict(moments)}
+            for role, moments in self._moments.items()
+        }
 
     def load_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over the moments; a grader that was not there, or was of another kind, begins anew."""
+        """Take over the moments of `state`.
+
+        A grader that `state` lacks, or has as another kind, begins anew.
+        """
         for role, grader in self._graders.items():
             saved = dict(state.get(role, {}))
             if saved.pop("kind", None) == grader.kind:
-                self._seen[role] = Moments(**saved)
+                self._moments[role] = Moments(**saved)
 
-    def _shaped(self, role: str, graded: Graded, aborted: npt.NDArray[np.bool_] | None) -> Float32:
+    def _normalise_and_clip(
+        self, role: str, scores: ResponseScores, aborted: npt.NDArray[np.bool_] | None
+    ) -> Float32:
+        """Normalise and clip the scores of one grader, and update its moments."""
         grader: SingleReward = self._graders[role]
-        score = graded.score
+        score = scores.score
+
         if grader.normalise != "none":
-            counted = graded.ok if aborted is None else graded.ok & ~aborted
+            counted = scores.ok
+            if aborted is not None:
+                counted = counted & ~aborted
             moments = Moments.of(score, counted)
+            # "batch" normalises with this batch alone
             if grader.normalise == "running":
-                moments = self._seen[role] = self._seen[role] + moments
+                moments = self._moments[role] + moments
+                self._moments[role] = moments
             score = whiten(score, moments)
-        return score if grader.clip is None else np.clip(score, -grader.clip, grader.clip)
+
+        if grader.clip is None:
+            return score
+        return np.clip(score, -grader.clip, grader.clip)
 
 
 def component(role: str) -> str:
-    """The name of a grader among the metrics: `reward.components.style` is style."""
+    """Return the name of a grader in metrics: "style" for "reward.components.style"."""
     return role.rpartition(".")[2]
 
 
-def _sum(scores: Mapping[str, Float32], raw: Mapping[str, Graded]) -> Graded:
-    health = np.zeros(len(next(iter(scores.values()))), np.int8)
-    for one in raw.values():
-        health = np.where(health == Health.OK, one.health, health)
-    total = np.sum([np.where(health == Health.OK, score, 0) for score in scores.values()], axis=0)
-    return Graded(np.where(health == Health.OK, total, np.nan).astype(np.float32), health)
+def _sum(
+    scores: Mapping[str, Float32], raw: Mapping[str, ResponseScores]
+) -> ResponseScores:
+    """Add up the scores of all graders; a row has the health of its first failure."""
+    num_rows = len(next(iter(scores.values())))
+    health = np.zeros(num_rows, np.int8)
+    for grader_scores in raw.values():
+        health = np.where(health == ScoreHealth.OK, grader_scores.health, health)
+
+    # Failed rows are NaN: they are added as 0, and become NaN again.
+    is_ok = health == ScoreHealth.OK
+    terms = [np.where(is_ok, score, 0) for score in scores.values()]
+    total = np.sum(terms, axis=0)
+    rewards = np.where(is_ok, total, np.nan).astype(np.float32)
+    return ResponseScores(rewards, health)

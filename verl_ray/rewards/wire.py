@@ -1,10 +1,13 @@
-"""What the pool and a scoring process say to each other, over one stream socket.
+"""Messages between the pool and a scoring process, over one stream socket.
 
-Invariant: answers come in the order of the items, so the item in hand is always the first unanswered one, and its
-clock started at the time of the last frame. Deliberately not here: who speaks when (`process.py`, `child.py`).
+Invariant: scores come in the order of the items, so the item in hand is always the
+first one without a score, and its clock started at the time of the last frame.
+Deliberately not here: who sends what when (`pool.py`, `child.py`).
 
-To the process: a length and a pickle; first a `Start`, then lists of `Item`. From the process: frames, each a kind, a
-time on the monotonic clock that all processes of a machine share, a value and a text. Nothing from there is unpickled.
+To the process: a length and a pickle; first a `Start`, then lists of `Item`. From the
+process: frames, each a kind, a time on the monotonic clock that all processes of a
+machine share, a value and a text. The pool unpickles no data from the process, which
+runs user code.
 """
 
 from __future__ import annotations
@@ -14,18 +17,23 @@ import struct
 from typing import BinaryIO, NamedTuple
 
 LENGTH = struct.Struct("<Q")
-FRAME = struct.Struct("<BddI")  # kind, time in seconds, value, bytes of UTF-8 that follow
+# Kind, time in seconds, value, bytes of UTF-8 that follow.
+FRAME = struct.Struct("<BddI")
 
-# Kinds of frames besides the numbers of `Health`, which answer one item:
-READY = 255  # the functions are imported
-BROKEN = 254  # a function cannot be imported; the text is a Problem in JSON
-STARTED = 253  # the first item of a message is now in hand
+# Kinds of frames. Any other kind is a number of `ScoreHealth`: the score of one item.
+READY = 255
+"""The functions are imported."""
+BROKEN = 254
+"""A function cannot be imported; the text is a Problem in JSON."""
+STARTED = 253
+"""The first item of a message is now in hand."""
 
-Item = tuple[str, str, str, str, dict[str, object]]  # response, answer, prompt, data source, extra
+# Response, answer, prompt, data source, extra.
+Item = tuple[str, str, str, str, dict[str, object]]
 
 
 class Start(NamedTuple):
-    """The first message: what to import, and where from."""
+    """First message to a process: the functions to import, and their import path."""
 
     sys_path: list[str]
     functions: dict[str, str]
@@ -35,20 +43,23 @@ class Start(NamedTuple):
 
 
 def frame(kind: int, time_s: float, value: float, text: str) -> bytes:
+    """Encode a frame."""
     body = text.encode("utf-8", "backslashreplace")
     return FRAME.pack(kind, time_s, value, len(body)) + body
 
 
 def message(content: Start | list[Item]) -> bytes:
+    """Encode a message to a process."""
     body = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
 
 
 def read_message(stream: BinaryIO) -> bytes | None:
-    """The pickle of the next message; None when the other side has hung up."""
+    """Read the pickle of the next message; None when the pool has hung up."""
     header = stream.read(LENGTH.size)
     if len(header) < LENGTH.size:
         return None
     (length,) = LENGTH.unpack(header)
     body = stream.read(length)
+    # A message that breaks off is as good as none.
     return body if len(body) == length else None

@@ -1,1 +1,4 @@
-"""Rollout engines: token ids in, sampled tokens with their log-probs and policy version out."""
+"""Rollout engines, which continue token sequences.
+
+Token ids go in; sampled tokens, their log-probs and policy versions come out.
+"""

@@ -1,8 +1,8 @@
-"""Which server draws what: sticky by session, else the least loaded one that is there.
+"""Assignment of work to rollout replicas: by session, or else to the least loaded one.
 
-Invariant: an item is with one server at a time, and waits at most until one has room; a session stays with its server
-as long as that is there, since its prefix is cached there. Deliberately not here: servers, and how they are found to be
-well or not.
+Invariant: an item is with a single replica at a time, and waits until a replica can
+take it. A session stays with its replica as long as that exists, since its prefix is
+cached there. Deliberately not here: replicas, and how their failures are noticed.
 """
 
 from __future__ import annotations
@@ -12,76 +12,111 @@ from collections.abc import Container, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-S = TypeVar("S", bound=Hashable)
+R = TypeVar("R", bound=Hashable)
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass(frozen=True)
-class Item(Generic[K]):
-    """Something to draw: `size` responses that share a prefix."""
+class WorkItem(Generic[K]):
+    """Responses to generate that share a prefix.
+
+    Attributes:
+        session: Identifies the prefix.
+        size: Number of responses.
+    """
 
     session: K
     size: int
 
 
-class Balancer(Generic[S, K]):
-    def __init__(self, servers: Iterable[S], room: int) -> None:
-        """`room`: responses that a server draws at a time; a larger item has a server to itself."""
-        self._room = room
-        self._loads: dict[S, int] = dict.fromkeys(servers, 0)
-        self._homes: dict[K, S] = {}
-        self._waiting: deque[Item[K]] = deque()
+class Balancer(Generic[R, K]):
+    """A queue of items in front of the replicas, which may come and go."""
+
+    def __init__(self, replicas: Iterable[R], limit: int) -> None:
+        """Begin with replicas that have no work.
+
+        Args:
+            replicas: The replicas that take items.
+            limit: Responses that a replica generates at a time. A larger item has a
+                replica to itself.
+        """
+        self._limit = limit
+        self._loads: dict[R, int] = dict.fromkeys(replicas, 0)
+        self._homes: dict[K, R] = {}
+        self._waiting: deque[WorkItem[K]] = deque()
 
     @property
-    def servers(self) -> tuple[S, ...]:
+    def replicas(self) -> tuple[R, ...]:
+        """The replicas that take items."""
         return tuple(self._loads)
 
     @property
     def waiting(self) -> int:
-        """Items that no server has."""
+        """Number of items that no replica has."""
         return len(self._waiting)
 
-    def add(self, items: Iterable[Item[K]], *, first: bool = False) -> None:
-        """Items to draw, behind those that wait, or before them."""
+    def add(self, items: Iterable[WorkItem[K]], *, first: bool = False) -> None:
+        """Queue items.
+
+        Args:
+            items: The items, which keep their order.
+            first: Queue them before those that wait already, instead of behind them.
+        """
         if first:
             self._waiting.extendleft(reversed(list(items)))
         else:
             self._waiting.extend(items)
 
-    def assign(self, busy: Container[S] = ()) -> dict[S, list[Item[K]]]:
-        """Hand out what servers have room for, in the order it came: to the session's server, else the least loaded.
+    def assign(self, busy: Container[R] = ()) -> dict[R, list[WorkItem[K]]]:
+        """Assign the items that replicas can take now, in the order of the queue.
 
-        An item that must wait for its session's server lets none behind it pass. `busy`: servers that take none now.
+        An item goes to the replica of its session, or else to the least loaded one. The
+        loop consumes the queue until it is empty or its first item has to wait; no item
+        passes another.
+
+        Args:
+            busy: Replicas that take no items now.
+
+        Returns:
+            The items of each replica that gets any.
         """
-        given: dict[S, list[Item[K]]] = {}
-        while self._waiting and (free := [server for server in self._loads if server not in busy]):
+        assigned: dict[R, list[WorkItem[K]]] = {}
+        free = [replica for replica in self._loads if replica not in busy]
+
+        while self._waiting and free:
             item = self._waiting[0]
-            home = self._homes.get(item.session)
-            server = home if home in self._loads else min(free, key=self._loads.__getitem__)
-            assert server is not None
-            load = self._loads[server]
-            if server in busy or (load and load + item.size > self._room):
+            replica = self._homes.get(item.session)
+            if replica is None or replica not in self._loads:
+                replica = min(free, key=self._loads.__getitem__)
+
+            load = self._loads[replica]
+            # A replica without work takes an item of any size.
+            is_full = load != 0 and load + item.size > self._limit
+            if replica in busy or is_full:
                 break
+
             self._waiting.popleft()
-            self._loads[server] += item.size
-            self._homes[item.session] = server
-            given.setdefault(server, []).append(item)
-        return given
+            self._loads[replica] += item.size
+            self._homes[item.session] = replica
+            assigned.setdefault(replica, []).append(item)
+        return assigned
 
-    def done(self, server: S, responses: int) -> None:
-        """A server has finished so many responses. One that has left since: no effect."""
-        if server in self._loads:
-            self._loads[server] -= responses
+    def finish(self, replica: R, responses: int) -> None:
+        """Subtract finished responses from the load of a replica that still exists."""
+        if replica in self._loads:
+            self._loads[replica] -= responses
 
-    def leave(self, server: S) -> None:
-        """The server is gone: nothing goes to it any more, and its sessions may go anywhere."""
-        self._loads.pop(server, None)
-        self._homes = {session: home for session, home in self._homes.items() if home != server}
+    def remove_replica(self, replica: R) -> None:
+        """Assign nothing to a replica any more, and its sessions to any other."""
+        self._loads.pop(replica, None)
+        self._homes = {
+            session: home for session, home in self._homes.items() if home != replica
+        }
 
-    def join(self, server: S) -> None:
-        """A server is there, with nothing to do."""
-        self._loads[server] = 0
+    def add_replica(self, replica: R) -> None:
+        """Assign items to a replica that has no work yet."""
+        self._loads[replica] = 0
 
-    def forget(self) -> None:
-        """All sessions are over."""
+    def forget_sessions(self) -> None:
+        """Let every session go to any replica."""
         self._homes.clear()

@@ -1,395 +1,400 @@
-"""The contract of a rollout engine, and the rules of its states, which are the same for every engine.
+"""The contract of a rollout engine: generation, memory, and weight updates.
 
-Invariant: no token is ever delivered that was not sampled from a completely loaded policy whose version is known; every
-chunk says which. Weights change in a transaction (`begin_update`, `receive`..., `commit`, and `prove` where it was
-announced) while no request is in flight, or all of them are paused; those that give way are ended for it. All methods
-are for one thread (`server.py` is for many). Deliberately not here: values (`requests.py`), what is due to whom
-(`delivery.py`), what a version must prove (`update.py`), which engine a request goes to, scoring, and text.
+Invariant: a token is delivered only if it was sampled from a completely loaded policy
+whose version is known, and its chunk carries that version. A weight update is the
+engine's part of a weight sync: `begin_update`, one `receive` per bucket, `commit`, and
+`verify` if `commit` was called with `verification_follows=True`. During an update no
+request is in flight, or all of them are paused; preemptible requests are aborted for
+it. The engine is not thread-safe; `server.py` adds a thread-safe front end.
+Deliberately not here: the states (`engine_state.py`), what an engine implements
+(`hooks.py`), values (`requests.py`), which tokens are to be delivered (`delivery.py`),
+the checks of an update (`update.py`), which engine a request goes to, scoring, and
+text.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal
 
-from verl_ray.errors import CannotGenerate, EngineFailed, RolloutError, WeightSyncError
+from verl_ray.errors import EngineFailed, RolloutError, WeightSyncError
 from verl_ray.rollout.delivery import InFlight
-from verl_ray.rollout.requests import Chunk, Float32, Progress, Request, Tokens
-from verl_ray.rollout.update import Probe, Proofs, WeightUpdate, aborting_on_error
+from verl_ray.rollout.engine_state import EngineMemoryPart, EngineState
+from verl_ray.rollout.hooks import EngineHooks
+from verl_ray.rollout.requests import Chunk, GenerationRequest
+from verl_ray.rollout.update import Probe, ProbeHistory, WeightUpdate, aborting_on_error
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint, Prints
+from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, Route
-
-Part = Literal["weights", "kv_cache"]
+from verl_ray.weight_sync.transport import Address, WireSpec
 
 
-class RolloutEngine(ABC):
-    """States: parts of the memory are resident or asleep; a policy version is committed or none is; an update is open
-    or not; the engine has failed or not. What a state does not allow raises `RolloutError` and says what to do."""
+class RolloutEngine(EngineHooks):
+    """An engine that generates token sequences and whose weights can be updated.
+
+    An engine has a policy version or none, parts of its memory may be asleep, a weight
+    update may be open, and it may have failed. A call that the state does not allow
+    raises an error that names the call to make first.
+
+    Attributes:
+        steps: Number of engine steps run so far.
+    """
 
     def __init__(self, initial_version: int | None) -> None:
-        self._version = initial_version
-        self._has_model = initial_version is not None  # else an adapter alone would have nothing to stand beside
-        self._update: WeightUpdate | None = None
-        self._proofs = Proofs()
-        self._asleep: frozenset[Part] = frozenset()
-        self._failure: str | None = None
-        self._closed = False
+        """Start with the weights of `initial_version`, or with none."""
+        self._state = EngineState(initial_version, initial_version is not None)
         self._in_flight = InFlight()
-        self._paused = False
-        self.steps = 0  # that drew tokens so far
+        self._probe_history = ProbeHistory()
+        self.steps = 0
 
-    # ------------------------------------------------------------------------------------------------- generation
+    # ----------------------------------------------------------------------- generation
 
-    def submit(self, requests: Sequence[Request]) -> None:
-        """Queue requests; they begin with the next step.
+    def submit(self, requests: Sequence[GenerationRequest]) -> None:
+        """Queue requests, which begin with the next step.
 
         Raises:
-            CannotGenerate: not now.
-            RolloutError: an id is in flight already, or a request cannot be served.
+            CannotGenerate: The engine cannot generate now.
+            RolloutError: An id is in flight already, or a request cannot be served.
         """
         self._require_generating()
         self._in_flight.require_new(requests)
-        self._add(requests)
+        self._submit(requests)
         self._in_flight.add(requests)
 
     def step(self) -> list[Chunk]:
-        """One step of every request that fits the batch: new tokens of streamed requests, and what ended.
+        """Run one engine step: advance every request that fits in the batch.
 
-        While paused it only delivers what was aborted.
+        A paused engine only delivers aborted responses and earlier tokens.
+
+        Returns:
+            New tokens of streamed requests, and the responses that ended.
 
         Raises:
-            CannotGenerate: not now.
-            EngineFailed: the step failed; the engine is of no more use but `close`, and nothing is in flight.
+            CannotGenerate: The engine cannot generate now.
+            EngineFailed: The step failed. The engine can only be closed, and nothing is
+                in flight any more.
         """
-        self._require_alive()
-        self._end(self._in_flight.take_aborted())
-        if self._in_flight.is_due and (self._version is None or self._asleep):
-            return self._in_flight.take()  # what ended may go out whatever the engine's state
+        self._require_usable()
+        self._abort_now(self._in_flight.take_aborted())
+
+        # Ended responses are delivered also while nothing can be sampled.
+        can_sample = self._state.version is not None and not self._state.asleep
+        if self._in_flight.has_chunks and not can_sample:
+            return self._in_flight.take_chunks()
+
         self._require_generating()
-        if self._in_flight and not self._paused:
+        if self._in_flight and not self._state.paused:
             try:
-                self._in_flight.note(self._advance(), self._version)
+                self._in_flight.record(self._step(), self._state.version)
                 self.steps += 1
             except Exception as error:
                 self.fail(f"a step failed: {error!r}")
-                raise EngineFailed(f"rollout engine: {self._failure}") from error
-        return self._in_flight.take()
+                raise EngineFailed(f"rollout engine: {self._state.failure}") from error
 
-    def fail(self, reason: str) -> None:
-        """The engine is of no more use but `close`, for this reason or an earlier one; nothing is in flight."""
-        self._failure = self._failure or reason
-        self._in_flight.clear()
+        return self._in_flight.take_chunks()
 
     @property
     def unfinished(self) -> int:
-        """Requests in flight, or ended and not delivered yet."""
+        """Number of requests in flight, or ended and not delivered yet."""
         return self._in_flight.unfinished
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would do something."""
-        return self._in_flight.is_due or (len(self._in_flight) > 0 and not self._paused)
-
-    @property
-    def end_tokens(self) -> tuple[int, ...]:
-        """The tokens that end a response where its sampling names none."""
-        return ()
-
-    @property
-    def failure(self) -> str | None:
-        """Why the engine is of no more use; None = it is."""
-        self._failure = self._failure or self._find_failure()
-        return self._failure
+        """Whether a step would sample or deliver something."""
+        has_requests = len(self._in_flight) > 0
+        return self._in_flight.has_chunks or (has_requests and not self._state.paused)
 
     def abort(self, request_ids: Iterable[int] | None = None) -> None:
-        """End requests (None: all in flight) early; the next step delivers what they have, as `Finish.ABORTED`.
+        """End requests early; the next step delivers their tokens as `Finish.ABORTED`.
 
-        Ids that are not in flight are ignored: they may just have ended.
+        Args:
+            request_ids: The requests to end, or None for all in flight. Ids that are
+                not in flight are ignored, since these requests may just have ended.
         """
-        self._in_flight.abort(request_ids)
+        self._in_flight.mark_aborted(request_ids)
 
-    def give_way(self) -> None:
-        """End the requests that give way; the next step delivers what they have, as `Finish.ABORTED`."""
-        self._end(self._in_flight.giving_way)
+    def preempt(self) -> None:
+        """Abort the preemptible requests now; the next step delivers their tokens."""
+        self._abort_now(self._in_flight.preemptible_ids)
 
     def pause(self) -> None:
-        """Stop drawing tokens; requests in flight keep what they have, also over a weight update."""
-        self._require_alive()
-        self._paused = True
-        # what was under way is of the present version, also where it is delivered after an update
-        self._in_flight.note(self._hold(), self._version)
+        """Stop sampling; requests in flight keep their tokens, also over an update."""
+        self._require_usable()
+        self._state.paused = True
+
+        # These tokens are of the present version, also if an update comes before they
+        # are delivered.
+        self._in_flight.record(self._pause(), self._state.version)
 
     def resume(self) -> None:
-        """Go on; tokens from here on are of the version that is committed now.
+        """Continue; from here on tokens are sampled from the present policy version.
 
         Raises:
-            CannotGenerate: there are requests to go on with, and none is.
+            CannotGenerate: Requests are paused, and the engine cannot generate now.
         """
-        if self._in_flight and self._paused:
+        if self._in_flight and self._state.paused:
             self._require_generating()
-        self._paused = False
-        self._let_go()
+        self._state.paused = False
+        self._resume()
 
-    # ---------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------- memory
 
-    def sleep(self, part: Part) -> None:
-        """Free memory: the KV cache, or ("weights") the KV cache and the weights. Again is no error.
+    def sleep(self, part: EngineMemoryPart) -> None:
+        """Free memory. Calling it again has no effect.
 
-        After "weights" a complete update must be committed before the engine generates again.
+        After the weights were freed, a complete update must be committed before the
+        engine generates again.
+
+        Args:
+            part: "kv_cache" frees the KV cache, "weights" the KV cache and the weights.
         """
-        self._require_alive()
-        self._require_no_update("sleep")
+        self._require_usable()
+        self._state.require_no_update("sleep")
         self._require_none_in_flight("sleep", "let them end, or abort them,")
-        parts: frozenset[Part] = frozenset({"kv_cache"} if part == "kv_cache" else {"kv_cache", "weights"})
-        freed = parts - self._asleep
+
+        parts: set[EngineMemoryPart] = {"kv_cache"}
+        if part == "weights":
+            parts.add("weights")
+
+        freed = frozenset(parts - self._state.asleep)
         if "weights" in freed:
-            self._version, self._has_model = None, False
+            self._state.version = None
+            self._state.has_model = False
         if freed:
-            self._free(freed)
-            self._asleep |= freed
+            self._sleep(freed)
+            self._state.asleep |= freed
 
-    def wake(self, part: Part) -> None:
-        """Take a part's memory back: weights with undefined content, the KV cache empty. Again is no error."""
-        self._require_alive()
-        if part in self._asleep:
-            self._restore(part)
-            self._asleep -= {part}
+    def wake(self, part: EngineMemoryPart) -> None:
+        """Allocate the memory of one part again. No effect if it is awake.
 
-    # --------------------------------------------------------------------------------------------------- weights
+        Weights are then uninitialized until a full update; the KV cache is empty.
+        """
+        self._require_usable()
+        if part in self._state.asleep:
+            self._wake(part)
+            self._state.asleep -= {part}
+
+    # -------------------------------------------------------------------------- weights
 
     @property
     def policy_version(self) -> int | None:
-        """The version that tokens are drawn from; None while there is none to draw from."""
-        return self._version
+        """The version that tokens are sampled from; None while there is none."""
+        return self._state.version
 
-    def connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        """Meet the sender of weights, before the first update, and again when it or another receiver was replaced.
+    def connect(
+        self, address: Address, wire_spec: WireSpec, first_receiver: int
+    ) -> None:
+        """Open this engine's end of the wire to the sender.
+
+        This is called before the first update, and again after the sender or another
+        receiver was replaced.
 
         Args:
-            first_receiver: the number of this engine's first rank among all receivers of the route.
+            address: Where the sender is reached.
+            wire_spec: The buckets and receivers of the wire.
+            first_receiver: Index of this engine's first rank among all receivers.
 
         Raises:
-            WeightSyncError: the other ends did not come in time, or the wire does not lead here.
+            WeightSyncError: The peers did not connect in time, or the wire does not
+                reach this engine.
         """
-        self._require_alive()
+        self._require_usable()
         with aborting_on_error(self.abort_update):
-            self._connect(address, route, first_receiver)
+            self._connect(address, wire_spec, first_receiver)
 
     def begin_update(self, manifest: Manifest, version: int) -> None:
-        """Open a weight update to `version`. From here until `commit` (or `prove`) the engine does not generate.
+        """Open a weight update to `version`.
 
-        Requests that are paused stay in flight: they keep their tokens and their KV cache, and go on with the new
-        version.
+        The engine does not generate until the version is committed and, if
+        `verification_follows` is set, verified. Paused requests stay in flight: they
+        keep their tokens and their KV cache, and continue with the new version.
         """
-        self._require_alive()
-        self._require_no_update("begin_update")
-        if not self._paused:
-            self._require_none_in_flight("begin_update", "let them end, abort them, or pause")
-        if "weights" in self._asleep:
-            raise RolloutError('begin_update: the weights are asleep; call wake("weights") first')
-        if not manifest.has_model and not self._has_model:
-            raise WeightSyncError(f"version {version} is an adapter, and the engine does not hold the model; send both")
-        self._version = None
-        self._has_model = not manifest.has_model
-        self._update = WeightUpdate(version, {parameter.name for parameter in manifest.sent})
+        self._require_usable()
+        self._state.require_no_update("begin_update")
+        if not self._state.paused:
+            self._require_none_in_flight(
+                "begin_update", "let them end, abort them, or pause"
+            )
+
+        if "weights" in self._state.asleep:
+            raise RolloutError(
+                'begin_update: the weights are asleep; call wake("weights") first'
+            )
+        if not manifest.has_model and not self._state.has_model:
+            raise WeightSyncError(
+                f"version {version} is an adapter, and the engine does not hold the"
+                " model; send both"
+            )
+
+        # Loading overwrites the present weights, so from here on the engine has neither
+        # the old version nor the new one.
+        names = {parameter.name for parameter in manifest.sent}
+        self._state.version = None
+        self._state.has_model = not manifest.has_model
+        self._state.update = WeightUpdate(version, names)
         with aborting_on_error(self.abort_update):
             self._begin_update(manifest)
 
     def receive(self, bucket: Bucket) -> None:
-        """Load the parameters of one bucket from the wire that is connected.
+        """Load the parameters of a bucket from the connected wire.
 
-        When it returns, the bucket's place on the wire may be used again.
+        When this returns, the bucket's place on the wire may be used again.
 
         Raises:
-            WeightSyncError: no wire or no update is open, or a parameter is not in its manifest or came before. The
-                update is then aborted.
+            WeightSyncError: No wire or no update is open, or a parameter is not in the
+                manifest or came before. The update is then aborted.
         """
         update = self._require_update("receive")
         with aborting_on_error(self.abort_update):
-            update.require_awaited(bucket)
+            update.require_expected(bucket)
             self._receive(bucket)
             update.missing.difference_update(bucket.names)
 
-    def commit(self, sent: Mapping[str, Fingerprint], *, proof_follows: bool = False) -> Prints:
-        """Close the update: from here on the engine generates with the new version, and from an empty prefix cache.
+    def commit(
+        self, sent: Mapping[str, Fingerprint], *, verification_follows: bool = False
+    ) -> Fingerprints:
+        """Finish the update. New requests reuse no cached prefix of earlier weights.
 
         Args:
-            sent: the sender's fingerprints, by parameter; compared with those of what was received.
-            proof_follows: the engine does not generate before `prove` has succeeded as well.
+            sent: The sender's fingerprint of each parameter, to be compared with what
+                was received.
+            verification_follows: Accept the version only with `verify`. Otherwise it is
+                accepted here, and the engine generates with it.
 
         Returns:
-            The fingerprints of all parameters, taken from the tensors that the loader was given.
+            The fingerprints of all parameters, taken from the tensors that the loader
+            got, of the rank that took the longest to compute them.
 
         Raises:
-            WeightSyncError: parameters of the manifest did not come, parameters of the engine were not loaded, or a
-                fingerprint differs; each is named. The update is then aborted.
+            WeightSyncError: Parameters of the manifest were not received, parameters of
+                the engine were not loaded, or fingerprints differ. The error names the
+                parameters, and the update is aborted.
         """
         update = self._require_update("commit")
         if update.committed:
-            raise WeightSyncError(f"commit: version {update.version} is committed already; prove it")
+            raise WeightSyncError(
+                f"commit: version {update.version} is committed already; verify it"
+            )
+
         with aborting_on_error(self.abort_update):
             update.require_complete()
-            arrived = self._arrived()
-            update.require_equal(sent, arrived)
+            received = self._received_fingerprints()
+            update.require_equal(sent, received)
             self._commit(update.version)
-        self._has_model = True
-        if proof_follows:
+
+        self._state.has_model = True
+        if verification_follows:
             update.committed = True
         else:
-            self._update = None
-            self._version = update.version
-        return max(arrived, key=lambda prints: prints.seconds)
+            self._accept(update)
+        return max(received, key=lambda fingerprints: fingerprints.seconds)
 
-    def prove(self, probe: Probe) -> float:
-        """Accept the committed version if the engine's log-probs of fixed tokens are those of the sender.
+    def verify(self, probe: Probe) -> float:
+        """Accept the committed version if its log-probs of the probe match the
+        sender's.
 
-        It sees what fingerprints cannot: what an engine makes of the weights after it received them. Needs the memory
-        of the KV cache.
+        Fingerprints check the tensors as received. Log-probs also catch later errors,
+        such as those of packing. The KV cache must be awake.
 
         Returns:
-            The largest difference of a log-prob.
+            The largest absolute difference of a log-prob.
 
         Raises:
-            WeightSyncError: a difference is above the tolerance. The update is then aborted, and so are the requests in
-                flight.
+            WeightSyncError: A difference is above the tolerance. The update is then
+                aborted, and so are the requests in flight.
         """
-        update = self._require_update("prove")
-        if not update.committed:
-            raise WeightSyncError(f"prove: version {update.version} is not committed yet")
-        if self._asleep:
-            raise RolloutError(f"prove: asleep; call {self._wake_calls()} first")
+        self._require_usable()
+        update = self._state.require_committed_update()
+
         with aborting_on_error(self.abort_update):
-            found, drawn = self._probe(probe.rows)
+            log_probs, progress = self._probe(probe.rows)
             try:
-                difference = self._proofs.judge(update.version, probe, found)
+                difference = self._probe_history.verify(
+                    update.version, probe, log_probs
+                )
             except WeightSyncError as error:
                 self.abort()
-                raise WeightSyncError(f"{error}. {self._suspects()}") from None
-        self._update = None
-        self._version = update.version
-        self._in_flight.note(drawn, update.version)
+                explanation = self._explain_mismatch()
+                raise WeightSyncError(f"{error}. {explanation}") from None
+
+        # Tokens sampled during the probe are delivered only now that their version is
+        # accepted.
+        self._accept(update)
+        self._in_flight.record(progress, update.version)
         return difference
 
     def abort_update(self) -> None:
-        """Give the open update up; the engine has no version until another one is committed. No update: no effect."""
-        if self._update is not None:
-            committed, self._update = self._update.committed, None
-            if not committed:
-                self._abort_update()
+        """Give up the open update, if any.
 
-    def close(self, *, process_ends: bool = False) -> None:
-        """Release everything; the engine is of no more use. Again is no error.
-
-        process_ends: the caller's process ends next; what ends with it need not be released before.
+        The engine has no policy version until a later update is accepted.
         """
-        if not self._closed:
-            self._closed = True
-            self._failure = self._failure or "it was closed"
-            self._in_flight.clear()
-            self._release(process_ends)
+        update = self._state.update
+        if update is None:
+            return
 
-    # ------------------------------------------------------------------------------------ what an engine implements
+        # The loader has already left an update that was committed.
+        self._state.update = None
+        if not update.committed:
+            self._abort_update()
+
+    # ------------------------------------------------------------------------- lifetime
 
     @property
-    @abstractmethod
-    def memory_bytes(self) -> int:
-        """On a CPU the resident set of all processes of the engine; on GPUs what is in use on its devices."""
+    def failure(self) -> str | None:
+        """Why the engine can no longer be used, or None while it is usable."""
+        self._state.failure = self._state.failure or self._find_failure()
+        return self._state.failure
 
-    @abstractmethod
-    def _release(self, process_ends: bool) -> None: ...
+    def fail(self, reason: str) -> None:
+        """Mark the engine as failed and drop the requests in flight.
 
-    @abstractmethod
-    def _add(self, requests: Sequence[Request]) -> None: ...
+        The reason of an earlier failure stays.
+        """
+        self._state.failure = self._state.failure or reason
+        self._in_flight.clear()
 
-    @abstractmethod
-    def _advance(self) -> Iterable[Progress]: ...
+    def close(self, *, process_exits: bool = False) -> None:
+        """Release everything. Calling it again has no effect.
 
-    @abstractmethod
-    def _drop(self, request_ids: Sequence[int]) -> None: ...
+        Args:
+            process_exits: The caller's process exits next, so what is released by that
+                need not be released here.
+        """
+        if not self._state.closed:
+            self._state.closed = True
+            self.fail("it was closed")
+            self._close(process_exits)
 
-    @abstractmethod
-    def _hold(self) -> list[Progress]:
-        """Nothing is being computed when this returns; what was in the making."""
+    # ---------------------------------------------------------------------------- rules
 
-    @abstractmethod
-    def _let_go(self) -> None: ...
-
-    @abstractmethod
-    def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
-        """The log-probs of each row's tokens but the first, and what requests in flight drew meanwhile."""
-
-    def _suspects(self) -> str:
-        """What of the engine could explain a failed proof."""
-        return ""
-
-    @abstractmethod
-    def _free(self, parts: frozenset[Part]) -> None: ...
-
-    @abstractmethod
-    def _restore(self, part: Part) -> None: ...
-
-    @abstractmethod
-    def _connect(self, address: Address, route: Route, first_receiver: int) -> None: ...
-
-    @abstractmethod
-    def _begin_update(self, manifest: Manifest) -> None: ...
-
-    @abstractmethod
-    def _receive(self, bucket: Bucket) -> None: ...
-
-    @abstractmethod
-    def _arrived(self) -> list[Prints]:
-        """The fingerprints of every tensor that the loader was given in this update, by rank of the engine."""
-
-    @abstractmethod
-    def _commit(self, version: int) -> None: ...
-
-    @abstractmethod
-    def _abort_update(self) -> None: ...
-
-    # ---------------------------------------------------------------------------------------------------- the rules
-
-    def _find_failure(self) -> str | None:
-        """What has befallen the engine beside its calls, if anything has: a process of it that ended."""
-        return None
-
-    def _require_alive(self) -> None:
+    def _require_usable(self) -> None:
         if self.failure is not None:
-            raise EngineFailed(f"the rollout engine is of no more use, start another: {self.failure}")
+            raise EngineFailed(
+                "the rollout engine can no longer be used; start another:"
+                f" {self.failure}"
+            )
 
     def _require_generating(self) -> None:
-        self._require_alive()
-        if self._update is not None:
-            missing = "prove it" if self._update.committed else "commit it"
-            raise CannotGenerate(f"cannot generate: the update to version {self._update.version} is open; {missing}")
-        if self._asleep:
-            raise CannotGenerate(f"cannot generate: asleep; call {self._wake_calls()} first")
-        if self._version is None:
-            raise CannotGenerate("cannot generate: no policy version is committed; send the weights and commit them")
-
-    def _wake_calls(self) -> str:
-        return " and ".join(f'wake("{part}")' for part in sorted(self._asleep, reverse=True))
-
-    def _require_no_update(self, verb: str) -> None:
-        if self._update is not None:
-            raise RolloutError(f"{verb}: the update to version {self._update.version} is open; commit or abort it")
-
-    def _require_none_in_flight(self, verb: str, remedy: str) -> None:
-        staying = len(self._in_flight) - len(self._in_flight.giving_way)
-        if staying:
-            raise RolloutError(f"{verb}: {staying} requests are in flight; {remedy} first")
-        self.give_way()
+        self._require_usable()
+        self._state.require_generating()
 
     def _require_update(self, verb: str) -> WeightUpdate:
-        self._require_alive()
-        if self._update is None:
-            raise WeightSyncError(f"{verb}: no weight update is open; call begin_update first")
-        return self._update
+        self._require_usable()
+        return self._state.require_update(verb)
 
-    def _end(self, request_ids: Sequence[int]) -> None:
+    def _require_none_in_flight(self, verb: str, remedy: str) -> None:
+        """Abort preemptible requests, or raise `RolloutError` if there are others."""
+        remaining = len(self._in_flight) - len(self._in_flight.preemptible_ids)
+        if remaining:
+            raise RolloutError(
+                f"{verb}: {remaining} requests are in flight; {remedy} first"
+            )
+        self.preempt()
+
+    def _accept(self, update: WeightUpdate) -> None:
+        self._state.update = None
+        self._state.version = update.version
+
+    def _abort_now(self, request_ids: Sequence[int]) -> None:
         if request_ids:
-            self._drop(request_ids)
-            self._in_flight.end(request_ids)
+            self._abort(request_ids)
+            self._in_flight.finish_aborted(request_ids)

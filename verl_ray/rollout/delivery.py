@@ -1,7 +1,8 @@
-"""Requests in flight: what each has drawn so far, under which policy versions, and how much of that was delivered.
+"""Requests in flight: what was sampled for each, and how much of it was delivered.
 
-Invariant: every token of a request is delivered once, in order, with its log-prob and the version it was drawn from; a
-request that has ended is no longer in flight. Deliberately not here: drawing, and whether an engine may (`base.py`).
+Invariant: every token of a request is delivered once, in order, with its log-prob and
+the policy version it was sampled from; a request that has ended is no longer in flight.
+Deliberately not here: sampling, and whether an engine may sample (`base.py`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,24 @@ import numpy as np
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError
 from verl_ray.profiling.progress import advance
-from verl_ray.rollout.requests import Chunk, Progress, Request
+from verl_ray.rollout.requests import Chunk, GenerationProgress, GenerationRequest
 
 
 @dataclass(slots=True)
-class _Drawn:
-    """What one request has so far, under which versions, and how much of that was delivered."""
+class _PartialResponse:
+    """Everything sampled so far for a request in flight.
+
+    Attributes:
+        stream: Whether tokens are delivered as they are sampled.
+        preemptible: Whether sleep and weight updates may abort the request.
+        tokens: The token ids sampled so far.
+        log_probs: The log-prob of each token.
+        spans: Pairs of the index at which a version span begins, and its version.
+        delivered: Number of tokens that were delivered.
+    """
 
     stream: bool
-    gives_way: bool
+    preemptible: bool
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     spans: list[tuple[int, int]] = field(default_factory=list)
@@ -30,110 +40,171 @@ class _Drawn:
 
 
 class InFlight:
-    """The requests that an engine has taken and not yet answered completely, and the chunks that are due."""
+    """Requests that an engine has accepted and not finished, and chunks to deliver."""
 
     def __init__(self) -> None:
-        self._drawn: dict[int, _Drawn] = {}
-        self._aborted: set[int] = set()
-        self._due: list[Chunk] = []
+        self._responses: dict[int, _PartialResponse] = {}
+        self._to_abort: set[int] = set()
+        self._chunks: list[Chunk] = []
 
     def __len__(self) -> int:
-        """Requests in flight; those that have ended do not count, though their last chunk may be due."""
-        return len(self._drawn)
+        """Number of requests in flight.
 
-    def require_new(self, requests: Sequence[Request]) -> None:
-        """Raise RolloutError for a request whose id is in flight already, or whose tokens are no vector of ids."""
+        Requests that have ended do not count, though their last chunk may not be
+        delivered yet.
+        """
+        return len(self._responses)
+
+    def require_new(self, requests: Sequence[GenerationRequest]) -> None:
+        """Raise `RolloutError` for requests that cannot be added.
+
+        The id of a request must not be in flight already, and its tokens must be a
+        vector of ids.
+        """
         ids = [request.request_id for request in requests]
-        twice = self._drawn.keys() & ids
-        if twice or len(set(ids)) != len(ids):
-            raise RolloutError(f"request ids must be unique among those in flight, found again: {sorted(twice) or ids}")
+        duplicates = self._responses.keys() & ids
+        if duplicates or len(set(ids)) != len(ids):
+            raise RolloutError(
+                "request ids must be unique among those in flight, found again:"
+                f" {sorted(duplicates) or ids}"
+            )
+
         for request in requests:
-            if request.tokens.dtype != np.int32 or request.tokens.ndim != 1 or not len(request.tokens):
+            tokens = request.tokens
+            is_vector = tokens.dtype == np.int32 and tokens.ndim == 1
+            if not is_vector or not len(tokens):
                 raise RolloutError(
-                    f"request {request.request_id}: expected a non-empty int32 vector of token ids, found "
-                    f"{request.tokens.dtype} of shape {request.tokens.shape}"
+                    f"request {request.request_id}: expected a non-empty int32 vector"
+                    f" of token ids, found {tokens.dtype} of shape {tokens.shape}"
                 )
 
-    def add(self, requests: Sequence[Request]) -> None:
-        self._drawn.update((request.request_id, _Drawn(request.stream, request.gives_way)) for request in requests)
+    def add(self, requests: Sequence[GenerationRequest]) -> None:
+        """Add requests that have no tokens yet."""
+        for request in requests:
+            response = _PartialResponse(request.stream, request.preemptible)
+            self._responses[request.request_id] = response
 
-    def note(self, progress: Iterable[Progress], version: int | None) -> None:
-        """What requests have drawn under `version` (None: nothing); what is due of it can be taken then."""
-        drawn = 0
-        for one in progress:
-            drawn += len(one.tokens)
-            self._note(one, version)
-        if drawn:
-            advance(drawn, "tokens")  # steps that draw nothing are none: an engine may make them for ever
+    def record(
+        self, progress: Iterable[GenerationProgress], version: int | None
+    ) -> None:
+        """Add what was sampled, and prepare the chunks to deliver.
 
-    def take(self) -> list[Chunk]:
-        """The chunks that are due, which are delivered with that."""
-        due, self._due = self._due, []
-        return due
+        Args:
+            progress: New tokens of requests in flight.
+            version: The policy version they were sampled from; None = no tokens were
+                sampled.
+        """
+        sampled = 0
+        for step_of_request in progress:
+            sampled += len(step_of_request.tokens)
+            self._record(step_of_request, version)
+
+        # A step that samples nothing is no progress: a broken engine could go on with
+        # such steps for ever, and would never count as stalled.
+        if sampled:
+            advance(sampled, "tokens")
+
+    def take_chunks(self) -> list[Chunk]:
+        """Return the chunks to deliver, which then count as delivered."""
+        chunks = self._chunks
+        self._chunks = []
+        return chunks
 
     def clear(self) -> None:
-        """Nothing is in flight, and nothing is due."""
-        self._drawn.clear()
-        self._aborted.clear()
-        self._due.clear()
+        """Drop all requests and all chunks."""
+        self._responses.clear()
+        self._to_abort.clear()
+        self._chunks.clear()
 
-    # ---------------------------------------------------------------------------------------------------- endings
+    # --------------------------------------------------------------------------- aborts
 
-    def abort(self, request_ids: Iterable[int] | None) -> None:
-        """These are to end early (None: all); ids that are not in flight are ignored."""
-        self._aborted.update(list(self._drawn) if request_ids is None else self._drawn.keys() & set(request_ids))
+    def mark_aborted(self, request_ids: Iterable[int] | None) -> None:
+        """Mark requests to be aborted with the next step.
+
+        Args:
+            request_ids: The requests, or None for all in flight. Ids that are not in
+                flight are ignored.
+        """
+        if request_ids is None:
+            self._to_abort.update(self._responses)
+        else:
+            self._to_abort.update(self._responses.keys() & set(request_ids))
 
     def take_aborted(self) -> list[int]:
-        """The ids in flight that are to end early, in the order in which they came."""
-        ids = [request_id for request_id in self._drawn if request_id in self._aborted]
-        self._aborted.clear()
+        """Return the marked ids in the order of their requests, and unmark them."""
+        # A marked request may have ended since, so the ids in flight are what counts.
+        ids = [
+            request_id for request_id in self._responses if request_id in self._to_abort
+        ]
+        self._to_abort.clear()
         return ids
 
-    def end(self, request_ids: Sequence[int]) -> None:
-        """These end as far as they got, as `Finish.ABORTED`."""
-        self.note((Progress(request_id, (), (), Finish.ABORTED) for request_id in request_ids), None)
+    def finish_aborted(self, request_ids: Sequence[int]) -> None:
+        """End requests with the tokens they have, as `Finish.ABORTED`."""
+        endings = [
+            GenerationProgress(request_id, (), (), Finish.ABORTED)
+            for request_id in request_ids
+        ]
+        self.record(endings, None)
 
-    # --------------------------------------------------------------------------------------------------- questions
+    @property
+    def preemptible_ids(self) -> list[int]:
+        """Ids of the preemptible requests in flight."""
+        return [
+            request_id
+            for request_id, response in self._responses.items()
+            if response.preemptible
+        ]
+
+    # --------------------------------------------------------------------------- counts
 
     @property
     def unfinished(self) -> int:
-        """Requests in flight, or ended with their last chunk due."""
-        return len(self._drawn) + sum(chunk.finish is not None for chunk in self._due)
+        """Number of requests in flight, or ended with their last chunk undelivered."""
+        ended = sum(chunk.finish is not None for chunk in self._chunks)
+        return len(self._responses) + ended
 
     @property
-    def is_due(self) -> bool:
-        """Whether something can be delivered without drawing."""
-        return bool(self._due or self._aborted)
+    def has_chunks(self) -> bool:
+        """Whether a step can deliver something without sampling."""
+        return bool(self._chunks or self._to_abort)
 
-    @property
-    def giving_way(self) -> list[int]:
-        return [request_id for request_id, drawn in self._drawn.items() if drawn.gives_way]
+    def _record(self, progress: GenerationProgress, version: int | None) -> None:
+        response = self._responses[progress.request_id]
 
-    def _note(self, progress: Progress, version: int | None) -> None:
-        drawn = self._drawn[progress.request_id]
-        if progress.tokens and version is not None and (not drawn.spans or drawn.spans[-1][1] != version):
-            drawn.spans.append((len(drawn.tokens), version))
-        drawn.tokens += progress.tokens
-        drawn.log_probs += progress.log_probs
-        if progress.finish is None and not drawn.stream:
+        # A span begins with the first token, and wherever the version changes.
+        last_version = response.spans[-1][1] if response.spans else None
+        if progress.tokens and version is not None and version != last_version:
+            response.spans.append((len(response.tokens), version))
+        response.tokens += progress.tokens
+        response.log_probs += progress.log_probs
+
+        if progress.finish is None and not response.stream:
             return
-        first, drawn.delivered = drawn.delivered, len(drawn.tokens)
+
+        first = response.delivered
+        response.delivered = len(response.tokens)
         if progress.finish is not None:
-            del self._drawn[progress.request_id]
-        self._due.append(
-            Chunk(
-                request_id=progress.request_id,
-                tokens=np.array(drawn.tokens[first:], np.int32),
-                log_probs=np.array(drawn.log_probs[first:], np.float32),
-                finish=progress.finish,
-                first_token=first,
-                version_spans=_spans_from(drawn.spans, first),
-            )
+            del self._responses[progress.request_id]
+
+        chunk = Chunk(
+            request_id=progress.request_id,
+            tokens=np.array(response.tokens[first:], np.int32),
+            log_probs=np.array(response.log_probs[first:], np.float32),
+            finish=progress.finish,
+            first_token=first,
+            version_spans=_spans_from(response.spans, first),
         )
+        self._chunks.append(chunk)
 
 
-def _spans_from(spans: Sequence[tuple[int, int]], first: int) -> tuple[tuple[int, int], ...]:
-    """The part of version spans that begins at token `first`."""
-    kept = [max(i for i, (start, _) in enumerate(spans) if start <= first)] if spans else []
-    later = spans[kept[0] + 1 :] if kept else []
-    return tuple((max(start, first), version) for start, version in [*(spans[i] for i in kept), *later])
+def _spans_from(
+    spans: Sequence[tuple[int, int]], first: int
+) -> tuple[tuple[int, int], ...]:
+    """Return the part of version spans that begins at token `first`."""
+    if not spans:
+        return ()
+
+    # The span that covers `first` is the last that does not begin after it.
+    covering = max(index for index, (start, _) in enumerate(spans) if start <= first)
+    return tuple((max(start, first), version) for start, version in spans[covering:])

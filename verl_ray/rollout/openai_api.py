@@ -1,101 +1,164 @@
-"""OpenAI's completions and chat completions in this project's words: what a call asks, and how it is answered.
+"""Calls of OpenAI's API: completions and chat completions, with their fields.
 
-Invariant: a field that would change the answer is honoured or refused by its name. Beside OpenAI's fields there are
-vLLM's `top_k`, `stop_token_ids`, `ignore_eos`, `session_id`, `return_token_ids` and `return_tokens_as_token_ids`, and
-in every choice `policy_versions`: (first token of a span, its policy version). Log-probs are of the distribution drawn
-from. Deliberately not here: HTTP, tokens of texts, and drawing (`endpoint`).
+Invariant: a field that would change the result is honoured, or refused by its name. In
+addition to OpenAI's fields there are vLLM's `top_k`, `stop_token_ids`, `ignore_eos`,
+`session_id`, `return_token_ids` and `return_tokens_as_token_ids`. Deliberately not
+here: replies (`openai_replies.py`), HTTP (`endpoint.py`), tokens of texts, and
+generation (`choices.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+)
 
-from verl_ray.config.rules.rollout import VLLM_LEAST_TEMPERATURE
-from verl_ray.data.files import Message
-from verl_ray.data.stages import Finish
+from verl_ray.config.vllm_limits import VLLM_LEAST_TEMPERATURE
+from verl_ray.data.records import Message
 from verl_ray.errors import CallRefused
 
-FINISH = {Finish.STOP: "stop", Finish.LENGTH: "length", Finish.ABORTED: "abort"}
-"""`finish_reason`; "abort" is a response that gave way to a weight update or to sleep, as far as it got."""
-
 SEEDS = 2**63
+"""Number of seeds: a seed is in [0, 2^63)."""
 
-WITHOUT_EFFECT = frozenset({
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls",
-})  # fmt: skip
-"""Fields that change no answer here, whatever they say."""
+WITHOUT_EFFECT = frozenset(
+    {
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "parallel_tool_calls",
+    }
+)
+"""Fields whose values do not matter, since they change no result here."""
 
-NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,), "min_p": (0,), "min_tokens": (0,),
-    "logit_bias": ({},), "best_of": (1,), "echo": (False,), "suffix": ("",), "top_logprobs": (0,), "tools": ([],),
-    "tool_choice": ("none", "auto"), "response_format": ({"type": "text"},), "priority": (0,),
-    "skip_special_tokens": (True,), "include_stop_str_in_output": (False,), "use_beam_search": (False,),
-}  # fmt: skip
-"""Fields that are not supported, and the values by which they ask for nothing."""
+NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "priority": (0,),
+    "skip_special_tokens": (True,),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+}
+"""Fields that are not supported, with the values at which they have no effect."""
+
+# --------------------------------------------------------------------------- validators
 
 
-def _temperature(value: float) -> float:
+def _require_temperature(value: float) -> float:
     if 0 < value < VLLM_LEAST_TEMPERATURE:
-        raise ValueError(f"expected 0, which is greedy, or at least {VLLM_LEAST_TEMPERATURE}")
+        raise ValueError(
+            f"expected 0, which is greedy, or at least {VLLM_LEAST_TEMPERATURE}"
+        )
     return value
 
 
-def _texts(value: object) -> object:
+def _as_list_of_texts(value: object) -> object:
+    """Turn a single text into a list; other values are validated as they are."""
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object) -> object:
-    """One prompt, as a text or token ids, is a list of one."""
-    given = value if isinstance(value, list) and not all(type(token) is int for token in value) else [value]
-    for prompt in given:
-        is_tokens = isinstance(prompt, list) and all(type(token) is int and 0 <= token < 2**31 for token in prompt)
-        if not prompt or not (isinstance(prompt, str) or is_tokens):
-            raise ValueError("expected a text, a list of token ids, or a list of either, and nothing empty")
-    return given
+def _as_list_of_prompts(value: object) -> object:
+    """Turn a single prompt, a text or token ids, into a list of prompts."""
+    prompts: list[object] = [value]
+    if isinstance(value, list) and not all(type(token) is int for token in value):
+        prompts = value
+
+    for prompt in prompts:
+        is_valid = isinstance(prompt, str) or _is_token_ids(prompt)
+        if not prompt or not is_valid:
+            raise ValueError(
+                "expected a text, a list of token ids, or a list of either, and nothing"
+                " empty"
+            )
+    return prompts
 
 
-def _messages(value: object) -> object:
-    """With contents in one piece, and without the fields that say nothing."""
-    if not isinstance(value, list) or not value or not all(isinstance(message, dict) for message in value):
+def _is_token_ids(value: object) -> bool:
+    # A bool is an int for isinstance, but no token id.
+    return isinstance(value, list) and all(
+        type(token) is int and 0 <= token < 2**31 for token in value
+    )
+
+
+def _as_messages(value: object) -> object:
+    """Return messages of role and content, each content being a single text."""
+    messages = value if isinstance(value, list) else []
+    if not messages or not all(isinstance(message, dict) for message in messages):
         raise ValueError("expected a list of messages")
-    return [_message(message) for message in value]
+    return [_as_message(message) for message in messages]
 
 
-def _message(given: Message) -> Message:
-    message = {name: field for name, field in given.items() if field is not None}
+def _as_message(fields: Message) -> Message:
+    # Clients send back the messages they got, which have fields without a value.
+    message = {name: value for name, value in fields.items() if value is not None}
+
     content = message.get("content")
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        message["content"] = "\n".join(str(part.get("text")) for part in content)
-    texts = all(isinstance(field, str) for field in message.values())
-    if message.keys() != {"role", "content"} or not texts:
-        raise ValueError(f"expected messages of role and content, which are texts, found {_shown(message)}")
+    if isinstance(content, list) and all(map(_is_text_part, content)):
+        texts = [str(part.get("text")) for part in content]
+        message["content"] = "\n".join(texts)
+
+    has_texts_only = all(isinstance(value, str) for value in message.values())
+    if message.keys() != {"role", "content"} or not has_texts_only:
+        raise ValueError(
+            "expected messages of role and content, which are texts, found"
+            f" {_shortened(message)}"
+        )
     return message
 
 
+def _is_text_part(part: object) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text"
+
+
+# -------------------------------------------------------------------------------- calls
+
 Count = Annotated[int, Field(ge=1)]
-Texts = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_texts)]
+Temperature = Annotated[float, Field(ge=0, le=2), AfterValidator(_require_temperature)]
+Text = Annotated[str, Field(min_length=1)]
+Texts = Annotated[list[Text], BeforeValidator(_as_list_of_texts)]
 
 
 class StreamOptions(BaseModel):
+    """Options of a call that streams its reply."""
+
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     include_usage: bool = False
 
 
-class Call(BaseModel):
-    """What both kinds of calls may ask."""
+class ApiCall(BaseModel):
+    """Fields that both kinds of calls have, by their names in the JSON object."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-    PREFIX: ClassVar[str]
-    """Of the ids of its answers."""
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False
+    )
+    ID_PREFIX: ClassVar[str]
+    """Beginning of the ids of replies."""
 
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=1024)] = 1
-    temperature: Annotated[float, Field(ge=0, le=2), AfterValidator(_temperature)] = 1.0
+    temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     seed: Annotated[int, Field(ge=0, lt=SEEDS)] | None = None
@@ -110,142 +173,67 @@ class Call(BaseModel):
     return_tokens_as_token_ids: bool = False
 
 
-class CompletionCall(Call):
-    PREFIX = "cmpl"
+class CompletionCall(ApiCall):
+    """A call that continues texts or token ids."""
 
-    prompt: Annotated[list[Any], BeforeValidator(_prompts)]
-    """Each a text or token ids."""
+    ID_PREFIX = "cmpl"
+
+    prompt: Annotated[list[Any], BeforeValidator(_as_list_of_prompts)]
+    """Prompts, each a text or token ids."""
     logprobs: Literal[0] | None = None
-    """Those of the drawn tokens; there are no others."""
+    """0 adds the log-probs of the sampled tokens; those of others are not available."""
 
 
-class ChatCall(Call):
-    PREFIX = "chatcmpl"
+class ChatCall(ApiCall):
+    """A call that responds to a conversation."""
 
-    messages: Annotated[list[Message], BeforeValidator(_messages)]
+    ID_PREFIX = "chatcmpl"
+
+    messages: Annotated[list[Message], BeforeValidator(_as_messages)]
     max_completion_tokens: Count | None = None
     logprobs: bool = False
 
 
-C = TypeVar("C", bound=Call)
+C = TypeVar("C", bound=ApiCall)
 
 
 def read_call(kind: type[C], body: object) -> C:
-    """Raises CallRefused, which names the first field that cannot be honoured."""
+    """Return the call that a JSON value describes.
+
+    Raises:
+        CallRefused: The value is no call of this kind. The error names the first field
+            that cannot be honoured.
+    """
     if not isinstance(body, dict):
         raise CallRefused(f"expected a JSON object, found {type(body).__name__}")
-    given = {
-        name: value
-        for name, value in body.items()
-        if value is not None and name not in WITHOUT_EFFECT and not _asks_for_nothing(name, value)
+
+    fields = {
+        name: value for name, value in body.items() if not _has_no_effect(name, value)
     }
     try:
-        return kind.model_validate(given)
+        return kind.model_validate(fields)
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        field = str(first["loc"][0])
-        if first["type"] == "missing":
-            raise CallRefused(f"{field} is missing", field) from None
-        found = f"{field} = {_shown(given[field])}"
-        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-            raise CallRefused(f"{found}: this endpoint does not support it; leave it out", field) from None
-        raise CallRefused(f"{found}: {first['msg']}", field) from None
+
+    name = str(first["loc"][0])
+    if first["type"] == "missing":
+        raise CallRefused(f"{name} is missing", name)
+
+    shown = f"{name} = {_shortened(fields[name])}"
+    is_unknown_field = first["type"] == "extra_forbidden" and len(first["loc"]) == 1
+    if is_unknown_field:
+        raise CallRefused(
+            f"{shown}: this endpoint does not support it; leave it out", name
+        )
+    raise CallRefused(f"{shown}: {first['msg']}", name)
 
 
-def _asks_for_nothing(name: str, value: object) -> bool:
-    return value in NEUTRAL.get(name, ())
+def _has_no_effect(name: str, value: object) -> bool:
+    if value is None or name in WITHOUT_EFFECT:
+        return True
+    return value in NEUTRAL_VALUES.get(name, ())
 
 
-def _shown(value: object) -> str:
+def _shortened(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 100 else f"{text[:100]} ..."
-
-
-@dataclass(frozen=True)
-class Part:
-    """What is new of one choice."""
-
-    choice: int
-    first_token: int
-    text: str
-    tokens: list[int]
-    log_probs: list[float]
-    version_spans: tuple[tuple[int, int], ...]
-    finish: str | None  # None = more to come
-
-    @classmethod
-    def join(cls, parts: list[Part]) -> Part:
-        """All of a choice."""
-        spans: list[tuple[int, int]] = []
-        for span in (span for part in parts for span in part.version_spans):
-            if not spans or spans[-1][1] != span[1]:
-                spans.append(span)
-        return cls(
-            parts[0].choice, 0, "".join(part.text for part in parts), [t for part in parts for t in part.tokens],
-            [value for part in parts for value in part.log_probs], tuple(spans), parts[-1].finish,
-        )  # fmt: skip
-
-
-class Answers:
-    """The answers to one call, as JSON values."""
-
-    def __init__(self, call: Call, head: Mapping[str, object], spell: Callable[[int], str]) -> None:
-        """`head`: what every object begins with. `spell`: the text of one token."""
-        self._call, self._head, self._spell = call, head, spell
-        self._chat = isinstance(call, ChatCall)
-        self._kind = "chat.completion" if self._chat else "text_completion"
-
-    def whole(self, parts: list[Part], prompts: list[list[int]], usage: Mapping[str, int]) -> dict[str, object]:
-        """`prompts`: of each choice."""
-        choices = [self._choice(part, "message", prompt) for part, prompt in zip(parts, prompts, strict=True)]
-        ids = {"prompt_token_ids": prompts[0]} if self._chat and self._call.return_token_ids else {}
-        return {**self._head, "object": self._kind, "choices": choices, **ids, "usage": usage}
-
-    def event(self, part: Part, prompt: list[int]) -> dict[str, object]:
-        """One piece of a stream."""
-        begins = part.first_token == 0
-        choice = self._choice(part, "delta", prompt if begins else None)
-        ids = {"prompt_token_ids": prompt} if begins and self._chat and self._call.return_token_ids else {}
-        return {**self._head, "object": self._stream_kind, "choices": [choice], **ids}
-
-    def last_event(self, usage: Mapping[str, int]) -> dict[str, object]:
-        """What ends a stream that is to include the usage."""
-        return {**self._head, "object": self._stream_kind, "choices": [], "usage": usage}
-
-    @property
-    def _stream_kind(self) -> str:
-        return "chat.completion.chunk" if self._chat else self._kind
-
-    def _choice(self, part: Part, key: str, prompt: list[int] | None) -> dict[str, object]:
-        choice: dict[str, object] = {
-            "index": part.choice,
-            "finish_reason": part.finish,
-            "logprobs": self._log_probs(part),
-            "policy_versions": part.version_spans,
-        }
-        if self._chat:
-            begins = key == "message" or part.first_token == 0
-            choice[key] = {"role": "assistant", "content": part.text} if begins else {"content": part.text}
-        else:
-            choice["text"] = part.text
-        if self._call.return_token_ids:
-            choice["token_ids"] = part.tokens
-            if not self._chat and prompt is not None:
-                choice["prompt_token_ids"] = prompt
-        return choice
-
-    def _log_probs(self, part: Part) -> dict[str, object] | None:
-        if isinstance(self._call, CompletionCall) and self._call.logprobs is None:
-            return None
-        if isinstance(self._call, ChatCall) and not self._call.logprobs:
-            return None
-        as_ids = self._call.return_tokens_as_token_ids
-        names = [f"token_id:{token}" if as_ids else self._spell(token) for token in part.tokens]
-        if not self._chat:
-            return {"tokens": names, "token_logprobs": part.log_probs, "top_logprobs": None}
-        return {
-            "content": [
-                {"token": name, "logprob": value, "bytes": list(name.encode()), "top_logprobs": []}
-                for name, value in zip(names, part.log_probs, strict=True)
-            ]
-        }

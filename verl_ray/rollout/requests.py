@@ -1,6 +1,7 @@
-"""What is asked of a rollout engine, and what it answers: token ids in, token ids and log-probs out.
+"""Values that go into a rollout engine and come out of it, all in token ids.
 
-Invariant: values; nothing here knows an engine. Deliberately not here: text, and the rows that a run makes of answers.
+Invariant: these are plain values, and nothing here knows an engine. Deliberately not
+here: text, and the rows that a run makes of responses.
 """
 
 from __future__ import annotations
@@ -20,42 +21,87 @@ Float32 = npt.NDArray[np.float32]
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. Log-probs are those of the distribution drawn from: after temperature, top_p and top_k."""
+    """Parameters by which tokens are sampled.
 
-    temperature: float  # 0 = greedy; the log-probs are then those at temperature 1
-    top_p: float  # 1 = all tokens
-    top_k: int  # -1 = all tokens
+    The log-probs of a response are those of the distribution that was sampled from,
+    which is the one after temperature, top_p and top_k.
+
+    Attributes:
+        temperature: 0 samples greedily; the log-probs are then those at temperature 1.
+        top_p: 1 keeps all tokens.
+        top_k: -1 keeps all tokens.
+        max_tokens: Largest number of tokens of a response.
+        stop_token_ids: Tokens that end a response. None stands for the model's
+            end-of-sequence tokens; () generates up to `max_tokens`.
+    """
+
+    temperature: float
+    top_p: float
+    top_k: int
     max_tokens: int
-    stop_token_ids: tuple[int, ...] | None = None  # None = the model's end-of-sequence tokens; () = run to max_tokens
+    stop_token_ids: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """One prompt to continue. The same seed and prompt give the same tokens, whatever runs beside them."""
+class GenerationRequest:
+    """A prompt to continue.
+
+    The same seed and prompt give the same tokens, whatever else the engine computes at
+    the same time.
+
+    Attributes:
+        request_id: Number of the request, unique among those in flight.
+        tokens: Token ids of the prompt.
+        sampling: Parameters by which the response is sampled.
+        seed: Seed of the request's own random generator.
+        stream: Deliver chunks as tokens are sampled, instead of one at the end.
+        session: A hint: the requests of a session share a prefix.
+        preemptible: The request is aborted, with the tokens it has, when sleep or a
+            weight update needs an engine without requests.
+    """
 
     request_id: int
     tokens: Tokens
     sampling: Sampling
     seed: int
-    stream: bool = False  # chunks as tokens are sampled, instead of one at the end
-    session: str | None = None  # requests of one session share a prefix: a hint
-    gives_way: bool = False  # ended where it is when sleep or a weight update needs an engine without requests
+    stream: bool = False
+    session: str | None = None
+    preemptible: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Tokens of one request that have not been delivered before: all of them, unless it streams."""
+    """Tokens of a request that were not delivered before.
+
+    A request that does not stream has a single chunk, with all of its tokens.
+
+    Attributes:
+        request_id: The request that the tokens belong to.
+        tokens: The token ids; a stop token is included.
+        log_probs: The log-prob of each token.
+        finish: Why the response ended; None while more chunks follow.
+        first_token: Index of `tokens[0]` in the response.
+        version_spans: The policy version of every token, as pairs of the index in the
+            response where a span begins and the version of that span.
+    """
 
     request_id: int
-    tokens: Tokens  # a stop token is included
-    log_probs: Float32  # of each token
-    finish: Finish | None  # None = more to come
-    first_token: int  # index of tokens[0] in the response
-    version_spans: tuple[tuple[int, int], ...]  # (index in the response of the span's first token, policy version)
+    tokens: Tokens
+    log_probs: Float32
+    finish: Finish | None
+    first_token: int
+    version_spans: tuple[tuple[int, int], ...]
 
 
-class Progress(NamedTuple):
-    """What one step of an engine added to one request."""
+class GenerationProgress(NamedTuple):
+    """Tokens that a step of an engine added to a request.
+
+    Attributes:
+        request_id: The request that was continued.
+        tokens: The new token ids, possibly none.
+        log_probs: The log-prob of each new token.
+        finish: Why the response ended with this step; None = it goes on.
+    """
 
     request_id: int
     tokens: Sequence[int]

@@ -1,7 +1,8 @@
-"""The seed of each rollout, from the run's seed and what the rollout is.
+"""Seeds of rollouts, derived from the run's seed and the identity of each rollout.
 
-Invariant: a pure function, so that a rollout that is drawn again (another replica, a replayed step) has the same
-tokens. Deliberately not here: the generators that the seeds go to.
+Invariant: the seeds are a pure function, so a rollout that is generated again, by
+another replica or in a repeated step, has the same tokens. Deliberately not here: the
+random generators that use the seeds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,30 @@ from verl_ray.data.batch import Int64
 
 
 def row_seeds(run_seed: int, purpose: str, row_id: Int64) -> Int64:
-    """One seed in [0, 2^63) per row; rows of different purposes ("train", "evaluate") never share a stream."""
+    """Return a seed in [0, 2^63) for each row.
+
+    Args:
+        run_seed: The seed of the run.
+        purpose: "train" or "evaluate". Rows of different purposes never share a random
+            stream.
+        row_id: The ids of the rows, int64 [rows].
+
+    Returns:
+        The seeds, int64 [rows].
+    """
     digest = hashlib.blake2b(f"{run_seed}:{purpose}".encode(), digest_size=8).digest()
-    mixed = _mix(row_id.astype(np.uint64) + np.uint64(int.from_bytes(digest, "little")))
+    offset = np.uint64(int.from_bytes(digest, "little"))
+    mixed = _mix(row_id.astype(np.uint64) + offset)
+    # Seeds are signed, so the highest bit is left out.
     return (mixed >> np.uint64(1)).astype(np.int64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014): every input bit reaches every output bit."""
+    """Spread every input bit over all output bits.
+
+    This is the finaliser of splitmix64 (Steele, Lea, Flood, OOPSLA 2014).
+    """
+    # The multiplications are modulo 2^64.
     with np.errstate(over="ignore"):
         x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,8 +1,10 @@
-"""What an open weight update still lacks, and the two proofs that what an engine holds is what was sent.
+"""An open weight update, and the two checks that an engine holds what was sent.
 
-Invariant: a version is accepted only if every parameter of its manifest came once, every fingerprint is the sender's,
-and, where a probe was announced, the engine computes with the weights what the sender does. Deliberately not here: how
-weights are received and loaded, and what an engine may do while an update is open (`base.py`).
+Invariant: a version is accepted only if every parameter of its manifest was received
+once, every fingerprint is the sender's, and, where a verification was announced, the
+engine computes with the weights what the sender computes. Deliberately not here: how
+weights are received and loaded, and what an engine may do while an update is open
+(`engine_state.py`, `base.py`).
 """
 
 from __future__ import annotations
@@ -16,97 +18,196 @@ import numpy as np
 from verl_ray.errors import VerlRayError, WeightSyncError
 from verl_ray.rollout.requests import Float32, Tokens
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Fingerprint, Prints
+from verl_ray.weight_sync.fingerprint import Fingerprint, Fingerprints
 
-STALE = 0.01
-"""By how much log-probs of the trainer move, at the most, while those of an engine that has its weights do not."""
+HIDDEN_MOVEMENT = 0.01
+"""Largest movement of the trainer's log-probs that an engine may hide by rounding.
+
+If they move further, an engine that has the trainer's weights cannot have the same
+log-probs as before, to the bit.
+"""
 
 
 @dataclass
 class WeightUpdate:
-    """An open weight update: the names still to come, and whether it is committed and only the proof is missing."""
+    """The engine's part of a weight sync, from `begin_update` until it is accepted.
+
+    Attributes:
+        version: The policy version that the weights belong to.
+        missing: Names of the parameters that were not received yet.
+        committed: Whether everything was received and loaded, and only the verification
+            is missing.
+    """
 
     version: int
     missing: set[str]
     committed: bool = False
 
-    def require_awaited(self, bucket: Bucket) -> None:
-        if strange := sorted(name for name in bucket.names if name not in self.missing):
-            raise WeightSyncError(f"bucket {bucket.index} brings what is not awaited, or came before: {strange}")
+    def require_expected(self, bucket: Bucket) -> None:
+        """Raise `WeightSyncError` unless all parameters of the bucket are missing."""
+        unexpected = sorted(name for name in bucket.names if name not in self.missing)
+        if unexpected:
+            raise WeightSyncError(
+                f"bucket {bucket.index} brings what is not expected, or came before:"
+                f" {unexpected}"
+            )
 
     def require_complete(self) -> None:
+        """Raise `WeightSyncError` that names the parameters that are missing."""
         if self.missing:
-            raise WeightSyncError(f"version {self.version}: not received: {sorted(self.missing)}")
+            raise WeightSyncError(
+                f"version {self.version}: not received: {sorted(self.missing)}"
+            )
 
-    def require_equal(self, sent: Mapping[str, Fingerprint], arrived: Sequence[Prints]) -> None:
-        """`arrived`: the fingerprints of what the loader was given, by rank of the engine."""
-        for rank, prints in enumerate(arrived):
-            names = sorted(sent.keys() | prints.by_name.keys())
-            if wrong := [name for name in names if sent.get(name) != prints.by_name.get(name)]:
-                where = f" on rank {rank} of the {len(arrived)} of the engine" if len(arrived) > 1 else ""
-                raise WeightSyncError(f"version {self.version}: sent and received differ in {wrong}{where}")
+    def require_equal(
+        self, sent: Mapping[str, Fingerprint], received: Sequence[Fingerprints]
+    ) -> None:
+        """Compare what was sent with what every rank of the engine received.
+
+        Args:
+            sent: The sender's fingerprint of each parameter.
+            received: The fingerprints of what the loader got, by rank of the engine.
+
+        Raises:
+            WeightSyncError: Fingerprints differ; their parameters are named.
+        """
+        for rank, fingerprints in enumerate(received):
+            names = sorted(sent.keys() | fingerprints.by_name.keys())
+            different = [
+                name
+                for name in names
+                if sent.get(name) != fingerprints.by_name.get(name)
+            ]
+            if not different:
+                continue
+
+            if len(received) > 1:
+                where = f" on rank {rank} of the {len(received)} of the engine"
+            else:
+                where = ""
+            raise WeightSyncError(
+                f"version {self.version}: sent and received differ in"
+                f" {different}{where}"
+            )
 
 
 @contextlib.contextmanager
 def aborting_on_error(abort_update: Callable[[], None]) -> Iterator[None]:
-    """Gives the open update up when its block fails, and turns foreign errors into `WeightSyncError`."""
+    """Abort the open update when the block fails.
+
+    An exception that is not one of this project becomes a `WeightSyncError`.
+    """
     try:
         yield
     except BaseException as error:
         abort_update()
         if isinstance(error, Exception) and not isinstance(error, VerlRayError):
-            raise WeightSyncError(f"the weight update failed and was aborted: {error!r}") from error
+            raise WeightSyncError(
+                f"the weight update failed and was aborted: {error!r}"
+            ) from error
         raise
 
 
 @dataclass(frozen=True, eq=False)
 class Probe:
-    """Fixed tokens, and what the sender's model says of them: what an engine that holds its weights says too."""
+    """Fixed tokens with the log-probs that the sender's model gives them.
+
+    An engine that holds the sender's weights computes the same log-probs.
+
+    Attributes:
+        rows: Token ids of each row.
+        log_probs: The log-probs at temperature 1 of each row's tokens except the first.
+        tolerance: The largest difference that two implementations of the same model may
+            have.
+    """
 
     rows: tuple[Tokens, ...]
-    log_probs: tuple[Float32, ...]  # of each token but a row's first, at temperature 1
-    tolerance: float  # the largest difference that two implementations of one model may have
+    log_probs: tuple[Float32, ...]
+    tolerance: float
 
 
-class Proofs:
-    """The probes that an engine was asked for, each judged by itself and by when log-probs last moved."""
+@dataclass(frozen=True, eq=False)
+class _Movement:
+    """The first probe for which the engine gave these log-probs."""
+
+    version: int
+    probe: Probe
+    log_probs: list[Float32]
+
+
+class ProbeHistory:
+    """Comparison of an engine's log-probs with probes, each with those before it.
+
+    A probe fails when the engine's log-probs differ from the sender's, and also when
+    they stand still while the sender's move.
+    """
 
     def __init__(self) -> None:
-        self._moved: tuple[int, Probe, list[Float32]] | None = None
+        self._last_movement: _Movement | None = None
 
-    def judge(self, version: int, probe: Probe, found: list[Float32]) -> float:
-        """The largest difference of a log-prob.
+    def verify(self, version: int, probe: Probe, log_probs: list[Float32]) -> float:
+        """Return the largest difference of a log-prob.
+
+        Args:
+            version: The policy version whose weights the engine received.
+            probe: The tokens, and what the sender's model gives them.
+            log_probs: The log-probs that the engine gives the same tokens.
 
         Raises:
-            WeightSyncError: it is above the tolerance, or the engine's log-probs stand still while the sender's move.
+            WeightSyncError: The difference is above the tolerance, or the engine's
+                log-probs stand still while the sender's move.
         """
         differences = [
-            np.abs(ours - theirs).max(initial=0.0) for ours, theirs in zip(found, probe.log_probs, strict=True)
+            _largest_difference(ours, theirs)
+            for ours, theirs in zip(log_probs, probe.log_probs, strict=True)
         ]
         worst = int(np.argmax(differences))
-        # A NaN compares as neither: only what is within the tolerance passes.
+
+        # A comparison with a NaN is false, so the test must be for what is accepted.
         if not differences[worst] <= probe.tolerance:
             raise WeightSyncError(
-                f"version {version}: every weight arrived as it was sent, but the engine computes with others: of "
-                f"fixed tokens {probe.rows[worst].tolist()} its log-probs differ from the trainer's by "
-                f"{differences[worst]:.3g}, more than {probe.tolerance:.3g}"
+                f"version {version}: every weight arrived as it was sent, but the"
+                " engine computes with others: of fixed tokens"
+                f" {probe.rows[worst].tolist()} its log-probs differ from the trainer's"
+                f" by {differences[worst]:.3g}, more than {probe.tolerance:.3g}"
             )
-        self._require_moved(version, probe, found)
+
+        self._require_movement(version, probe, log_probs)
         return float(differences[worst])
 
-    def _require_moved(self, version: int, probe: Probe, found: list[Float32]) -> None:
-        """Where rounding hides small steps: log-probs that stay the same to the bit are of weights that do, too."""
-        if self._moved is not None:
-            since, then, before = self._moved
-            same = len(found) == len(before) and all(map(np.array_equal, found, before))
-            if same and all(map(np.array_equal, probe.rows, then.rows)):
-                pairs = zip(probe.log_probs, then.log_probs, strict=True)
-                moved = max(np.abs(now - earlier).max(initial=0.0) for now, earlier in pairs)
-                if moved > STALE:
-                    raise WeightSyncError(
-                        f"version {version}: every weight arrived as it was sent, but the engine computes with older "
-                        f"ones: its log-probs of fixed tokens are to the bit those of version {since}, since when the "
-                        f"trainer's have moved by {moved:.3g}"
-                    )
-                return
-        self._moved = version, probe, found
+    def _require_movement(
+        self, version: int, probe: Probe, log_probs: list[Float32]
+    ) -> None:
+        """Raise `WeightSyncError` if only the trainer's log-probs have moved.
+
+        Where rounding is larger than a training step, old weights are within the
+        tolerance of new ones. Log-probs that stay the same to the bit give them away.
+        """
+        last = self._last_movement
+        if last is None or not _repeats(last, probe, log_probs):
+            self._last_movement = _Movement(version, probe, log_probs)
+            return
+
+        pairs = zip(probe.log_probs, last.probe.log_probs, strict=True)
+        movement = max(_largest_difference(now, earlier) for now, earlier in pairs)
+        if movement > HIDDEN_MOVEMENT:
+            raise WeightSyncError(
+                f"version {version}: every weight arrived as it was sent, but"
+                " the engine computes with older ones: its log-probs of fixed"
+                f" tokens are to the bit those of version {last.version}, since when"
+                f" the trainer's have moved by {movement:.3g}"
+            )
+
+
+def _largest_difference(ours: Float32, theirs: Float32) -> np.float32:
+    difference: np.float32 = np.abs(ours - theirs).max(initial=0.0)
+    return difference
+
+
+def _repeats(last: _Movement, probe: Probe, log_probs: list[Float32]) -> bool:
+    """Whether the engine gives the same tokens the same log-probs, to the bit."""
+    if len(log_probs) != len(last.log_probs):
+        return False
+    if not all(map(np.array_equal, log_probs, last.log_probs)):
+        return False
+    return all(map(np.array_equal, probe.rows, last.probe.rows))

@@ -1,10 +1,17 @@
-"""vLLM's engine core in this process: all that the rollout engine touches of vLLM's inside, in one place.
+"""vLLM's engine core in this process, and everything that depends on vLLM's version.
 
-Invariant: what differs between versions of vLLM is asked of the installed one here, once; a version outside `SUPPORTED`
-is refused before anything of it is used, and a feature that one lacks when it is asked for. 0.32 is what the tests run;
-with 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed but for what it lacks, a KV cache that is freed alone,
-for what it does right by itself, and for adapters, which did not start. Deliberately not here: requests and answers in
-the project's words (`vllm_engine`), and what runs inside vLLM's workers (`vllm_loader`, `vllm_cpu_worker`).
+Invariant: every use of vLLM's internals by the rollout engine is here, and differences
+between its versions are resolved here, once, by looking at the installed version. A
+version outside of `SUPPORTED` is refused before anything of it is used; a feature that
+a supported version lacks is refused when it is requested.
+
+The tests run 0.32. With 0.22.1 on a CPU (torch 2.11) `pytest tests/rollout` passed,
+except for what that version lacks (a KV cache that is freed alone), for what it does
+right by itself, and for adapters, with which it did not start.
+
+Deliberately not here: requests and responses as values of this project
+(`vllm_engine.py`), and what runs inside vLLM's workers (`vllm_loader.py`,
+`vllm_cpu_worker.py`).
 """
 
 from __future__ import annotations
@@ -29,23 +36,32 @@ SUPPORTED = minor(RELEASES[0].first_vllm), minor(RELEASES[-1].last_vllm)
 """First and last minor version of vLLM that this file knows."""
 
 TRANSFER = "verl_ray"
-"""The name of the project's engine in vLLM's registry of weight-transfer engines."""
+"""Name of this project's engine in vLLM's registry of weight-transfer engines."""
 
 PACKAGES = ("vllm", "vllm-cpu")
+"""Names under which vLLM is distributed."""
 
 
 def require_supported() -> None:
-    """Raise RolloutError where the installed vLLM is none of the versions that are known here, or there is none."""
-    found = installed_version()
-    first, last = (".".join(map(str, version)) for version in SUPPORTED)
-    if found is None:
-        raise RolloutError("vLLM is not installed: install the extra 'cpu' or 'gpu' of this package")
-    if not SUPPORTED[0] <= minor(found) <= SUPPORTED[1]:
-        raise RolloutError(f"vLLM {found} is installed, and verl_ray knows {first} to {last}: install one of these")
+    """Raise `RolloutError` unless a supported version of vLLM is installed."""
+    version = installed_version()
+    if version is None:
+        raise RolloutError(
+            "vLLM is not installed: install the extra 'cpu' or 'gpu' of this package"
+        )
+
+    first, last = SUPPORTED
+    if not first <= minor(version) <= last:
+        first_name = ".".join(map(str, first))
+        last_name = ".".join(map(str, last))
+        raise RolloutError(
+            f"vLLM {version} is installed, and verl_ray knows {first_name} to"
+            f" {last_name}: install one of these"
+        )
 
 
 def installed_version() -> str | None:
-    """The version of vLLM in this environment; None = there is none."""
+    """Return the version of vLLM in this environment, or None without vLLM."""
     for name in PACKAGES:
         try:
             return importlib.metadata.version(name)
@@ -55,7 +71,7 @@ def installed_version() -> str | None:
 
 
 def is_attention(module: torch.nn.Module) -> bool:
-    """Whether vLLM finishes the loading of this module after all others."""
+    """Whether vLLM finishes the loading of this module after that of all others."""
     from vllm.model_executor.layers import attention
 
     if hasattr(attention, "is_deferred_attention_layer"):
@@ -63,41 +79,53 @@ def is_attention(module: torch.nn.Module) -> bool:
     return isinstance(module, attention.Attention | attention.MLAAttention)
 
 
-def forget_adapters(runner: Any) -> None:
-    """Have a worker's model runner drop its adapters, which were made for weights that are gone."""
+def drop_adapters(runner: Any) -> None:
+    """Remove the adapters of a worker's model runner, which belong to old weights."""
     if hasattr(runner, "reset_lora_state"):
         runner.reset_lora_state()
     else:
         runner.maybe_remove_all_loras(runner.lora_config)
 
 
-def adapter(path: str, *, anew: bool = False) -> LoRARequest:
-    """What vLLM calls the only adapter of an engine. `anew`: who has one takes that of `path` instead."""
+def adapter_request(path: str, *, replace: bool = False) -> LoRARequest:
+    """Return vLLM's name for the only adapter of an engine.
+
+    Args:
+        path: Directory of the adapter.
+        replace: Whether a worker that has the adapter loads it again, from `path`.
+    """
     from vllm.lora.request import LoRARequest
 
-    return LoRARequest("policy", 1, path, load_inplace=anew)
+    return LoRARequest("policy", 1, path, load_inplace=replace)
 
 
 class VllmCore:
-    """vLLM's client of an engine core that is stepped by its caller."""
+    """A client of vLLM's engine core, which its caller steps."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
+        """Start the engine core in this process, and its workers."""
         from vllm.utils.import_utils import resolve_obj_by_qualname
         from vllm.v1.engine import EngineCoreRequest
         from vllm.v1.engine.core_client import InprocClient
         from vllm.v1.executor import Executor
 
         resolve_obj_by_qualname(vllm_config.parallel_config.worker_cls)
-        gc.freeze()  # imports are done and stay; vLLM goes six times through what is not frozen as it starts, in 2 s
-        self._client = InprocClient(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+        # All imports are done and stay. vLLM collects garbage six times as it starts,
+        # which takes 2 s over objects that are not frozen.
+        gc.freeze()
+
+        executor = Executor.get_class(vllm_config)
+        self._client = InprocClient(vllm_config, executor, log_stats=False)
         self._core = self._client.engine_core
-        self._request = EngineCoreRequest
-        self._adapter = adapter("which the workers have")
+        self._request_class = EngineCoreRequest
+        # The path is not read, since the workers have the adapter already.
+        self._adapter = adapter_request("which the workers have")
+
         self._has_sessions = "session_id" in EngineCoreRequest.__struct_fields__
         self._has_versions = hasattr(self._client, "set_weight_version")
         self._frees_cache_alone = hasattr(self._core, "release_kv_cache_memory")
 
-    # ------------------------------------------------------------------------------------------------- generation
+    # ----------------------------------------------------------------------- generation
 
     def add(
         self,
@@ -109,101 +137,139 @@ class VllmCore:
         *,
         adapted: bool,
     ) -> None:
-        """Queue a request. `cache_salt`: what was computed under another one is no prefix of it. `adapted`: for the
-        model with the adapter that its workers were given."""
-        more = {"session_id": session} if self._has_sessions else {}
-        self._client.add_request(
-            self._request(
-                request_id=request_id,
-                prompt_token_ids=tokens,
-                mm_features=None,
-                sampling_params=params,
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=self._adapter if adapted else None,
-                cache_salt=cache_salt,
-                data_parallel_rank=None,
-                **more,
-            )
+        """Queue a request.
+
+        Args:
+            request_id: Unique among the requests that are in the core.
+            tokens: Token ids of the prompt.
+            params: vLLM's sampling parameters, which the core keeps.
+            cache_salt: Prefixes are shared only by requests with the same salt.
+            session: A hint for vLLM, where its version takes it.
+            adapted: Use the model with the adapter that the workers were sent.
+        """
+        version_fields: dict[str, str | None] = {}
+        if self._has_sessions:
+            version_fields["session_id"] = session
+
+        request = self._request_class(
+            request_id=request_id,
+            prompt_token_ids=tokens,
+            mm_features=None,
+            sampling_params=params,
+            pooling_params=None,
+            arrival_time=time.time(),
+            lora_request=self._adapter if adapted else None,
+            cache_salt=cache_salt,
+            data_parallel_rank=None,
+            **version_fields,
         )
+        self._client.add_request(request)
 
     def step(self) -> list[EngineCoreOutput]:
-        """What one step gives; with a step of a GPU under way, what the one before it gave."""
+        """Step the core and return its outputs.
+
+        On a GPU a step may still be under way; these are then the outputs of the step
+        before it.
+        """
         outputs: list[EngineCoreOutput] = self._client.get_output().outputs
         return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; nothing more comes of them."""
+        """End requests; the core returns no more outputs of them."""
         self._client.abort_requests(list(request_ids))
 
     @property
-    def held(self) -> bool:
-        """Whether nothing is scheduled."""
+    def is_paused(self) -> bool:
+        """Whether the scheduler is paused."""
         return bool(self._core.is_scheduler_paused())
 
-    def hold(self) -> list[EngineCoreOutput]:
-        """Schedule nothing more, keep all requests and their KV cache; returns what was under way."""
+    def pause(self) -> list[EngineCoreOutput]:
+        """Schedule nothing more, but keep all requests and their KV cache.
+
+        Returns:
+            The outputs of the steps that were under way.
+        """
         self._core.pause_scheduler(mode="keep", clear_cache=False)
+
+        # Consumes the batches that are on the device; it ends with the last of them,
+        # since no new batch is scheduled.
         outputs: list[EngineCoreOutput] = []
         while self._core.batch_queue:
             outputs += self.step()
         return outputs
 
-    def let_go(self) -> None:
+    def resume(self) -> None:
         """Schedule again."""
         self._core.resume_scheduler()
 
-    # ---------------------------------------------------------------------------------------------------- memory
+    # --------------------------------------------------------------------------- memory
 
     def free_everything(self) -> None:
-        """The weights and the KV cache."""
-        self._tell_workers_of_ended_requests()
+        """Free the weights and the KV cache."""
+        self._flush_ended_requests()
         self._core.sleep(level=2)
 
     def free_kv_cache(self) -> None:
+        """Free the KV cache, or raise `RolloutError` if this vLLM cannot."""
         if not self._frees_cache_alone:
             raise RolloutError(
-                f"vLLM {installed_version()} cannot free its KV cache alone: set rollout.sleep=weights or never"
+                f"vLLM {installed_version()} cannot free its KV cache alone: set"
+                " rollout.sleep=weights or never"
             )
-        self._tell_workers_of_ended_requests()
+        self._flush_ended_requests()
         self._core.pause_scheduler()
         self._core.release_kv_cache_memory()
 
     def wake(self, part: str) -> None:
-        """Take memory back: "weights" or "kv_cache"."""
+        """Take the memory of "weights" or "kv_cache" back."""
         self._client.wake_up([part])
 
-    def _tell_workers_of_ended_requests(self) -> None:
-        while self._core.scheduler.has_requests() or self._core.batch_queue:
-            self.step()  # with the next, empty, batch; on a GPU one more is under way
+    def _flush_ended_requests(self) -> None:
+        """Step until the workers know which requests have ended.
 
-    # --------------------------------------------------------------------------------------------------- weights
+        They learn it with the next batch, which is empty; on a GPU one more batch is
+        under way. The loop ends when neither requests nor batches are left.
+        """
+        while self._core.scheduler.has_requests() or self._core.batch_queue:
+            self.step()
+
+    # -------------------------------------------------------------------------- weights
 
     def call_workers(self, method: str, *args: object) -> list[Any]:
-        """Call a method of every worker; the answer of each."""
+        """Call a method of every worker, and return the results by rank."""
         return list(self._client.collective_rpc(method, args=args))
 
     def reload(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load all weights by vLLM's own means, without what `vllm_loader` mends and proves: a yardstick of `bench`."""
-        self._client.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+        """Load all weights by vLLM's own means, as a yardstick for benchmarks.
 
-    def forget_prefixes(self) -> None:
-        """Empty the prefix cache; nothing may be in flight."""
+        What `vllm_loader.py` corrects and verifies is left out.
+        """
+        self._client.collective_rpc(
+            "reload_weights", kwargs={"weights_iterator": iter(weights)}
+        )
+
+    def reset_prefix_cache(self) -> None:
+        """Empty the prefix cache, while no request is in flight."""
         if not self._client.reset_prefix_cache():
             raise RolloutError("vLLM did not reset its prefix cache")
 
-    def note_version(self, version: int) -> None:
-        """Tell vLLM which weights it has, where it wants to know."""
+    def set_version(self, version: int) -> None:
+        """Set the policy version of the weights in vLLM, where its version takes it."""
         if self._has_versions:
             self._client.set_weight_version(str(version))
 
+    # ------------------------------------------------------------------------- lifetime
+
     @property
     def is_failed(self) -> bool:
-        """Whether a process of the engine has ended, where it has several."""
+        """Whether a process of the engine has exited, if the engine has several."""
         return bool(getattr(self._core.model_executor, "is_failed", False))
 
     def close(self) -> None:
-        """End the engine, and its processes if it has any."""
+        """Shut the engine core down, and its processes if it has any."""
         self._client.shutdown()
-        del self._client, self._core
-        gc.collect()  # before another engine starts in this process, or its groups are torn down with these
+        del self._client
+        del self._core
+        # Nothing of the engine may be left when another one starts in this process, or
+        # when its process groups are destroyed.
+        gc.collect()

@@ -1,7 +1,10 @@
-"""vLLM's CPU worker with a sleep that gives memory back. vLLM's own accepts sleep and wake on a CPU and ignores them.
+"""vLLM's CPU worker with a sleep that gives memory back.
 
-Invariant: tensors keep their identity over sleep and wake, only their storage goes and comes, so nothing that holds
-them has to be told. Deliberately not here: anything a GPU worker needs; there vLLM's own sleep mode is used.
+vLLM's own CPU worker accepts sleep and wake, and ignores them.
+
+Invariant: tensors keep their identity over sleep and wake. Only their storage is freed
+and allocated again, so whoever holds a tensor need not be informed. Deliberately not
+here: anything that a GPU worker needs, where vLLM's own sleep mode is used.
 """
 
 from __future__ import annotations
@@ -14,46 +17,65 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from verl_ray.profiling.memory import malloc_trim
 
-Storages = list[tuple[torch.UntypedStorage, int]]  # with their sizes in bytes when resident
+Storages = list[tuple[torch.UntypedStorage, int]]
+"""Storages, each with its size in bytes while it is awake."""
 
 
 class SleepingCPUWorker(CPUWorker):
-    """Follows the verbs of vLLM's executor: `sleep(2)` frees everything, `discard` and `wake_up` take tags."""
+    """A CPU worker that follows the sleep methods of vLLM's executor.
+
+    `sleep(2)` frees everything; `discard` and `wake_up` take tags.
+    """
 
     _freed: dict[str, Storages]
 
     def init_device(self) -> None:
-        self.device = torch.device("cpu")  # 0.22 leaves it empty, and fails on it when weights come
+        # vLLM 0.22 leaves this empty, and fails on it when weights come.
+        self.device = torch.device("cpu")
         super().init_device()
 
     def sleep(self, level: int = 1) -> None:
+        """Free the KV cache and the weights; level 2 is the only one."""
         if level != 2:
-            raise ValueError(f"sleep level {level}: on a CPU there is no other memory to offload weights to")
+            raise ValueError(
+                f"sleep level {level}: on a CPU there is no other memory to offload"
+                " weights to"
+            )
         self.discard(("kv_cache", "weights"))
 
     def discard(self, tags: tuple[str, ...]) -> None:
+        """Free the parts of the memory with these tags, "kv_cache" and "weights"."""
         self._freed = getattr(self, "_freed", {})
         if "kv_cache" in tags and "kv_cache" not in self._freed:
             self._freed["kv_cache"] = _free(_tensors(self.model_runner.kv_caches))
         if "weights" in tags and "weights" not in self._freed:
-            model = self.model_runner.model
-            # Buffers (rotary tables) stay: no weight update brings them back.
-            self._freed["weights"] = _free(model.parameters())
-            for module in model.modules():
-                if hasattr(module, "cpu_linear"):
-                    module.cpu_linear = None  # holds the weights as packed for the CPU; loading packs them anew
+            self._freed["weights"] = self._free_weights()
         gc.collect()
         malloc_trim()
 
     def wake_up(self, tags: list[str] | None = None) -> None:
+        """Allocate the memory of these tags again; None = of everything."""
         for tag in tags or ["weights", "kv_cache"]:
             for storage, nbytes in self._freed.pop(tag, []):
                 storage.resize_(nbytes)
-                # A KV cache must be finite where it is not written yet; new memory may hold anything.
-                torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,)).zero_()
+                # A KV cache must be finite where it is not written yet, and new memory
+                # may hold anything.
+                flat = torch.empty(0, dtype=torch.uint8)
+                flat.set_(storage, 0, (nbytes,), (1,)).zero_()
+
+    def _free_weights(self) -> Storages:
+        model = self.model_runner.model
+        # Buffers, such as rotary tables, stay: no weight update brings them back.
+        storages = _free(model.parameters())
+        for module in model.modules():
+            if hasattr(module, "cpu_linear"):
+                # This holds the weights packed for the CPU; loading packs them again.
+                module.cpu_linear = None
+        return storages
 
 
 def _tensors(nested: object) -> Iterable[torch.Tensor]:
+    """Yield the tensors in nested lists and tuples."""
     if isinstance(nested, torch.Tensor):
         yield nested
     elif isinstance(nested, list | tuple):
@@ -62,8 +84,17 @@ def _tensors(nested: object) -> Iterable[torch.Tensor]:
 
 
 def _free(tensors: Iterable[torch.Tensor]) -> Storages:
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    storages = [(storage, storage.nbytes()) for storage in found.values() if storage.nbytes()]
+    """Free the storages of tensors, several of which may share a storage."""
+    by_address: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        by_address[storage._cdata] = storage
+
+    storages = [
+        (storage, storage.nbytes())
+        for storage in by_address.values()
+        if storage.nbytes()
+    ]
     for storage, _ in storages:
         storage.resize_(0)
     return storages

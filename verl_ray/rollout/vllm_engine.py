@@ -1,10 +1,12 @@
-"""vLLM as a rollout engine: its engine core stepped in this process, on a GPU or a CPU.
+"""vLLM as a rollout engine: its engine core, stepped in this process, on GPU or CPU.
 
-Invariant: token ids in, token ids out; what is drawn depends on the request alone (prompt, sampling, seed) and the
-policy version (on a GPU nobody has looked), and no sampling setting comes from the model directory. vLLM's request
-front (tokenizer, incremental text, dictionaries of log-probs) is left out: requests go to the engine core and tokens
-come from it. Deliberately not here: Ray, how vLLM is set up (`vllm_setup.py`), its inside (`vllm_core.py`), and what
-only a CPU needs (`vllm_cpu_worker.py`).
+Invariant: token ids go in, and token ids come out. A response depends on the request
+alone (prompt, sampling, seed) and on the policy version; on a GPU this is not verified
+yet. No sampling setting comes from the model directory. vLLM's request front-end
+(tokenizer, incremental text, dictionaries of log-probs) is left out: requests go to the
+engine core, and tokens come from it. Deliberately not here: Ray, how vLLM is set up
+(`vllm_setup.py`), its internals (`vllm_core.py`), and what only a CPU needs
+(`vllm_cpu_worker.py`).
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,23 +24,39 @@ from verl_ray.config.roles import LoraConfig
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.data.stages import Finish
 from verl_ray.errors import RolloutError, VerlRayError, WeightSyncError
-from verl_ray.rollout.base import Part, RolloutEngine
-from verl_ray.rollout.requests import Float32, Progress, Request, Sampling, Tokens
+from verl_ray.rollout.base import RolloutEngine
+from verl_ray.rollout.engine_state import EngineMemoryPart
+from verl_ray.rollout.requests import (
+    Float32,
+    GenerationProgress,
+    GenerationRequest,
+    Sampling,
+    Tokens,
+)
 from verl_ray.rollout.vllm_core import VllmCore, require_supported
 from verl_ray.rollout.vllm_setup import end_tokens_of, engine_config
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Prints
+from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Manifest
-from verl_ray.weight_sync.transport import Address, Route
+from verl_ray.weight_sync.transport import Address, WireSpec
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
+    from vllm.config import VllmConfig
     from vllm.v1.engine import EngineCoreOutput
 
-_SAMPLINGS_KEPT = 1024
+_CACHED_SAMPLINGS = 1024
+_PROBE_PREFIX = "probe-"
+_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 
 
 class VllmEngine(RolloutEngine):
+    """A rollout engine that runs vLLM.
+
+    Attributes:
+        core: vLLM's engine core.
+    """
+
     def __init__(
         self,
         model_path: str,
@@ -54,73 +72,120 @@ class VllmEngine(RolloutEngine):
         """Start vLLM on a local model directory.
 
         Args:
-            max_model_len: most tokens of prompt and response together.
-            device: "cpu" or "cuda"; the process must have been started with `environment(device, ...)`.
-            initial_version: the policy version that the model directory holds. None: its weights are not read, and a
-                weight update must be committed before the engine generates.
-            sleeps: whether it will be asked to free memory, which a GPU must know from the start.
-            lora: the adapter that updates will bring beside the model.
+            model_path: The model directory, with a config.json.
+            config: Settings of the engine.
+            max_model_len: Largest number of tokens of prompt and response together.
+            seed: Seed of vLLM; requests have seeds of their own.
+            device: "cpu" or "cuda". The process must have been started with
+                `environment(device, ...)`.
+            initial_version: The policy version of the model directory. With None its
+                weights are not read, and an update must bring weights first.
+            sleeps: Whether the engine will free memory; vLLM must know it on a GPU.
+            lora: The adapter that updates will bring in addition to the model.
 
         Raises:
-            RolloutError: vLLM cannot run this; says why and which key to change.
+            RolloutError: vLLM cannot run this; the error names the key to change.
         """
         super().__init__(initial_version)
-        if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-            raise RolloutError("the process of a rollout engine must be started with rollout.vllm_setup.environment()")
-        if not Path(model_path, "config.json").is_file():
-            raise RolloutError(f"model.path = {model_path!r} is not a local model directory: it has no config.json")
-        self._max_model_len = max_model_len
+        _require_environment()
+        _require_model(model_path)
         require_supported()
+
+        self._max_model_len = max_model_len
+        self._has_processes = config.tensor_parallel > 1
+        self._lora = lora
+        # Whether requests use the adapter, and whether the open update brings one.
+        self._adapted = False
+        self._brings_adapter = False
+        # Number of committed updates. Prefixes are cached per number, so that no
+        # request reads what other weights have computed.
+        self._num_loads = 0
+
+        make_config = functools.partial(
+            engine_config,
+            model_path,
+            config,
+            max_model_len,
+            seed,
+            device,
+            without_weights=initial_version is None,
+            sleeps=sleeps,
+            lora=lora,
+        )
+        self._start_core(model_path, device, make_config)
+
+        # Making vLLM's parameters takes long, and most requests sample in the same way.
+        cache = functools.lru_cache(_CACHED_SAMPLINGS)
+        self._sampling_params = cache(self._make_sampling_params)
+
+    def _start_core(
+        self, model_path: str, device: str, make_config: Callable[[], VllmConfig]
+    ) -> None:
         try:
-            vllm_config = engine_config(
-                model_path, config, max_model_len, seed, device, without_weights=initial_version is None, sleeps=sleeps,
-                lora=lora,
-            )  # fmt: skip
+            vllm_config = make_config()
             self._end_tokens = end_tokens_of(model_path, vllm_config)
             self._vocabulary = int(vllm_config.model_config.get_vocab_size())
             self.core = VllmCore(vllm_config)
-            self._has_processes = config.tensor_parallel > 1
         except VerlRayError:
             raise
         except Exception as error:
-            raise RolloutError(f"vLLM did not start on {model_path} ({device}): {error}") from error
-        self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
-        self._sampling_params = functools.lru_cache(_SAMPLINGS_KEPT)(self._make_sampling_params)
-        self._loads = 0
-        self._lora, self._adapted = lora, False
+            # vLLM raises whatever goes wrong, with messages that name its own settings.
+            raise RolloutError(
+                f"vLLM did not start on {model_path} ({device}): {error}"
+            ) from error
 
-    # ------------------------------------------------------------------------------------------------- generation
+        self._can_sleep = device == "cpu" or vllm_config.model_config.enable_sleep_mode
+
+    @property
+    def memory_bytes(self) -> int:
+        # Ranks may share a process, which counts once.
+        bytes_by_process = dict(self.core.call_workers("memory_in_use"))
+        return sum(bytes_by_process.values())
 
     @property
     def end_tokens(self) -> tuple[int, ...]:
         return self._end_tokens
 
-    def _add(self, requests: Sequence[Request]) -> None:
+    # ----------------------------------------------------------------------- generation
+
+    def _submit(self, requests: Sequence[GenerationRequest]) -> None:
+        # All requests are checked before the first is queued, so that a refusal leaves
+        # none of them in vLLM.
         prepared = []
         for request in requests:
             self._check(request)
             params = copy.copy(self._sampling_params(request.sampling))
             params.seed = request.seed
             prepared.append((request, params))
+
         for request, params in prepared:
-            tokens = request.tokens.tolist()
             self.core.add(
-                str(request.request_id), tokens, params, str(self._loads), request.session, adapted=self._adapted
+                str(request.request_id),
+                request.tokens.tolist(),
+                params,
+                cache_salt=str(self._num_loads),
+                session=request.session,
+                adapted=self._adapted,
             )
 
-    def _check(self, request: Request) -> None:
+    def _check(self, request: GenerationRequest) -> None:
+        """Raise `RolloutError` for a request that is too long or has unknown tokens."""
         total = len(request.tokens) + request.sampling.max_tokens
         if total > self._max_model_len:
             raise RolloutError(
-                f"request {request.request_id}: {len(request.tokens)} prompt tokens and up to "
-                f"{request.sampling.max_tokens} response tokens are more than the engine's {self._max_model_len}; "
-                f"lower data.max_prompt_tokens or rollout.max_response_tokens"
+                f"request {request.request_id}: {len(request.tokens)} prompt tokens and"
+                f" up to {request.sampling.max_tokens} response tokens are more than"
+                f" the engine's {self._max_model_len}; lower data.max_prompt_tokens or"
+                " rollout.max_response_tokens"
             )
-        least, most = int(request.tokens.min()), int(request.tokens.max())
-        if least < 0 or most >= self._vocabulary:  # one of them would end the engine
+
+        # A token outside of the vocabulary would fail the engine, with all requests.
+        least = int(request.tokens.min())
+        most = int(request.tokens.max())
+        if least < 0 or most >= self._vocabulary:
             raise RolloutError(
-                f"request {request.request_id}: found the token ids {least} to {most}, expected 0 to "
-                f"{self._vocabulary - 1}, the vocabulary of the model"
+                f"request {request.request_id}: found the token ids {least} to {most},"
+                f" expected 0 to {self._vocabulary - 1}, the vocabulary of the model"
             )
 
     def _make_sampling_params(self, sampling: Sampling) -> SamplingParams:
@@ -128,131 +193,192 @@ class VllmEngine(RolloutEngine):
 
         if sampling.temperature and not 0.01 <= sampling.temperature <= 2:
             raise RolloutError(
-                f"rollout.temperature = {sampling.temperature}: vLLM samples at 0 (greedy) or from 0.01 to 2"
+                f"rollout.temperature = {sampling.temperature}: vLLM samples at 0"
+                " (greedy) or from 0.01 to 2"
             )
-        stop = self._end_tokens if sampling.stop_token_ids is None else sampling.stop_token_ids
+
+        stop_token_ids = sampling.stop_token_ids
+        if stop_token_ids is None:
+            stop_token_ids = self._end_tokens
         try:
             return SamplingParams(
                 temperature=sampling.temperature,
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 max_tokens=sampling.max_tokens,
-                stop_token_ids=list(stop),
-                logprobs=0,  # of the sampled token alone
+                stop_token_ids=list(stop_token_ids),
+                # Log-probs of the sampled tokens and of no others.
+                logprobs=0,
                 detokenize=False,
             )
         except ValueError as error:
             raise RolloutError(f"vLLM refuses {sampling}: {error}") from error
 
-    def _advance(self) -> Iterator[Progress]:
+    def _step(self) -> Iterator[GenerationProgress]:
         yield from map(_progress, self.core.step())
 
-    def _drop(self, request_ids: Sequence[int]) -> None:
+    def _abort(self, request_ids: Sequence[int]) -> None:
         self.core.abort([str(request_id) for request_id in request_ids])
 
-    def _hold(self) -> list[Progress]:
-        return [_progress(output) for output in self.core.hold()]
+    def _pause(self) -> list[GenerationProgress]:
+        return [_progress(output) for output in self.core.pause()]
 
-    def _let_go(self) -> None:
-        self.core.let_go()
+    def _resume(self) -> None:
+        self.core.resume()
 
-    def _probe(self, rows: Sequence[Tokens]) -> tuple[list[Float32], list[Progress]]:
-        from vllm import SamplingParams
+    # --------------------------------------------------------------------------- memory
 
-        params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False)
-        for number, tokens in enumerate(rows):
-            self.core.add(
-                f"{_PROBE}{number}", tokens.tolist(), copy.copy(params), str(self._loads), adapted=self._adapted
-            )
-        was_held = self.core.held
-        self.core.let_go()
-        found: dict[str, list[Float32]] = {}
-        drawn, waiting = [], {f"{_PROBE}{number}" for number in range(len(rows))}
-        while waiting:
-            for output in self.core.step():
-                if not output.request_id.startswith(_PROBE):
-                    drawn.append(_progress(output))
-                    continue
-                if output.new_prompt_logprobs_tensors is not None:
-                    values = output.new_prompt_logprobs_tensors.logprobs[:, 0]
-                    found.setdefault(output.request_id, []).append(values.float().cpu().numpy())
-                if output.finish_reason is not None:
-                    waiting.discard(output.request_id)
-        if was_held:
-            drawn += self._hold()
-        return [np.concatenate(found[f"{_PROBE}{number}"]) for number in range(len(rows))], drawn
-
-    def _find_failure(self) -> str | None:
-        return "a rank of it has ended" if self.core.is_failed else None
-
-    def _suspects(self) -> str:
-        names: list[str] = self.core.call_workers("weights_repacked")[0]
-        shown = ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-        return f"vLLM repacks the weights of: {shown or 'no module'}"
-
-    # ---------------------------------------------------------------------------------------------------- memory
-
-    def _free(self, parts: frozenset[Part]) -> None:
+    def _sleep(self, parts: frozenset[EngineMemoryPart]) -> None:
         if not self._can_sleep:
-            raise RolloutError("the rollout engine was started with rollout.sleep = never and cannot sleep")
+            raise RolloutError(
+                "the rollout engine was started with rollout.sleep = never and cannot"
+                " sleep"
+            )
         if "weights" in parts:
             self.core.free_everything()
         else:
             self.core.free_kv_cache()
 
-    def _restore(self, part: Part) -> None:
+    def _wake(self, part: EngineMemoryPart) -> None:
         self.core.wake(part)
 
-    @property
-    def memory_bytes(self) -> int:
-        return sum(dict(self.core.call_workers("memory_in_use")).values())
+    # -------------------------------------------------------------------------- weights
 
-    # --------------------------------------------------------------------------------------------------- weights
-
-    def _connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        self.core.call_workers("weights_connect", address, route, first_receiver)
+    def _connect(
+        self, address: Address, wire_spec: WireSpec, first_receiver: int
+    ) -> None:
+        self.core.call_workers("weights_connect", address, wire_spec, first_receiver)
 
     def _begin_update(self, manifest: Manifest) -> None:
         self._brings_adapter = bool(manifest.adapter.parameters)
         if self._brings_adapter and self._lora is None:
-            raise WeightSyncError("an adapter is sent, and the engine was started for a model without one")
+            raise WeightSyncError(
+                "an adapter is sent, and the engine was started for a model without one"
+            )
         self.core.call_workers("weights_begin_update", manifest.has_model)
 
     def _receive(self, bucket: Bucket) -> None:
         self.core.call_workers("weights_receive", bucket)
 
-    def _arrived(self) -> list[Prints]:
-        return self.core.call_workers("weights_arrived")
+    def _received_fingerprints(self) -> list[Fingerprints]:
+        return self.core.call_workers("weights_fingerprints")
 
     def _commit(self, version: int) -> None:
         adapter = self._lora if self._brings_adapter else None
         self.core.call_workers("weights_commit", adapter)
         self._adapted = adapter is not None
-        self._loads += 1
+        self._num_loads += 1
+
+        # Paused requests need their blocks of the cache, so it can only be emptied
+        # without them; the salt of new requests protects them in either case.
         if not self._in_flight:
-            self.core.forget_prefixes()
-        self.core.note_version(version)
+            self.core.reset_prefix_cache()
+        self.core.set_version(version)
 
     def _abort_update(self) -> None:
         self.core.call_workers("weights_abort_update")
 
-    def _release(self, process_ends: bool) -> None:
+    def _probe(
+        self, rows: Sequence[Tokens]
+    ) -> tuple[list[Float32], list[GenerationProgress]]:
+        request_ids = self._submit_probes(rows)
+        was_paused = self.core.is_paused
+        self.core.resume()
+
+        # The loop consumes the core's outputs until every probe has finished. Requests
+        # that were paused are continued along with them.
+        parts: dict[str, list[Float32]] = {request_id: [] for request_id in request_ids}
+        progress: list[GenerationProgress] = []
+        pending = set(request_ids)
+        while pending:
+            for output in self.core.step():
+                if not output.request_id.startswith(_PROBE_PREFIX):
+                    progress.append(_progress(output))
+                    continue
+
+                # vLLM returns the log-probs of a long prompt in parts.
+                prompt_log_probs = output.new_prompt_logprobs_tensors
+                if prompt_log_probs is not None:
+                    values = prompt_log_probs.logprobs[:, 0].float().cpu().numpy()
+                    parts[output.request_id].append(values)
+                if output.finish_reason is not None:
+                    pending.discard(output.request_id)
+
+        if was_paused:
+            progress += self._pause()
+
+        log_probs = [np.concatenate(parts[request_id]) for request_id in request_ids]
+        return log_probs, progress
+
+    def _submit_probes(self, rows: Sequence[Tokens]) -> list[str]:
+        from vllm import SamplingParams
+
+        params = SamplingParams(
+            temperature=0, max_tokens=1, prompt_logprobs=0, detokenize=False
+        )
+        request_ids = [f"{_PROBE_PREFIX}{number}" for number in range(len(rows))]
+        for request_id, tokens in zip(request_ids, rows, strict=True):
+            self.core.add(
+                request_id,
+                tokens.tolist(),
+                copy.copy(params),
+                cache_salt=str(self._num_loads),
+                adapted=self._adapted,
+            )
+        return request_ids
+
+    def _explain_mismatch(self) -> str:
+        names: list[str] = self.core.call_workers("weights_repacked")[0]
+        shown = ", ".join(names[:8]) or "no module"
+        if len(names) > 8:
+            shown += f" and {len(names) - 8} more"
+        return f"vLLM repacks the weights of: {shown}"
+
+    # ------------------------------------------------------------------------- lifetime
+
+    def _find_failure(self) -> str | None:
+        return "a rank of it has exited" if self.core.is_failed else None
+
+    def _close(self, process_exits: bool) -> None:
         if not self.core.is_failed:
             self.core.call_workers("weights_close")
-        if process_ends and not self._has_processes:
-            return  # vLLM's shutdown goes three times through everything that was imported: 1.5 s
+
+        # vLLM's shutdown collects garbage three times over all imports, in 1.5 s. The
+        # exit of the process releases the same, except for other processes.
+        if process_exits and not self._has_processes:
+            return
         self.core.close()
 
 
-def _progress(output: EngineCoreOutput) -> Progress:
-    log_probs = output.new_logprobs
-    return Progress(
-        int(output.request_id),
-        output.new_token_ids,
-        [] if log_probs is None else log_probs.logprobs[:, 0].tolist(),
-        None if output.finish_reason is None else _FINISH[str(output.finish_reason)],
+def _require_environment() -> None:
+    # vLLM reads its environment when it is imported, so it is too late to set it.
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+        raise RolloutError(
+            "the process of a rollout engine must be started with"
+            " rollout.vllm_setup.environment()"
+        )
+
+
+def _require_model(model_path: str) -> None:
+    if not Path(model_path, "config.json").is_file():
+        raise RolloutError(
+            f"model.path = {model_path!r} is not a local model directory: it has no"
+            " config.json"
+        )
+
+
+def _progress(output: EngineCoreOutput) -> GenerationProgress:
+    log_probs: list[float] = []
+    if output.new_logprobs is not None:
+        log_probs = output.new_logprobs.logprobs[:, 0].tolist()
+
+    finish = None
+    if output.finish_reason is not None:
+        finish = _FINISH[str(output.finish_reason)]
+
+    return GenerationProgress(
+        request_id=int(output.request_id),
+        tokens=output.new_token_ids,
+        log_probs=log_probs,
+        finish=finish,
     )
-
-
-_PROBE = "probe-"
-_FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}

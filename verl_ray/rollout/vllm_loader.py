@@ -1,8 +1,9 @@
-"""What vLLM's workers gain so that weights can be loaded into them bucket by bucket.
+"""Methods that vLLM's workers gain, to load weights into them bucket by bucket.
 
-Invariant: vLLM's model is made of the received tensors and of nothing else: every module is loaded completely, or the
-update fails. Runs inside vLLM's worker processes, mixed into the worker class; its state lives on the worker.
-Deliberately not here: the order of calls and the coverage of the manifest, which the engine keeps.
+Invariant: vLLM's model is made of the received tensors and of nothing else: every
+module is loaded completely, or the update fails. The class runs inside of vLLM's worker
+processes, mixed into the worker class, and its state lives on the worker. Deliberately
+not here: the order of calls and the coverage of the manifest, which are the engine's.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 
 from verl_ray.config.roles import LoraConfig
 from verl_ray.errors import WeightSyncError
-from verl_ray.rollout.vllm_core import adapter, forget_adapters, is_attention
+from verl_ray.rollout.vllm_core import adapter_request, drop_adapters, is_attention
 from verl_ray.rollout.vllm_transfer import BucketTransferEngine
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Prints
+from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.inbox import Inbox
 from verl_ray.weight_sync.shared_files import FOLDER, prefix, remove_stale
-from verl_ray.weight_sync.transport import Address, Route, Seat
+from verl_ray.weight_sync.transport import Address, WireEndpoint, WireSpec
 
 if TYPE_CHECKING:
     from vllm.model_executor.model_loader.reload.types import LayerReloadingInfo
@@ -42,123 +43,207 @@ else:
 
 
 class WeightLoader(_Worker):
-    """The names begin with `weights_`, since they share a namespace with the methods of vLLM's worker."""
+    """Loading of weights, as an extension of vLLM's worker class.
 
-    _weights_tied: list[torch.nn.Module]
-    _weights_model_comes = False
+    The names begin with `weights_`, since they share a namespace with vLLM's methods.
+    """
+
+    # Whether the open update brings a model, and the adapter that it has brought.
+    _weights_brings_model = False
     _weights_adapter: dict[str, torch.Tensor]
-    _weights_noted: list[LayerReloadingInfo]
-    _weights_owned: dict[int, int]  # by place in `_weights_noted`, how many of its tensors are no longer the wire's
 
-    def weights_connect(self, address: Address, route: Route, first_receiver: int) -> None:
-        """Open the wire that buckets will come over; one that was open before goes."""
-        seat = Seat(route, first_receiver + self.rank, self.device)
-        self.init_weight_transfer_engine({"address": address, "seat": seat})
+    # The modules that have the weights of others.
+    _weights_tied: list[torch.nn.Module]
 
-    def weights_begin_update(self, model_comes: bool) -> None:
-        """`model_comes`: else an adapter for the one that is there."""
+    # What vLLM has recorded for each module, and for each of these records how many of
+    # its tensors were copied from the wire.
+    _weights_layer_infos: list[LayerReloadingInfo]
+    _weights_num_copied: dict[int, int]
+
+    # ----------------------------------------------------------------------- the update
+
+    def weights_connect(
+        self, address: Address, wire_spec: WireSpec, first_receiver: int
+    ) -> None:
+        """Open the wire that brings buckets, in place of an earlier one."""
+        endpoint = WireEndpoint(wire_spec, first_receiver + self.rank, self.device)
+        self.init_weight_transfer_engine({"address": address, "endpoint": endpoint})
+
+    def weights_begin_update(self, brings_model: bool) -> None:
+        """Prepare for the tensors of an update.
+
+        Args:
+            brings_model: Whether a whole model comes. Otherwise only an adapter comes,
+                for the model that is loaded.
+        """
         self._weights_inbox.begin()
-        self._weights_model_comes, self._weights_adapter = model_comes, {}
-        if not model_comes:
+        self._weights_brings_model = brings_model
+        self._weights_adapter = {}
+        if not brings_model:
             return
+
         model = self.model_runner.model
         if self._weights_on_cpu():
-            # vLLM 0.32 packs the weights of experts for the CPU when it sets up their kernel, and not again: it would
-            # read the new ones, which are plain, as if they were packed, without a message (measured: log-probs are off
-            # by 3). Without a kernel it sets up another for this load, as for the first.
-            for module in model.modules():
-                if isinstance(module, RoutedExperts):
-                    module.quant_method.moe_kernel = None
+            self._weights_reset_expert_kernels(model)
         self._weights_tied = _tied_modules(model)
         with self._weights_context():
             self.start_weight_update()
-        self._weights_noted, self._weights_owned = [get_layerwise_info(module) for module in model.modules()], {}
+
+        modules = list(model.modules())
+        self._weights_layer_infos = [get_layerwise_info(module) for module in modules]
+        self._weights_num_copied = {}
 
     def weights_receive(self, bucket: Bucket) -> None:
-        """Load a bucket."""
+        """Load a bucket, and free its place on the wire."""
         if bucket.adapter:
-            arrived = self._weights_inbox.receive(bucket)
-            self._weights_adapter |= {name: tensor.to("cpu", copy=True) for name, tensor in arrived.items()}
+            # vLLM gets the adapter as a whole, with the commit.
+            received = self._weights_inbox.receive(bucket)
+            self._weights_adapter |= {
+                name: tensor.to("cpu", copy=True) for name, tensor in received.items()
+            }
         else:
             with self._weights_context():
                 self.update_weights({"bucket": bucket})
-            self._weights_own_pending()
+            self._weights_copy_recorded()
         self._weights_inbox.release()
 
-    def weights_arrived(self) -> Prints:
-        """The fingerprints of the tensors that vLLM's loader was given."""
-        return self._weights_inbox.prints
-
-    def _weights_own_pending(self) -> None:
-        """Copy what vLLM has only noted so far (the parts of modules that the bucket does not complete), since the wire
-        will use the place again."""
-        for place, info in enumerate(self._weights_noted):
-            owned, self._weights_owned[place] = self._weights_owned.get(place, 0), len(info.loaded_weights)
-            for _, arguments in info.loaded_weights[owned:]:
-                for key, value in arguments.arguments.items():
-                    if isinstance(value, torch.Tensor) and not value.is_meta:
-                        arguments.arguments[key] = value.clone()
+    def weights_fingerprints(self) -> Fingerprints:
+        """Return the fingerprints of the tensors that vLLM's loader got."""
+        return self._weights_inbox.fingerprints
 
     def weights_commit(self, lora: LoraConfig | None) -> None:
-        """`lora`: what the adapter is that came; None = none came."""
-        if self._weights_model_comes:
+        """Finish the update.
+
+        Args:
+            lora: The configuration of the adapter that came, if one came.
+        """
+        if self._weights_brings_model:
             self._weights_commit_model()
         if lora is not None:
             self._weights_add_adapter(lora)
 
-    def _weights_commit_model(self) -> None:
-        model = self.model_runner.model
-        if missing := self._weights_incomplete(model):
-            raise WeightSyncError(f"vLLM's model was not loaded completely; parameters are missing for {missing}")
-        with self._weights_context():
-            self.finish_weight_update()
-            if self._weights_on_cpu():
-                # vLLM 0.32 packs the weights of a linear layer for the CPU, but not again for a head that is tied to
-                # the embedding: it would go on with the old ones, without a message.
-                for module in self._weights_tied:
-                    if isinstance(module, VocabParallelEmbedding):
-                        module.quant_method.process_weights_after_loading(module)
-        forget_adapters(self.model_runner)
-
-    def _weights_add_adapter(self, lora: LoraConfig) -> None:
-        """vLLM takes adapters from directories alone, at any time."""
-        remove_stale()
-        with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=FOLDER if FOLDER.is_dir() else None) as path:
-            save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
-            described = {
-                "peft_type": "LORA", "r": lora.rank, "lora_alpha": lora.alpha, "target_modules": list(lora.targets),
-                "bias": "none",
-            }  # fmt: skip
-            Path(path, "adapter_config.json").write_text(json.dumps(described))
-            self.add_lora(adapter(path, anew=True))
-        self._weights_adapter = {}
-
     def weights_abort_update(self) -> None:
-        """Leave the reload, whatever was loaded, so that another one can begin."""
-        if not self._weights_model_comes:
+        """Leave the reload, whatever was loaded, so that another update can begin."""
+        if not self._weights_brings_model:
             return
         with self._weights_context():
             finalize_layerwise_reload(self.model_runner.model, self.model_config)
-        self._weight_update_active = False  # vLLM has no verb for it
-
-    def weights_repacked(self) -> list[str]:
-        """Modules whose weights vLLM holds in another form than it received them in."""
-        model = self.model_runner.model
-        tied = set(self._weights_tied)
-        names = [name for name, module in model.named_modules() if module in tied or isinstance(module, RoutedExperts)]
-        packed = [name for name, module in model.named_modules() if getattr(module, "cpu_linear", None) is not None]
-        return list(dict.fromkeys([*names, *packed]))
+        # vLLM has no method for this.
+        self._weight_update_active = False
 
     def weights_close(self) -> None:
+        """Close the wire."""
         self._weights_inbox.close()
 
+    # ---------------------------------------------------------------------- diagnostics
+
+    def weights_repacked(self) -> list[str]:
+        """Return the modules whose weights vLLM holds in another form than received."""
+        model = self.model_runner.model
+        tied = set(self._weights_tied)
+        names = [
+            name
+            for name, module in model.named_modules()
+            if module in tied or isinstance(module, RoutedExperts)
+        ]
+        packed = [
+            name
+            for name, module in model.named_modules()
+            if getattr(module, "cpu_linear", None) is not None
+        ]
+        # A dictionary drops duplicates and keeps the order.
+        return list(dict.fromkeys([*names, *packed]))
+
     def memory_in_use(self) -> tuple[int, int]:
-        """(process id, bytes): the resident set on a CPU, what is in use on the device on a GPU."""
+        """Return the worker's process id and the bytes that it uses.
+
+        These are the resident set on a CPU, and what is in use on the device on a GPU.
+        """
         process = psutil.Process()
         if self._weights_on_cpu():
             return process.pid, process.memory_info().rss
         free, total = torch.cuda.mem_get_info(self.device)
         return process.pid, total - free
+
+    # -------------------------------------------------------------- parts of the update
+
+    def _weights_reset_expert_kernels(self, model: torch.nn.Module) -> None:
+        # vLLM 0.32 packs the weights of experts for the CPU when it sets up their
+        # kernel, and not again: it would read the new weights, which are plain, as if
+        # they were packed, without a message (measured: log-probs are off by 3).
+        # Without a kernel it sets up another one for this load, as for the first.
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                module.quant_method.moe_kernel = None
+
+    def _weights_copy_recorded(self) -> None:
+        """Copy the tensors that vLLM has only recorded so far.
+
+        They are the parts of modules that the bucket does not complete. The wire will
+        use their place again before vLLM reads them.
+        """
+        for index, info in enumerate(self._weights_layer_infos):
+            num_copied = self._weights_num_copied.get(index, 0)
+            self._weights_num_copied[index] = len(info.loaded_weights)
+
+            for _, arguments in info.loaded_weights[num_copied:]:
+                for key, value in arguments.arguments.items():
+                    if isinstance(value, torch.Tensor) and not value.is_meta:
+                        arguments.arguments[key] = value.clone()
+
+    def _weights_commit_model(self) -> None:
+        model = self.model_runner.model
+        incomplete = self._weights_incomplete(model)
+        if incomplete:
+            raise WeightSyncError(
+                "vLLM's model was not loaded completely; parameters are missing for"
+                f" {incomplete}"
+            )
+
+        with self._weights_context():
+            self.finish_weight_update()
+            if self._weights_on_cpu():
+                # vLLM 0.32 packs the weights of a linear layer for the CPU, but not
+                # again for a head that is tied to the embedding: it would continue
+                # with the old weights, without a message.
+                for module in self._weights_tied:
+                    if isinstance(module, VocabParallelEmbedding):
+                        module.quant_method.process_weights_after_loading(module)
+        drop_adapters(self.model_runner)
+
+    def _weights_incomplete(self, model: torch.nn.Module) -> list[str]:
+        """Return the modules that got fewer elements than a checkpoint has for them."""
+        incomplete = []
+        for name, module in model.named_modules():
+            info = get_layerwise_info(module)
+            if not info.can_load():
+                continue
+            # Attention holds scales that a checkpoint need not have; tied modules are
+            # loaded with their owner.
+            if is_attention(module) or module in self._weights_tied:
+                continue
+            if info.load_numel < _checkpoint_numel(module):
+                incomplete.append(name)
+        return incomplete
+
+    def _weights_add_adapter(self, lora: LoraConfig) -> None:
+        """Give vLLM the adapter in a directory, which is the only way it takes one."""
+        remove_stale()
+        # The directory is in shared memory where the machine has it.
+        parent = FOLDER if FOLDER.is_dir() else None
+        with tempfile.TemporaryDirectory(prefix=prefix("adapter"), dir=parent) as path:
+            save_file(self._weights_adapter, Path(path, "adapter_model.safetensors"))
+            adapter_config = {
+                "peft_type": "LORA",
+                "r": lora.rank,
+                "lora_alpha": lora.alpha,
+                "target_modules": list(lora.targets),
+                "bias": "none",
+            }
+            config_file = Path(path, "adapter_config.json")
+            config_file.write_text(json.dumps(adapter_config))
+            self.add_lora(adapter_request(path, replace=True))
+        self._weights_adapter = {}
 
     @property
     def _weights_inbox(self) -> Inbox:
@@ -172,20 +257,9 @@ class WeightLoader(_Worker):
     def _weights_context(self) -> AbstractContextManager[object]:
         return set_current_vllm_config(self.vllm_config)
 
-    def _weights_incomplete(self, model: torch.nn.Module) -> list[str]:
-        incomplete = []
-        for name, module in model.named_modules():
-            info = get_layerwise_info(module)
-            # Attention holds scales that a checkpoint need not have; tied modules are loaded with their owner.
-            if not info.can_load() or is_attention(module) or module in self._weights_tied:
-                continue
-            if info.load_numel < _checkpoint_numel(module):
-                incomplete.append(name)
-        return incomplete
-
 
 def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Modules whose parameters all belong to an earlier module."""
+    """Return the modules whose parameters all belong to an earlier module."""
     seen: set[int] = set()
     tied = []
     for module in model.modules():
@@ -197,8 +271,10 @@ def _tied_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 def _checkpoint_numel(module: torch.nn.Module) -> int:
-    """Elements of a checkpoint that the module's own parameters take; vLLM pads vocabularies beyond that."""
+    """Return how many elements of a checkpoint the module's own parameters take."""
+    parameters = list(module.parameters(recurse=False))
     if isinstance(module, VocabParallelEmbedding):
+        # vLLM pads vocabularies; the padding is in no checkpoint.
         rows = module.shard_indices.num_org_elements
-        return sum(rows * parameter[:1].numel() for parameter in module.parameters(recurse=False))
-    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+        return sum(rows * parameter[:1].numel() for parameter in parameters)
+    return sum(parameter.numel() for parameter in parameters)

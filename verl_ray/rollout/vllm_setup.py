@@ -1,7 +1,8 @@
-"""How vLLM is set up: the environment of its process, its arguments, and the tokens that end a response.
+"""Setup of vLLM: the environment of its process, its arguments, and its end tokens.
 
-Invariant: what the rest of this package relies on is fixed here, and `rollout.vllm_args` cannot change it. Deliberately
-not here: the engine itself (`vllm_engine.py`).
+Invariant: what the rest of this package relies on is fixed here, and
+`rollout.vllm_args` cannot change it. Deliberately not here: the engine itself
+(`vllm_engine.py`).
 """
 
 from __future__ import annotations
@@ -28,83 +29,133 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
+# -------------------------------------------------------------------------- environment
+
+
 def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str, str]:
-    """The environment variables that this process needs before it imports torch, to hold a `VllmEngine`.
+    """Return the environment variables of a process that is to hold a `VllmEngine`.
+
+    They must be set before the process imports torch.
 
     Args:
         device: "cpu" or "cuda".
         threads: CPU threads of each rank of the engine.
-        tensor_parallel: ranks of the engine.
+        tensor_parallel: Number of ranks of the engine.
     """
     variables = {
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine core is stepped by its owner: starts in 3 s instead of 40
+        # The engine core is stepped in this process: it starts in 3 s instead of 40 s.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",  # models are local directories; a look-up would hang without internet
+        # Models are local directories; a look-up would hang without internet.
+        "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": str(threads),
     }
-    if device == "cpu":
-        variables["TORCHDYNAMO_DISABLE"] = "1"  # else the first request waits 8-15 s for a compiler
-        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind" if tensor_parallel == 1 else _cores(threads, tensor_parallel)
+
+    if device != "cpu":
+        return variables | _without_expandable_segments(os.environ)
+
+    # Otherwise the first request waits 8 to 15 s for a compiler.
+    variables["TORCHDYNAMO_DISABLE"] = "1"
+    if tensor_parallel == 1:
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
     else:
-        variables |= _without_expandable_segments(os.environ)
+        cores = _cores_of_ranks(threads, tensor_parallel)
+        variables["VLLM_CPU_OMP_THREADS_BIND"] = cores
     return variables
 
 
-def _without_expandable_segments(given: Mapping[str, str]) -> dict[str, str]:
-    """The allocator's settings for a process that sleeps. What vLLM puts to sleep lies in a memory pool of its own, and
-    torch's expandable segments are not for such pools (pytorch#147851): vLLM 0.32 turns them off while it fills one,
-    earlier ones refuse to start. Trainers, whose environment this is not, have them (`profiling/allocator.py`)."""
+def _without_expandable_segments(present: Mapping[str, str]) -> dict[str, str]:
+    """Return the allocator settings that differ from the present environment.
+
+    What vLLM puts to sleep lies in a memory pool of its own, and torch's expandable
+    segments are not for such pools (pytorch#147851). vLLM 0.32 turns them off while it
+    fills a pool; earlier versions refuse to start. Trainers have another environment,
+    and keep their segments (`profiling/allocator.py`).
+    """
     changed: dict[str, str] = {}
     for name in allocator.VARIABLES:
-        settings = [one.strip() for one in given.get(name, "").split(",") if one.strip()]
-        kept = [one for one in settings if not allocator.is_expandable(one)]
-        if kept != settings:
-            changed[name] = ",".join(kept)
-            print(f"warning: the rollout engine runs without expandable_segments of {name}: it cannot sleep with them")
+        settings = [setting.strip() for setting in present.get(name, "").split(",")]
+        settings = [setting for setting in settings if setting]
+        remaining = [
+            setting for setting in settings if not allocator.is_expandable(setting)
+        ]
+        if remaining != settings:
+            changed[name] = ",".join(remaining)
+            print(
+                "warning: the rollout engine runs without expandable_segments of"
+                f" {name}: it cannot sleep with them"
+            )
     return changed
 
 
-def _cores(threads: int, ranks: int) -> str:
-    """Consecutive cores of this machine for each rank, as vLLM writes it; the ranks share cores if there are few."""
+def _cores_of_ranks(threads: int, num_ranks: int) -> str:
+    """Return consecutive cores of this machine for each rank, as vLLM writes them.
+
+    Ranks share cores where there are too few of them.
+    """
     cores = sorted(os.sched_getaffinity(0))
-    chosen = ([cores[(rank * threads + i) % len(cores)] for i in range(threads)] for rank in range(ranks))
-    return "|".join(",".join(str(core) for core in sorted(set(of_rank))) for of_rank in chosen)
+    ranks = []
+    for rank in range(num_ranks):
+        first = rank * threads
+        chosen = {cores[(first + thread) % len(cores)] for thread in range(threads)}
+        ranks.append(",".join(map(str, sorted(chosen))))
+    return "|".join(ranks)
 
 
-def _register_model(model_path: str) -> None:
-    """Tell vLLM the class of the model. It would look at it in a process that imports all of vLLM again, which takes
-    10 s the first time in every home directory, lest this one touch a GPU."""
-    from vllm.model_executor.models import ModelRegistry
-
-    for name in json.loads(Path(model_path, "config.json").read_text()).get("architectures") or []:
-        if name in ModelRegistry.models:
-            ModelRegistry.register_model(name, ModelRegistry.models[name].load_model_cls())
+# ---------------------------------------------------------------------------- arguments
 
 
 def engine_config(
-    model_path: str, config: RolloutEngineConfig, max_model_len: int, seed: int, device: str, **more: Any
+    model_path: str,
+    config: RolloutEngineConfig,
+    max_model_len: int,
+    seed: int,
+    device: str,
+    **options: Any,
 ) -> VllmConfig:
+    """Return vLLM's configuration of an engine.
+
+    Args:
+        model_path: The model directory.
+        config: Settings of the engine.
+        max_model_len: Largest number of tokens of prompt and response together.
+        seed: Seed of vLLM.
+        device: "cpu" or "cuda".
+        options: The keyword arguments of `fixed_arguments`.
+
+    Raises:
+        RolloutError: vLLM is installed for another device, or `rollout.vllm_args` sets
+            what must not be set.
+    """
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
     if (device == "cpu") != current_platform.is_cpu():
         raise RolloutError(
-            f"rollout on {device!r} was asked for, but the installed vLLM runs on {current_platform.device_type!r}: "
-            f"install the extra 'cpu' or 'gpu' of this package"
+            f"rollout on {device!r} was requested, but the installed vLLM runs on"
+            f" {current_platform.device_type!r}: install the extra 'cpu' or 'gpu' of"
+            " this package"
         )
-    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **more)
+
+    fixed = fixed_arguments(model_path, config, max_model_len, seed, device, **options)
     preferred: dict[str, Any] = {
         "enable_prefix_caching": True,
-        # vLLM's own are small but for its server and its offline engine
+        # vLLM's defaults are small, except for its server and its offline engine.
         "max_num_seqs": VLLM_BATCHED_REQUESTS,
         "max_num_batched_tokens": max(max_model_len, VLLM_BATCHED_TOKENS),
     }
     if device == "cpu":
         _register_model(model_path)
-    if clash := sorted(fixed.keys() & config.vllm_args.keys()):
-        raise RolloutError(f"rollout.vllm_args sets {clash}, which other keys of rollout, or the engine, set")
-    return EngineArgs(**{**preferred, **config.vllm_args, **fixed}).create_engine_config()
+
+    conflicts = sorted(fixed.keys() & config.vllm_args.keys())
+    if conflicts:
+        raise RolloutError(
+            f"rollout.vllm_args sets {conflicts}, which other keys of rollout, or the"
+            " engine, set"
+        )
+    arguments = {**preferred, **config.vllm_args, **fixed}
+    return EngineArgs(**arguments).create_engine_config()
 
 
 def fixed_arguments(
@@ -118,7 +169,24 @@ def fixed_arguments(
     sleeps: bool,
     lora: LoraConfig | None = None,
 ) -> dict[str, Any]:
-    """The engine arguments that rollout.vllm_args may not set; `verl_ray.config.rules` tells the user so."""
+    """Return the engine arguments that `rollout.vllm_args` may not set.
+
+    `verl_ray.config.rules` refuses them before an engine starts.
+
+    Args:
+        model_path: The model directory.
+        config: Settings of the engine.
+        max_model_len: Largest number of tokens of prompt and response together.
+        seed: Seed of vLLM.
+        device: "cpu" or "cuda".
+        without_weights: Do not read the weights of the model directory.
+        sleeps: Whether the engine will free memory.
+        lora: The adapter that updates will bring, if any.
+    """
+    # In a placement group of Ray, vLLM would run one rank per bundle, and would refuse
+    # to do so on a CPU. "mp" starts the ranks as processes of this one.
+    executor = "uni" if config.tensor_parallel == 1 else "mp"
+
     fixed: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
@@ -126,8 +194,7 @@ def fixed_arguments(
         "seed": seed,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel,
-        # In a placement group of Ray vLLM would take its bundles apart, one rank per bundle, and on a CPU refuse.
-        "distributed_executor_backend": "uni" if config.tensor_parallel == 1 else "mp",
+        "distributed_executor_backend": executor,
         "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -138,34 +205,85 @@ def fixed_arguments(
         "use_tqdm_on_load": False,
     }
     if lora is not None:
-        fixed |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": vllm_rank(lora.rank)}
-        # Without it vLLM also prepares the head for an adapter, whose log-probs of prompts then fail (0.32 on a CPU).
-        fixed["lora_target_modules"] = list(lora.targets)
-    if device == "cpu":
-        fixed["worker_cls"] = "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker"
-        fixed["enforce_eager"] = True
-        # With seeds per request, a prompt that is prefilled in parts fails on a CPU (its generators know no offset).
-        fixed["enable_chunked_prefill"] = False
-    else:
-        fixed["enable_sleep_mode"] = sleeps
-        # With its KV cache given in bytes vLLM sizes nothing by this share of the device, but refuses to start while
-        # less of it is free: a trainer on the same GPU would keep it from starting.
-        fixed["gpu_memory_utilization"] = 0.01
+        fixed |= _adapter_arguments(lora)
+    fixed |= _cpu_arguments() if device == "cpu" else _gpu_arguments(sleeps)
     return fixed
 
 
+def _adapter_arguments(lora: LoraConfig) -> dict[str, Any]:
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": vllm_rank(lora.rank),
+        # Otherwise vLLM also prepares the head for an adapter, and the log-probs of
+        # prompts then fail (0.32 on a CPU).
+        "lora_target_modules": list(lora.targets),
+    }
+
+
+def _cpu_arguments() -> dict[str, Any]:
+    return {
+        "worker_cls": "verl_ray.rollout.vllm_cpu_worker.SleepingCPUWorker",
+        "enforce_eager": True,
+        # With a seed per request, a prompt that is prefilled in parts fails on a CPU,
+        # since the generators there have no offset.
+        "enable_chunked_prefill": False,
+    }
+
+
+def _gpu_arguments(sleeps: bool) -> dict[str, Any]:
+    return {
+        "enable_sleep_mode": sleeps,
+        # The KV cache is given in bytes, so vLLM sizes nothing by this share of the
+        # device. But it refuses to start while less of it is free, so a larger share
+        # would keep it from starting next to a trainer.
+        "gpu_memory_utilization": 0.01,
+    }
+
+
 def vllm_rank(rank: int) -> int:
-    """The least room for adapters that vLLM makes and that this rank fits in."""
-    return next(room for room in VLLM_LORA_RANKS if rank <= room)
+    """Return the smallest rank of vLLM's adapters that has space for `rank`."""
+    return next(allocated for allocated in VLLM_LORA_RANKS if rank <= allocated)
+
+
+def _register_model(model_path: str) -> None:
+    """Register the class of the model with vLLM.
+
+    Otherwise vLLM inspects the class in another process, so that this process does not
+    touch a GPU. That process imports all of vLLM again, which takes 10 s the first time
+    in every home directory.
+    """
+    from vllm.model_executor.models import ModelRegistry
+
+    model_config = json.loads(Path(model_path, "config.json").read_text())
+    for name in model_config.get("architectures") or []:
+        if name in ModelRegistry.models:
+            model_class = ModelRegistry.models[name].load_model_cls()
+            ModelRegistry.register_model(name, model_class)
+
+
+# --------------------------------------------------------------------------- end tokens
 
 
 def end_tokens_of(model_path: str, vllm_config: VllmConfig) -> tuple[int, ...]:
-    """Tokens that end a response: those of generation_config.json and the tokenizer's; else those of config.json."""
+    """Return the tokens that end a response, in ascending order.
+
+    They are those of generation_config.json and the tokenizer's, or those of
+    config.json where these two name none.
+    """
     model_config = vllm_config.model_config
-    named: set[int] = set()
-    for ids in (model_config.try_get_generation_config().get("eos_token_id"), load_tokenizer(model_path).eos_token_id):
-        named.update([ids] if isinstance(ids, int) else ids or [])
-    if not named:
-        ids = getattr(model_config.hf_text_config, "eos_token_id", None)
-        named.update([ids] if isinstance(ids, int) else ids or [])
-    return tuple(sorted(named))
+    generation_config = model_config.try_get_generation_config()
+    tokenizer = load_tokenizer(model_path)
+
+    end_tokens = _token_set(generation_config.get("eos_token_id"))
+    end_tokens |= _token_set(tokenizer.eos_token_id)
+    if not end_tokens:
+        hf_config = model_config.hf_text_config
+        end_tokens = _token_set(getattr(hf_config, "eos_token_id", None))
+    return tuple(sorted(end_tokens))
+
+
+def _token_set(ids: int | list[int] | None) -> set[int]:
+    if isinstance(ids, int):
+        return {ids}
+    return set(ids or [])

@@ -1,8 +1,11 @@
-"""The project's wires behind vLLM's own weight-transfer interface: vLLM drives it by start, update and finish.
+"""This project's wires behind vLLM's weight-transfer interface.
 
-Invariant: works with both forms of that interface: in newer ones the engine opens and closes the layerwise
-reload itself, in 0.22 the worker does. Runs inside vLLM's worker processes. Deliberately not here: what vLLM's loading
-leaves wrong or undone (`vllm_loader`).
+vLLM drives the interface by start, update and finish.
+
+Invariant: it works with both forms of the interface. In newer versions the engine opens
+and closes the layerwise reload itself; in 0.22 the worker does. It runs inside of
+vLLM's worker processes. Deliberately not here: what vLLM's loading leaves wrong or
+undone (`vllm_loader.py`).
 """
 
 from __future__ import annotations
@@ -17,44 +20,62 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
-from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    initialize_layerwise_reload,
+)
 
 from verl_ray.rollout.vllm_core import TRANSFER
 from verl_ray.weight_sync.buckets import Bucket
 from verl_ray.weight_sync.inbox import Inbox
-from verl_ray.weight_sync.transport import Address, Seat
+from verl_ray.weight_sync.transport import Address, WireEndpoint
 
 
 @dataclass
-class Wire(WeightTransferInitInfo):
+class WireInitInfo(WeightTransferInitInfo):
+    """The wire to open: the sender's address, and this worker's end of it."""
+
     address: Address
-    seat: Seat
+    endpoint: WireEndpoint
 
 
 @dataclass
-class Delivery(WeightTransferUpdateInfo):
+class BucketUpdateInfo(WeightTransferUpdateInfo):
+    """The bucket to receive next."""
+
     bucket: Bucket
 
 
-class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
-    init_info_cls = Wire
-    update_info_cls = Delivery
+class BucketTransferEngine(WeightTransferEngine[WireInitInfo, BucketUpdateInfo]):
+    """A weight-transfer engine of vLLM that receives buckets.
 
-    def __init__(self, *given: object, **more: object) -> None:
-        super().__init__(*given, **more)
+    Attributes:
+        inbox: The receiving end of the wire.
+    """
+
+    init_info_cls = WireInitInfo
+    update_info_cls = BucketUpdateInfo
+
+    def __init__(self, *arguments: object, **options: object) -> None:
+        # The arguments differ between versions of vLLM.
+        super().__init__(*arguments, **options)
         self.inbox = Inbox()
 
-    def init_transfer_engine(self, init_info: Wire) -> None:
-        self.inbox.connect(init_info.address, init_info.seat)
+    def init_transfer_engine(self, init_info: WireInitInfo) -> None:
+        self.inbox.connect(init_info.address, init_info.endpoint)
 
     def start_weight_update(self) -> None:
         initialize_layerwise_reload(self.model)
 
     def receive_weights(
-        self, update_info: Delivery, load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None
+        self,
+        update_info: BucketUpdateInfo,
+        load_weights: Callable[[list[tuple[str, torch.Tensor]]], object] | None = None,
     ) -> None:
         received = self.inbox.receive(update_info.bucket)
-        (load_weights or self.model.load_weights)(list(received.items()))
+        # Only vLLM 0.22 passes a function; newer versions leave loading to this engine.
+        load = load_weights or self.model.load_weights
+        load(list(received.items()))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -63,7 +84,7 @@ class BucketTransferEngine(WeightTransferEngine[Wire, Delivery]):
         self.inbox.close()
 
     def trainer_send_weights(self, *_: object) -> None:
-        """Never called: what sends is the actor."""
+        """Refuse to send, which is the actor's work; vLLM never calls this."""
         raise NotImplementedError
 
 

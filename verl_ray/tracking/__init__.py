@@ -1,7 +1,9 @@
 """The record of a run, in several places behind one small contract.
 
-`open_trackers` turns the configuration into one `Trackers`. Metric names are the published ones of the field and
-reach every tracker unchanged, so that there is no second spelling to translate.
+Metric names are the published ones of the field. They reach every tracker unchanged, so
+there is no second spelling to translate.
+
+Deliberately not here: computing metrics (`controllers/watch`).
 """
 
 from __future__ import annotations
@@ -27,26 +29,32 @@ def open_trackers(
     committed_step: int | None = None,
     state: Mapping[str, str] | None = None,
 ) -> Trackers:
-    """Open the trackers that `config` asks for; `metrics.jsonl` and `samples/` are always among them.
+    """Open the trackers of a run.
+
+    `metrics.jsonl` and `samples/` are always written, the others as configured.
 
     Args:
-        config: section `tracking`.
-        run: section `run`.
-        tree: the whole resolved configuration, for W&B.
-        committed_step: the step of the checkpoint that the run continues from; None = from its beginning.
-        state: `Trackers.state()` out of that checkpoint.
+        config: Section `tracking` of the configuration.
+        run: Section `run` of the configuration.
+        tree: Whole resolved configuration, for W&B.
+        committed_step: Step of the checkpoint that the run continues from; None if it
+            starts from the beginning.
+        state: `Trackers.state()` from that checkpoint.
 
     Raises:
-        TrackingError: a tracker cannot start.
-        ConfigError: W&B online without credentials.
+        TrackingError: A tracker cannot start.
+        ConfigError: W&B is online and there are no credentials.
     """
     run_dir = Path(run.dir)
     opened: list[Tracker] = []
     try:
-        # First, because a failure here ends the run: no other tracker should hold more than the record.
+        # The record comes first, since a failure here ends the run: no other tracker
+        # should hold more than the record.
         opened.append(JsonlTracker(run_dir, committed_step, state))
+
         if config.wandb.mode != "disabled":
-            opened.append(WandbTracker(config.wandb, run_dir, run.name, tree, state or {}))
+            wandb = WandbTracker(config.wandb, run_dir, run.name, tree, state or {})
+            opened.append(wandb)
         if config.tensorboard:
             opened.append(TensorBoardTracker(run_dir, committed_step))
         if config.console:

@@ -1,8 +1,9 @@
-"""What a tracker is: a place that receives the numbers and the sample rollouts of a run.
+"""The contract of a tracker, which receives the metrics and samples of a run.
 
-Invariant: a step is told in one go. Its samples come first, then `log` closes it with one merged set of metrics
-under the published names, and steps only go up. Deliberately not here: computing a metric, or deciding when to
-evaluate.
+Invariant: a tracker receives a step all at once. Its samples come first, then `log`
+closes it with one set of metrics under the published names. Steps only increase.
+
+Deliberately not here: computing a metric, or deciding when to evaluate.
 """
 
 from __future__ import annotations
@@ -16,57 +17,76 @@ from typing import ClassVar
 
 GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"
+
 HELD_OUT = "val-core/"
-"""Begins the names of held-out accuracies: val-core/<data source>/acc/mean@N."""
+"""Prefix of the names of held-out accuracies: val-core/<data source>/acc/mean@N."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One rollout as text, for people to read."""
+    """A rollout as text, for people to read."""
 
     prompt: str
     response: str
     answer: str
     data_source: str
+
     score: float
-    """The grader's number; nan = it failed."""
+    """Number from the grader; nan if it failed."""
+
     truncated: bool
-    """The response was cut at the length limit."""
+    """Whether the response was cut at the length limit."""
 
 
 class Tracker(ABC):
     """A place that receives metrics and samples."""
 
     required: ClassVar[bool] = False
-    """Whether the run stops when this tracker fails. Only the record that a resume builds on is worth a run."""
+    """Whether the run stops when this tracker fails.
+
+    Only the record that a resume builds on is worth a run.
+    """
 
     @abstractmethod
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Record the sample rollouts of `step`; before `log(step)`."""
+        """Record the sample rollouts of `step`, before `log(step)`."""
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of `step`, and so close it. `metrics` holds `training/global_step` too."""
+        """Record the metrics of `step`, which closes it.
+
+        The metrics include `training/global_step`.
+        """
 
     @abstractmethod
     def close(self, failed: bool) -> None:
-        """Write what is pending and let go of files, threads and processes. A second call does nothing."""
+        """Write what is pending, and release files, threads and processes.
+
+        A second call does nothing.
+
+        Args:
+            failed: Whether the run ended with an error.
+        """
 
     @abstractmethod
     def outputs(self) -> dict[str, str]:
-        """Where a person finds what was recorded: title -> path, URL or command."""
+        """Return where a person finds the record: title -> path, URL or command."""
 
     def state(self) -> dict[str, str]:
-        """What a resumed run hands to `open_trackers` so that it continues this record; goes into the checkpoint. What
-        it counts has to be as durable as a checkpoint when this returns."""
+        """Return what a resumed run passes to `open_trackers` to continue this record.
+
+        It becomes part of a checkpoint. The part of the record that it covers is on the
+        disk when this returns.
+        """
         return {}
 
 
 class Trackers(Tracker):
-    """A tracker that is a list of trackers.
+    """A tracker that forwards to several trackers.
 
-    A required tracker that fails raises. Any other one says so on stderr once and is left out from then on: the
-    network of a metrics service is no reason to lose a run, and a run that records nothing is.
+    A required tracker that fails raises. Any other tracker that fails is reported on
+    stderr once, and left out from then on. A failing network of a metrics service is no
+    reason to lose a run, but a run that records nothing is one.
     """
 
     required = True
@@ -76,41 +96,66 @@ class Trackers(Tracker):
         self._open = list(trackers)
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        self._each(lambda tracker: tracker.samples(step, rows))
+        self._for_each(lambda tracker: tracker.samples(step, rows))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record `metrics` (Python, NumPy or 0-d tensor numbers) under their names and `step` as the global step."""
-        numbers = {name: value if isinstance(value, int) else float(value) for name, value in metrics.items()}
+        """Record metrics under their names, and `step` as the global step.
+
+        Args:
+            step: Number of the step.
+            metrics: Numbers of Python or NumPy, or 0-d tensors.
+        """
+        numbers: dict[str, float] = {}
+        for name, value in metrics.items():
+            # Python's integers stay integers.
+            numbers[name] = value if isinstance(value, int) else float(value)
         numbers[GLOBAL_STEP] = step
-        self._each(lambda tracker: tracker.log(step, numbers))
+        self._for_each(lambda tracker: tracker.log(step, numbers))
 
     def close(self, failed: bool) -> None:
-        self._each(lambda tracker: tracker.close(failed))
+        self._for_each(lambda tracker: tracker.close(failed))
         self._open.clear()
 
     def outputs(self) -> dict[str, str]:
-        return {title: place for tracker in self._all for title, place in tracker.outputs().items()}
+        outputs: dict[str, str] = {}
+        for tracker in self._all:
+            outputs.update(tracker.outputs())
+        return outputs
 
     def state(self) -> dict[str, str]:
-        return {key: value for tracker in self._all for key, value in tracker.state().items()}
+        state: dict[str, str] = {}
+        for tracker in self._all:
+            state.update(tracker.state())
+        return state
 
-    def _each(self, act: Callable[[Tracker], None]) -> None:
-        """Let every open tracker act, also after one has failed; then raise the first error of a required one."""
+    def _for_each(self, act: Callable[[Tracker], None]) -> None:
+        """Let every open tracker act, also after one has failed.
+
+        Raises:
+            Exception: The first error of a required tracker.
+        """
         fatal: Exception | None = None
         for tracker in tuple(self._open):
             try:
                 act(tracker)
             except Exception as error:
+                # A tracker that failed is not called again, not even to close it.
                 self._open.remove(tracker)
-                if tracker.required:
-                    fatal = fatal or error
-                else:
-                    name = type(tracker).__name__
-                    with contextlib.suppress(OSError):  # whoever read it has gone, as `tee` does at Ctrl-C
-                        print(
-                            f"{name} failed and is off from here; the run goes on: {error!r}",
-                            file=sys.stderr,
-                            flush=True,
-                        )
+                if not tracker.required:
+                    _report_failure(tracker, error)
+                elif fatal is None:
+                    fatal = error
         if fatal is not None:
             raise fatal
+
+
+def _report_failure(tracker: Tracker, error: Exception) -> None:
+    """Print to stderr that a tracker is left out from now on."""
+    name = type(tracker).__name__
+    # The reader of stderr may have exited, as `tee` does at Ctrl-C.
+    with contextlib.suppress(OSError):
+        print(
+            f"{name} failed and is off from here; the run goes on: {error!r}",
+            file=sys.stderr,
+            flush=True,
+        )

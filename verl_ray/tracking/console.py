@@ -1,7 +1,9 @@
-"""What a person sees while a run goes on: a live line on a terminal, one plain line per step elsewhere.
+"""Progress of a run for a person: a live line on a terminal, else a line per step.
 
-Invariant: nothing of a rollout or a metric is ever read as markup or sent to the terminal as a control sequence.
-Not a record: whatever it shows is in the other trackers.
+Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
+terminal as a control sequence. Everything that is shown is in the other trackers, too.
+
+Deliberately not here: samples, which the report at the end shows (`report.py`).
 """
 
 from __future__ import annotations
@@ -18,40 +20,55 @@ from rich.table import Column
 
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
-# Of each group the first metric that is there is shown, under its label.
+# The first metric of each group that exists is shown, with its label.
 _SHOWN = (
-    (("reward", "critic/rewards/mean"), ("reward", "critic/score/mean"), ("loss", "actor/loss")),
+    (
+        ("reward", "critic/rewards/mean"),
+        ("reward", "critic/score/mean"),
+        ("loss", "actor/loss"),
+    ),
     (("kl", "actor/kl_loss"), ("kl", "actor/reward_kl_penalty")),
     (("loss", "reward/loss"),),
     (("pairs right", "reward/accuracy"),),
 )
 
-# Steps that the time left is estimated from: recent ones, because responses grow and shrink during a run.
+# Number of steps that the remaining time is estimated from. They are recent ones, since
+# responses grow and shrink during a run.
 _RECENT_STEPS = 20
 
 
 class ConsoleTracker(Tracker):
-    """Shows the progress of a run of `total_steps` steps.
-
-    Args:
-        total_steps: of the whole run, those before a resume included.
-        stream: where to write; None = stdout at this moment.
-        clock: seconds, rising.
-    """
+    """Shows the progress of a run."""
 
     def __init__(
-        self, total_steps: int, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        total_steps: int,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Begin to show progress.
+
+        Args:
+            total_steps: Number of steps of the whole run, with those before a resume.
+            stream: Stream to write to; None for the current stdout.
+            clock: Clock in seconds that only increases.
+        """
         self._total_steps = total_steps
         self._stream = stream or sys.stdout
         self._clock = clock
         self._last_s: float | None = None
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
+
         self._live: Progress | None = None
         if self._stream.isatty():
+            description = TextColumn(
+                "{task.description}",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis"),
+            )
             self._live = Progress(
                 SpinnerColumn(),
-                TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+                description,
                 console=Console(file=self._stream),
                 refresh_per_second=2,
             )
@@ -59,22 +76,22 @@ class ConsoleTracker(Tracker):
             self._live.start()
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Nothing: the report at the end shows samples."""
+        """Do nothing, since the report at the end shows samples."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show `step`: on a terminal only evaluations leave a line behind."""
-        now_s = self._clock()
-        if self._last_s is not None:
-            self._recent_s.append(now_s - self._last_s)
-        elif "timing_s/step" in metrics:
-            self._recent_s.append(metrics["timing_s/step"])
-        self._last_s = now_s
+        """Show `step`. On a terminal only evaluations leave a line behind."""
+        self._note_time(metrics)
         line = self._line(step, metrics)
+
         if self._live is None:
             print(line, file=self._stream, flush=True)
             return
+
+        # The live line is overwritten by the next step; this copy stays above it.
         if any(name.startswith(HELD_OUT) for name in metrics):
-            self._live.console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._live.console.print(
+                line, markup=False, highlight=False, soft_wrap=True
+            )
         self._live.update(self._task, description=line, refresh=True)
 
     def close(self, failed: bool) -> None:
@@ -84,25 +101,48 @@ class ConsoleTracker(Tracker):
     def outputs(self) -> dict[str, str]:
         return {}
 
+    def _note_time(self, metrics: Mapping[str, float]) -> None:
+        """Note how long the step took."""
+        now_s = self._clock()
+        if self._last_s is not None:
+            self._recent_s.append(now_s - self._last_s)
+        elif "timing_s/step" in metrics:
+            # The first line has no line before it.
+            self._recent_s.append(metrics["timing_s/step"])
+        self._last_s = now_s
+
     def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        parts = [f"step {step:>{len(str(self._total_steps))}}/{self._total_steps}"]
+        """Return the line of a step."""
+        width = len(str(self._total_steps))
+        parts = [f"step {step:>{width}}/{self._total_steps}"]
+
         for group in _SHOWN:
-            parts += [f"{label} {metrics[name]:.4g}" for label, name in group if name in metrics][:1]
+            for label, name in group:
+                if name in metrics:
+                    parts.append(f"{label} {metrics[name]:.4g}")
+                    break
+
         for name, value in metrics.items():
             if name.startswith(HELD_OUT):
                 parts.append(f"held-out {name.removeprefix(HELD_OUT)} {value:.4g}")
-        if "perf/total_num_tokens" in metrics and metrics.get("timing_s/step"):
-            parts.append(f"{metrics['perf/total_num_tokens'] / metrics['timing_s/step']:,.0f} tokens/s")
-        if "timing_s/step" in metrics:
-            parts.append(f"{metrics['timing_s/step']:.2f} s")
-        if self._recent_s and step < self._total_steps:
-            left_s = sum(self._recent_s) / len(self._recent_s) * (self._total_steps - step)
-            parts.append(f"{_duration(left_s)} left")
+
+        seconds = metrics.get("timing_s/step")
+        if "perf/total_num_tokens" in metrics and seconds:
+            tokens_per_s = metrics["perf/total_num_tokens"] / seconds
+            parts.append(f"{tokens_per_s:,.0f} tokens/s")
+        if seconds is not None:
+            parts.append(f"{seconds:.2f} s")
+
+        # The next steps will take about as long as the recent ones.
+        remaining_steps = self._total_steps - step
+        if self._recent_s and remaining_steps > 0:
+            mean_s = sum(self._recent_s) / len(self._recent_s)
+            parts.append(f"{_duration(mean_s * remaining_steps)} left")
         return "  ".join(parts)
 
 
 def _duration(seconds: float) -> str:
-    """Seconds as 45s, 3m05s or 2h07m."""
+    """Return seconds as 45s, 3m05s or 2h07m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"

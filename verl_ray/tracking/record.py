@@ -1,8 +1,11 @@
-"""`metrics.jsonl` as a resumed run finds it: compared with the checkpoint, and mended.
+"""Repair of `metrics.jsonl` when a run is resumed.
 
-Invariant: what is left holds whole lines only, one per step, in the order of the steps, and none after the checkpoint;
-whatever was left out or is missing was said. The record is not the state of a run, so no damage to it keeps a run from
-going on. Deliberately not here: writing lines (`jsonl.py`).
+Invariant: a repaired record holds only whole lines, one per step, in the order of the
+steps, and none after the checkpoint. Every line that was left out or is missing is
+reported. The record is not the state of a run, so no damage to it prevents a run from
+continuing.
+
+Deliberately not here: writing lines (`jsonl.py`).
 """
 
 from __future__ import annotations
@@ -19,139 +22,196 @@ from verl_ray.disk import replace_file
 from verl_ray.tracking.base import GLOBAL_STEP
 
 
-def mend(path: Path, committed_step: int, recorded: Iterable[int]) -> list[int]:
-    """Make the record one that a run can go on with after `committed_step`, and print what that took.
+def repair(path: Path, committed_step: int, recorded: Iterable[int]) -> list[int]:
+    """Repair a record so that a run can continue it, and print what was changed.
 
-    A step that has several lines keeps the last one: the step ran again, and the checkpoint goes on from what was
-    computed last. Where lines are left out that nothing replaces, the file as it was stays under another name.
+    If a step has several lines, the last one remains: the step ran again, and the
+    checkpoint continues from what was computed last. If lines are left out that nothing
+    replaces, a copy of the damaged file remains under another name.
 
     Args:
-        path: the metrics.jsonl; may be missing.
-        committed_step: the step of the checkpoint. Lines of later steps are dropped, since these steps run again.
-        recorded: the steps that had a line when the checkpoint was written.
+        path: Path of the metrics.jsonl, which may be missing.
+        committed_step: Step of the checkpoint. Lines of later steps are dropped, since
+            these steps run again.
+        recorded: Steps that had a line when the checkpoint was written.
 
     Returns:
-        The steps that have a line now, rising.
+        The steps that have a line now, in increasing order.
 
     Raises:
-        OSError: the file cannot be read or written.
+        OSError: The file cannot be read or written.
     """
-    content = path.read_bytes() if path.exists() else b""
-    read = _read(content, committed_step)
-    missing = {step for step in recorded if step <= committed_step} - read.kept.keys()
+    content = b""
+    if path.exists():
+        content = path.read_bytes()
+    record = _parse(content, committed_step)
+    missing = {step for step in recorded if step <= committed_step}
+    missing -= record.lines.keys()
 
-    told = read.wrongs()
+    warnings = record.faults()
     if missing:
-        told.append(f"step {as_ranges(missing)} has no line: its metrics are lost, and nothing else is")
-    if read.damaged or read.repeated:
-        aside = free_name(path)
-        shutil.copyfile(path, aside)
-        told.append(f"the file as it was is {aside.name}")
-    if told:
-        print(f"warning: {path}: {'; '.join(told)}", file=sys.stderr, flush=True)
-    if read.dropped:
-        print(f"{path}: what it says of step {as_ranges(read.dropped)} is written anew", flush=True)
+        warnings.append(
+            f"step {format_ranges(missing)} has no line: its metrics are lost, and"
+            " nothing else is"
+        )
+    # Lines of steps that run again will be replaced. Damaged and repeated lines are
+    # lost, so a copy of the file remains.
+    if record.damaged or record.repeated:
+        copy = unused_path(path)
+        shutil.copyfile(path, copy)
+        warnings.append(f"the file as it was is {copy.name}")
+    if warnings:
+        print(f"warning: {path}: {'; '.join(warnings)}", file=sys.stderr, flush=True)
+    if record.dropped:
+        steps_again = format_ranges(record.dropped)
+        print(f"{path}: the lines of step {steps_again} are written again", flush=True)
 
-    steps = sorted(read.kept)
-    mended = b"".join(read.kept[step] + b"\n" for step in steps)
-    if mended != content:
-        replace_file(path, mended)
+    steps = sorted(record.lines)
+    repaired = b"".join(record.lines[step] + b"\n" for step in steps)
+    if repaired != content:
+        replace_file(path, repaired)
     return steps
 
 
 @dataclass
-class _Read:
-    """What a record holds, and what is wrong with it."""
+class _ParsedRecord:
+    """The contents of a record, and its faults."""
 
-    kept: dict[int, bytes] = field(default_factory=dict)
-    """The line of each step, without its newline."""
+    lines: dict[int, bytes] = field(default_factory=dict)
+    """Line of each step, without its newline."""
+
     dropped: set[int] = field(default_factory=set)
-    """Steps that run again."""
+    """Steps after the checkpoint, which run again."""
+
     repeated: set[int] = field(default_factory=set)
     """Steps with several lines."""
+
     damaged: list[int] = field(default_factory=list)
-    """Numbers of lines, from 1, that say no step."""
+    """Numbers, from 1, of lines that contain no step."""
+
     order: list[int] = field(default_factory=list)
-    """The steps of the lines as they stand."""
+    """Steps of the lines in the order of the file."""
+
     zeros: int = 0
-    """Bytes at the end."""
+    """Number of zero bytes at the end."""
+
     is_torn: bool = False
-    """Whether the last line has no end."""
+    """Whether the last line is incomplete."""
 
-    def wrongs(self) -> list[str]:
-        """In words; nothing of what is dropped."""
-        told: list[str] = []
+    def faults(self) -> list[str]:
+        """Return the faults in words; dropped lines are none."""
+        faults: list[str] = []
         if self.zeros:
-            told.append(f"it ended in {self.zeros} zero bytes, as a loss of power leaves them, which were cut off")
+            faults.append(
+                f"it ended in {self.zeros} zero bytes, as a loss of power leaves them,"
+                " which were cut off"
+            )
         if self.is_torn:
-            told.append("its last line was torn and was cut off")
+            faults.append("its last line was torn and was cut off")
         if self.damaged:
-            told.append(f"no JSON object with {GLOBAL_STEP} was in line {as_ranges(self.damaged)}, which was left out")
+            faults.append(
+                f"no JSON object with {GLOBAL_STEP} was in line"
+                f" {format_ranges(self.damaged)}, which was left out"
+            )
         if self.repeated:
-            told.append(f"step {as_ranges(self.repeated)} had several lines, of which the last was kept")
+            faults.append(
+                f"step {format_ranges(self.repeated)} had several lines, of which the"
+                " last was kept"
+            )
         elif self.order != sorted(self.order):
-            told.append("its lines were not in the order of the steps and were sorted")
-        return told
+            faults.append(
+                "its lines were not in the order of the steps and were sorted"
+            )
+        return faults
 
 
-def _read(content: bytes, committed_step: int) -> _Read:
+def _parse(content: bytes, committed_step: int) -> _ParsedRecord:
+    """Return the lines of a record up to the step of the checkpoint."""
+    # A loss of power may leave a block of zeros where lines were not written yet.
     text = content.rstrip(b"\0")
     *lines, end = text.split(b"\n")
-    if step_of(end) is not None:  # a whole line that lacks its newline alone
+    # The last line may be whole and lack only its newline.
+    if step_of(end) is not None:
         lines.append(end)
         end = b""
 
-    read = _Read(zeros=len(content) - len(text), is_torn=bool(end))
+    record = _ParsedRecord(zeros=len(content) - len(text), is_torn=bool(end))
     for number, line in enumerate(lines, start=1):
         step = step_of(line)
         if step is None:
-            read.damaged.append(number)
+            record.damaged.append(number)
         elif step > committed_step:
-            read.dropped.add(step)
+            record.dropped.add(step)
         else:
-            if step in read.kept:
-                read.repeated.add(step)
-            read.order.append(step)
-            read.kept[step] = line
-    return read
+            if step in record.lines:
+                record.repeated.add(step)
+            record.order.append(step)
+            record.lines[step] = line
+    return record
 
 
 def steps_of(path: Path) -> list[int]:
-    """The steps that have a whole line, in the order of the file, whatever else is in it."""
-    steps = map(step_of, path.read_bytes().split(b"\n"))
-    return [step for step in steps if step is not None]
+    """Return the steps that have a whole line, in the order of the file.
+
+    Everything else in the file is ignored.
+    """
+    steps = []
+    for line in path.read_bytes().split(b"\n"):
+        step = step_of(line)
+        if step is not None:
+            steps.append(step)
+    return steps
 
 
 def step_of(line: bytes) -> int | None:
-    """The step of a line without its newline; None if the line is not a JSON object with a step."""
+    """Return the step of a line without its newline.
+
+    None if the line is not a JSON object with a step.
+    """
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    step = fields.get(GLOBAL_STEP) if isinstance(fields, dict) else None
-    return step if type(step) is int and step >= 0 else None
+    if not isinstance(fields, dict):
+        return None
+
+    step = fields.get(GLOBAL_STEP)
+    # A boolean is an int in Python, and no step.
+    if type(step) is not int or step < 0:
+        return None
+    return step
 
 
-def free_name(path: Path) -> Path:
-    """A name beside the record for what it has held until now."""
+def unused_path(path: Path) -> Path:
+    """Return a path next to a record, under which its old contents can be kept.
+
+    The name has the time at which the record was last written.
+    """
     written = int(path.stat().st_mtime)
-    names = (path.with_name(f"{path.stem}.{written + later}{path.suffix}") for later in itertools.count())
-    return next(name for name in names if not name.exists())
+    for number in itertools.count(written):
+        candidate = path.with_name(f"{path.stem}.{number}{path.suffix}")
+        if not candidate.exists():
+            return candidate
+    raise AssertionError("an infinite sequence of names ended")
 
 
-def as_ranges(numbers: Iterable[int]) -> str:
-    """Whole numbers as text, runs of neighbours shortened: 1-3,7."""
+def format_ranges(numbers: Iterable[int]) -> str:
+    """Return whole numbers as text, with runs shortened: 1-3,7."""
     runs: list[list[int]] = []
     for number in sorted(numbers):
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+
+    texts = []
+    for first, last in runs:
+        texts.append(str(first) if first == last else f"{first}-{last}")
+    return ",".join(texts)
 
 
-def of_ranges(text: str) -> list[int]:
-    """What `as_ranges` was given, rising."""
+def parse_ranges(text: str) -> list[int]:
+    """Return the numbers that `format_ranges` was given, in increasing order."""
     numbers: list[int] = []
     for run in filter(None, text.split(",")):
         first, _, last = run.partition("-")

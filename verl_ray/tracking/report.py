@@ -1,7 +1,10 @@
-"""The end of a run for people: before and after, sample rollouts, where the outputs are, what to try next.
+"""The report at the end of a run: before and after, samples, outputs, what to try next.
 
-Invariant: text that a model wrote is shown as it is, brackets included, with control characters spelled out. Not a
-tracker: it is printed once, after the trackers are closed.
+Invariant: text that a model wrote is shown as it is, brackets included, with control
+characters spelled out.
+
+Deliberately not here: a tracker. The report is printed once, after the trackers are
+closed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from rich.text import Text
 
 from verl_ray.tracking.base import Sample
 
-# Of a prompt or response; the whole text is in samples/.
+# Characters of a prompt or response that are shown. The whole text is in samples/.
 _SHOWN_CHARACTERS = 240
 
 
@@ -28,52 +31,83 @@ def report(
     next_command: str,
     stream: TextIO | None = None,
 ) -> None:
-    """Print the end of a run.
+    """Print the report.
 
     Args:
-        before: evaluation metrics ahead of the first step.
-        after: the same metrics after the last one; a metric that one side lacks is shown with a dash.
-        samples: rollouts to show, already chosen.
-        outputs: title -> path, URL or command, as from `Trackers.outputs`.
-        next_command: something to try now.
-        stream: where to write; None = stdout.
+        before: Evaluation metrics before the first step.
+        after: Evaluation metrics after the last step. A metric that one side lacks is
+            shown with a dash.
+        samples: Rollouts to show.
+        outputs: Title -> path, URL or command, see `Trackers.outputs`.
+        next_command: Command to try now.
+        stream: Stream to write to; None for stdout.
     """
     console = Console(file=stream or sys.stdout, highlight=False, markup=False)
     console.print()
-    console.print(_change(before, after))
+    console.print(_metrics_table(before, after))
     if samples:
-        console.print(_rollouts(samples))
+        console.print(_samples_table(samples))
+
+    # Paths and commands are not wrapped, so that they can be copied.
     for title, place in outputs.items():
-        # Not wrapped, so that a path can be copied.
         console.print(f"{title}: {place}", soft_wrap=True)
     console.print(f"next: {next_command}", soft_wrap=True)
 
 
-def _change(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+def _metrics_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table:
+    """Return a table of metrics before and after the run."""
     table = Table("metric", title="before and after", title_justify="left")
     for column in ("before", "after", "change"):
         table.add_column(column, justify="right")
+
+    # Metrics of either side, each once and in order.
     for name in dict.fromkeys((*before, *after)):
-        old, new = before.get(name), after.get(name)
-        change = "-" if old is None or new is None else f"{new - old:+.4g}"
-        table.add_row(_plain(name), *("-" if value is None else f"{value:.4g}" for value in (old, new)), change)
+        old = before.get(name)
+        new = after.get(name)
+        change = "-"
+        if old is not None and new is not None:
+            change = f"{new - old:+.4g}"
+        table.add_row(_plain(name), _number(old), _number(new), change)
     return table
 
 
-def _rollouts(samples: Sequence[Sample]) -> Table:
+def _number(value: float | None) -> str:
+    """Return a number as text; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:.4g}"
+
+
+def _samples_table(samples: Sequence[Sample]) -> Table:
+    """Return a table of sample rollouts."""
     table = Table(title="sample rollouts", title_justify="left", show_lines=True)
     for column in ("prompt", "response", "answer"):
         table.add_column(column, overflow="fold")
     table.add_column("score", justify="right", no_wrap=True)
+
     for row in samples:
+        prompt = _plain(row.prompt)
         response = _plain(row.response)
         if row.truncated:
             response.append(" [cut at the length limit]", style="dim")
-        table.add_row(_plain(row.prompt), response, _plain(row.answer), f"{row.score:.4g}")
+        answer = _plain(row.answer)
+        table.add_row(prompt, response, answer, f"{row.score:.4g}")
     return table
 
 
 def _plain(text: str) -> Text:
-    """`text` with every character shown and none obeyed; the tail of a long one is left out."""
-    short = text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
-    return Text("".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in short))
+    """Return text in which no character is interpreted.
+
+    Control characters are spelled out, and the tail of a long text is left out.
+    """
+    short = text
+    if len(text) > _SHOWN_CHARACTERS:
+        short = text[:_SHOWN_CHARACTERS] + "…"
+
+    characters = []
+    for character in short:
+        if character.isprintable() or character == "\n":
+            characters.append(character)
+        else:
+            characters.append(character.encode("unicode_escape").decode())
+    return Text("".join(characters))

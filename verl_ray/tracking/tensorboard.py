@@ -1,7 +1,10 @@
-"""TensorBoard event files under `<run dir>/tensorboard/`.
+"""TensorBoard event files in `<run dir>/tensorboard/`.
 
-Invariant: one event per step with all its scalars; a continued run tells TensorBoard which steps it takes back. It
-writes with TensorBoard's own writer, so neither torch nor TensorFlow is needed. Samples are not repeated here.
+Invariant: there is one event per step with all its scalars. A continued run marks the
+steps that it takes back. The events are written with TensorBoard's own writer, so
+neither torch nor TensorFlow is needed.
+
+Deliberately not here: samples, which other trackers record.
 """
 
 from __future__ import annotations
@@ -14,34 +17,45 @@ from verl_ray.tracking.base import Sample, Tracker
 
 
 class TensorBoardTracker(Tracker):
-    """Writes scalars for `tensorboard --logdir <run dir>`.
-
-    Args:
-        run_dir: holds the `tensorboard/` folder.
-        committed_step: the step that the run continues from; later ones of an earlier process are taken back.
-            None = from its beginning.
-    """
+    """Writes scalars for `tensorboard --logdir <run dir>`."""
 
     def __init__(self, run_dir: Path, committed_step: int | None = None) -> None:
+        """Open an event file.
+
+        Args:
+            run_dir: Folder of the run, which holds `tensorboard/`.
+            committed_step: Step that the run continues from; None if it starts from the
+                beginning. Later steps of an earlier process are taken back.
+        """
         # Imported here so that runs without TensorBoard do not pay for it.
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._dir = run_dir / "tensorboard"
         self._writer = EventFileWriter(str(self._dir))
-        first_step = 0 if committed_step is None else committed_step + 1
+
+        # TensorBoard discards what it has of this step and later ones.
+        first_step = 0
+        if committed_step is not None:
+            first_step = committed_step + 1
         start = SessionLog(status=SessionLog.START)
-        self._writer.add_event(Event(wall_time=time.time(), step=first_step, session_log=start))
+        self._writer.add_event(
+            Event(wall_time=time.time(), step=first_step, session_log=start)
+        )
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """Nothing: the samples are in `samples/` and in W&B's table, where they can be searched."""
+        """Do nothing: samples are in `samples/` and in W&B, where one can search."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
+        values = [
+            Summary.Value(tag=name, simple_value=value)
+            for name, value in metrics.items()
+        ]
+        summary = Summary(value=values)
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=summary))
         self._writer.flush()
 
     def close(self, failed: bool) -> None:

@@ -1,8 +1,13 @@
-"""Weights & Biases: the run's metrics and generation tables under `<run dir>/wandb/`, offline or online.
+"""The metrics and sample tables of a run in Weights & Biases, offline or online.
 
-Invariant: a resumed run continues the run id of the checkpoint, and `training/global_step` is the axis of every
-chart. W&B's own step counter is left alone: it never goes back, so after a resume it would drop the steps that run
-again. Not a copy of the console, the code or the machine's statistics.
+They are in `<run dir>/wandb/`.
+
+Invariant: a resumed run continues the run id of the checkpoint, and
+`training/global_step` is the axis of every chart. W&B's own step counter is not used:
+it never goes back, so after a resume it would drop the steps that run again.
+
+Deliberately not here: a copy of the console, of the code or of the machine's
+statistics.
 """
 
 from __future__ import annotations
@@ -24,41 +29,61 @@ if TYPE_CHECKING:
 
 RUN_ID = "wandb_run_id"
 
-# How much of the record a kill may cost. W&B's default of 15 s loses whole short runs.
 FLUSH_INTERVAL_S = 1.0
+"""Seconds of the record that a kill may cost.
 
-# How long the end of a run waits for uploads. What is left is on disk, and `wandb sync` sends it.
+W&B's default of 15 s loses whole short runs.
+"""
+
 FINISH_TIMEOUT_S = 60.0
+"""Seconds that the end of a run waits for uploads.
+
+The rest is on the disk, and `wandb sync` sends it.
+"""
+
 INIT_TIMEOUT_S = 60.0
-REOPEN_TIMEOUT_S = 10.0  # a run that is being stopped may not have longer
+
+REOPEN_TIMEOUT_S = 10.0
+"""Seconds that reopening a run may take. A run that is stopping may not have longer."""
 
 
 class WandbTracker(Tracker):
-    """One W&B run.
-
-    Args:
-        config: mode `offline` (no account, no network) or `online`.
-        run_dir: holds the `wandb/` folder.
-        name: the run's name.
-        tree: the resolved configuration.
-        state: of the run to continue; empty = a new run.
-
-    Raises:
-        ConfigError: online without credentials.
-        TrackingError: W&B cannot start, for example because its server does not answer.
-    """
+    """Writes to one W&B run."""
 
     def __init__(
-        self, config: WandbConfig, run_dir: Path, name: str, tree: Mapping[str, object], state: Mapping[str, str]
+        self,
+        config: WandbConfig,
+        run_dir: Path,
+        name: str,
+        tree: Mapping[str, object],
+        state: Mapping[str, str],
     ) -> None:
-        # Imported here because it takes half a second, which a run without W&B should not pay.
+        """Open a W&B run.
+
+        Args:
+            config: Settings with mode `offline` (no account, no network) or `online`.
+            run_dir: Folder of the run, which holds `wandb/`.
+            name: Name of the run.
+            tree: Resolved configuration.
+            state: State of the run to continue; empty for a new run.
+
+        Raises:
+            ConfigError: W&B is online and there are no credentials.
+            TrackingError: W&B cannot start, for example because its server does not
+                reply.
+        """
+        # Imported here because it takes half a second, which a run without W&B should
+        # not pay.
         import wandb
 
         self._online = config.mode == "online"
-        run_dir.mkdir(parents=True, exist_ok=True)  # W&B writes to /tmp instead when the folder is missing.
-        # Tables wait here for their upload. W&B's own choice is a folder in the home directory, which grows for ever.
+        # W&B writes to /tmp instead if the folder is missing.
+        run_dir.mkdir(parents=True, exist_ok=True)
+        # Tables wait here for their upload. W&B's own choice is a folder in the home
+        # directory, which grows for ever.
         os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))
-        self._wanted: dict[str, Any] = {
+
+        self._arguments: dict[str, Any] = {
             "project": config.project,
             "entity": config.entity,
             "group": config.group,
@@ -80,34 +105,37 @@ class WandbTracker(Tracker):
             ),
         }
         self._run = self._start()
-        self._here = f"{run_dir}/wandb/offline-run-*-{self._run.id}"
+
+        # Every process of an offline run has a folder, so a resumed run has several.
+        self._offline_folders = f"{run_dir}/wandb/offline-run-*-{self._run.id}"
         self._table: dict[str, wandb.Table] = {}
         self._closed = False
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
-        """A table `val/generations`, part of the same record as the metrics that follow."""
+        """Hold a table `val/generations` until the metrics of the step follow."""
         import wandb
 
-        table = wandb.Table(
-            columns=[GLOBAL_STEP, *(field.name for field in fields(Sample))],
-            data=[[step, *astuple(row)] for row in rows],
-        )
-        self._table = {SAMPLES: table}
+        columns = [GLOBAL_STEP, *(field.name for field in fields(Sample))]
+        data = [[step, *astuple(row)] for row in rows]
+        self._table = {SAMPLES: wandb.Table(columns=columns, data=data)}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {**self._table, **metrics}
         self._table = {}
         try:
             self._run.log(record)
-        except Exception:  # its process has gone: `ray job stop` signals all that the driver has started
+        except Exception:
+            # W&B's process may have exited: `ray job stop` signals all processes that
+            # the driver has started.
             self._end_process()
-            self._wanted["settings"].init_timeout = REOPEN_TIMEOUT_S
+            self._arguments["settings"].init_timeout = REOPEN_TIMEOUT_S
             self._run = self._start()
             self._run.log(record)
 
     def close(self, failed: bool) -> None:
         if self._closed:
             return
+
         self._closed = True
         try:
             self._run.finish(exit_code=int(failed))
@@ -116,31 +144,46 @@ class WandbTracker(Tracker):
             raise
 
     def outputs(self) -> dict[str, str]:
-        """Offline, each session of a run has a folder: of a run that was stopped there are several."""
-        return {"W&B": self._run.url if self._online and self._run.url else f"wandb sync {self._here}"}
+        """Return the run's URL, or the command that uploads its folders."""
+        if self._online and self._run.url:
+            return {"W&B": self._run.url}
+        return {"W&B": f"wandb sync {self._offline_folders}"}
 
     def state(self) -> dict[str, str]:
         return {RUN_ID: self._run.id}
 
     def _start(self) -> wandb.Run:
-        """The run in a process of W&B's; with the same id as before, where it continues."""
+        """Start the run in a process of W&B's, under its id.
+
+        Raises:
+            ConfigError: W&B is online and there are no credentials.
+            TrackingError: W&B cannot start.
+        """
         import wandb
 
         try:
             if self._online and not wandb.login(prompt=False):
                 raise ConfigError([_no_credentials("online")])
-            run: wandb.Run = wandb.init(**self._wanted)
+            run: wandb.Run = wandb.init(**self._arguments)
         except ConfigError:
             raise
-        except Exception as error:  # its service raises classes that have nothing in common
-            raise TrackingError(f"W&B did not start: {error}. tracking.wandb.mode=offline needs no server.") from error
+        except Exception as error:
+            # W&B's service raises classes that have nothing in common.
+            raise TrackingError(
+                f"W&B did not start: {error}. tracking.wandb.mode=offline needs no"
+                " server."
+            ) from error
+
         run.define_metric(GLOBAL_STEP)
         run.define_metric("*", step_metric=GLOBAL_STEP)
         return run
 
     def _end_process(self) -> None:
-        """Let go of a process that does not answer. Otherwise W&B asks it once more when this process ends, and prints
-        how that fails."""
+        """Give up W&B's process, which does not reply.
+
+        Otherwise W&B calls it once more when this process exits, and prints how that
+        fails.
+        """
         import wandb
 
         with contextlib.suppress(Exception):
@@ -149,6 +192,7 @@ class WandbTracker(Tracker):
 
 
 def _no_credentials(mode: str) -> Problem:
+    """Return the problem of a W&B run without credentials."""
     return Problem(
         "tracking.wandb.mode",
         mode,

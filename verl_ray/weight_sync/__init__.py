@@ -1,4 +1,8 @@
-"""Moving one policy version from a training group to rollout replicas: what, how much at once, and by which wire."""
+"""Weight sync: one policy version from a training group to rollout replicas.
+
+The parts are what travels (`manifest.py`), how much at once (`buckets.py`) and over
+which wire (`transport.py` and the wires behind it).
+"""
 
 SLOTS = 2
-"""Buckets under way at once: one is filled while the other is read."""
+"""Most buckets under way at the same time: one is filled while the other is read."""

@@ -1,13 +1,20 @@
-"""What changed of a bucket since it was sent last, and the bucket made from it again: for slow wires.
+"""Deltas: only the elements of a bucket that changed since it was sent last.
 
-Invariant: lossless. Bits are compared, not values, and what is put together is the sender's bucket bit for bit; so
-fingerprints are of whole parameters on both sides. Each bucket that is sent has a number, and changes name the number
-they begin at: they are refused by an end that holds another one. Both ends keep a copy of every bucket in host memory.
-Deliberately not here: which wire carries them.
+This is for slow wires.
 
-A packed bucket is a header, int64 [2 + entries]: the number it begins at (0: nothing), its own number, and for each
-parameter the elements that follow, or -1 for all of it; and a body of bytes: for each parameter its indices into the
-flattened parameter (int32, or int64 from 2^31 elements on; none when all of it follows), then its values.
+Invariant: a delta is lossless. Bits are compared, not values, and the decoded bucket is
+the sender's bucket bit for bit, so fingerprints are of whole parameters on both sides.
+Each bucket that is sent has a number. A delta names the number that it starts from, and
+a receiver that holds another number refuses it. Both sides keep a copy of every bucket
+in host memory. Deliberately not here: the wire that carries deltas.
+
+A packed bucket has a header and a body.
+
+- The header, int64 [2 + entries], holds the number that the delta starts from (0:
+  nothing), its own number, and per parameter the number of elements that follow, or -1
+  for all of them.
+- The body holds bytes. Per parameter these are the indices into the flattened parameter
+  (int32, or int64 from 2^31 elements on; none if all elements follow), then the values.
 """
 
 from __future__ import annotations
@@ -22,127 +29,224 @@ from verl_ray.weight_sync.buckets import ALIGNMENT_BYTES, Bucket, Entry
 from verl_ray.weight_sync.fingerprint import BITS
 
 ALL = -1
+"""Count in a header that stands for all elements of a parameter."""
 
 
 @dataclass(frozen=True)
 class Packed:
-    """A bucket as it travels, on the host; `changed` counts the elements that differ from the last one sent."""
+    """A bucket as it travels, on the host."""
 
     header: torch.Tensor
     body: torch.Tensor
     changed: int
+    """Number of elements that differ from the bucket sent before."""
 
 
 @dataclass
-class _Kept:
+class _Copy:
+    """The copy of a bucket that one side keeps."""
+
     number: int
+    """Number of the bucket; 0 while the copy is not complete."""
     flat: torch.Tensor
+    """Bytes of the bucket, uint8 [nbytes]."""
+
+
+@dataclass(frozen=True)
+class _Section:
+    """The part of a body that belongs to one parameter, as views of the body."""
+
+    place: int
+    """Position of the parameter in its bucket."""
+    entry: Entry
+    indices: torch.Tensor
+    values: torch.Tensor
 
 
 @dataclass
-class Changes:
-    """The sending end: what was sent last."""
+class DeltaEncoder:
+    """The sender's side: the buckets that were sent last."""
 
-    _kept: dict[int, _Kept] = field(default_factory=dict)
+    _copies: dict[int, _Copy] = field(default_factory=dict)
 
     def pack(self, bucket: Bucket, flat: torch.Tensor, *, whole: bool) -> Packed:
-        """`flat`: the bytes of the bucket. `whole`: as for a receiver that holds nothing."""
+        """Pack what changed in a bucket.
+
+        Args:
+            bucket: The bucket.
+            flat: Its bytes, uint8 [nbytes].
+            whole: Whether to pack all of it, for receivers that hold nothing.
+        """
         flat = flat.cpu()
-        kept = self._kept.get(bucket.index)
-        header = torch.full((2 + len(bucket.entries),), ALL, dtype=torch.int64)
-        header[0], header[1] = (0 if whole or kept is None else kept.number), 1 if kept is None else kept.number + 1
-        found: dict[int, torch.Tensor] = {}
+        last_sent = self._copies.get(bucket.index)
+        base = None if whole else last_sent
+
+        header = _new_header(bucket, base, last_sent)
         changed = 0
+        # Indices of the changed elements by place, where only these travel.
+        sparse: dict[int, torch.Tensor] = {}
         for place, entry in enumerate(bucket.entries):
-            if whole or kept is None:
+            if base is None:
                 changed += entry.parameter.numel
                 continue
-            where = (_bits(flat, entry) != _bits(kept.flat, entry)).nonzero()[:, 0]
-            changed += len(where)
-            if len(where) * (_index(entry).itemsize + entry.dtype.itemsize) < _bits(flat, entry).nbytes:
-                header[2 + place] = len(where)
-                found[place] = where
+            indices = _changed_indices(base.flat, flat, entry)
+            changed += len(indices)
+            # A parameter whose changes would be larger than itself travels whole.
+            whole_bytes = entry.parameter.numel * entry.dtype.itemsize
+            if sum(_sizes(entry, len(indices))) < whole_bytes:
+                header[2 + place] = len(indices)
+                sparse[place] = indices
+
         body = torch.empty(body_bytes(bucket, header), dtype=torch.uint8)
-        for place, entry, indices, values in _sections(bucket, header, body):
-            if place in found:
-                indices.copy_(found[place])
-                torch.index_select(_bits(flat, entry), 0, found[place], out=values)
+        for section in _sections(bucket, header, body):
+            bits = _bits(flat, section.entry)
+            if section.place in sparse:
+                indices = sparse[section.place]
+                section.indices.copy_(indices)
+                torch.index_select(bits, 0, indices, out=section.values)
             else:
-                values.copy_(_bits(flat, entry))
-        if kept is None:
-            self._kept[bucket.index] = _Kept(1, flat.clone())
+                section.values.copy_(bits)
+
+        # The copy is updated in place, so that there are never two of them.
+        if last_sent is None:
+            self._copies[bucket.index] = _Copy(1, flat.clone())
         else:
-            kept.flat.copy_(flat)
-            kept.number += 1
+            last_sent.flat.copy_(flat)
+            last_sent.number += 1
         return Packed(header, body, changed)
 
 
 @dataclass
-class Held:
-    """The receiving end: what came last."""
+class DeltaDecoder:
+    """The receiver's side: the buckets that arrived last."""
 
-    _held: dict[int, _Kept] = field(default_factory=dict)
+    _copies: dict[int, _Copy] = field(default_factory=dict)
 
-    def unpack(self, bucket: Bucket, header: torch.Tensor, body: torch.Tensor) -> torch.Tensor:
-        """The bytes of the bucket, uint8 [nbytes]; this end's own copy, which the next ones change.
+    def unpack(
+        self,
+        bucket: Bucket,
+        header: torch.Tensor,
+        body: torch.Tensor,
+    ) -> torch.Tensor:
+        """Apply a packed bucket to the copy of this side.
+
+        Returns:
+            The bytes of the bucket, uint8 [nbytes]. They are this side's own copy,
+            which the next delta changes.
 
         Raises:
-            WeightSyncError: these are changes to a bucket that this end does not hold.
+            WeightSyncError: The delta starts from a bucket that this side does not
+                hold.
         """
         base, number = header[:2].tolist()
-        held = self._held.setdefault(bucket.index, _Kept(0, torch.zeros(bucket.nbytes, dtype=torch.uint8)))
-        if base not in (0, held.number):
-            names = [entry.parameter.name for entry in bucket.entries]
+        copy = self._copies.get(bucket.index)
+        if copy is None:
+            copy = _Copy(0, torch.zeros(bucket.nbytes, dtype=torch.uint8))
+            self._copies[bucket.index] = copy
+
+        if base not in (0, copy.number):
             raise WeightSyncError(
-                f"bucket {bucket.index} brings changes to its number {base}, this end holds number {held.number}; "
-                f"all of {names} must be sent"
+                f"bucket {bucket.index} brings changes to its number {base}, this"
+                f" receiver holds number {copy.number}; all of {bucket.names} must be"
+                " sent"
             )
-        held.number = 0  # until all of it is there
-        for _, entry, indices, values in _sections(bucket, header, body.cpu()):
-            bits = _bits(held.flat, entry)
-            if len(values) == len(bits):
-                bits.copy_(values)
+
+        # Until all of it is written, the copy is no base for another delta.
+        copy.number = 0
+        for section in _sections(bucket, header, body.cpu()):
+            bits = _bits(copy.flat, section.entry)
+            # As many values as elements are all of them, without indices.
+            if len(section.values) == len(bits):
+                bits.copy_(section.values)
             else:
-                bits.index_copy_(0, indices.long(), values)
-        held.number = number
-        return held.flat
+                bits.index_copy_(0, section.indices.long(), section.values)
+        copy.number = number
+        return copy.flat
 
 
 def body_bytes(bucket: Bucket, header: torch.Tensor) -> int:
-    """Of the body that follows this header."""
+    """Return the size of the body that follows this header."""
+    total = 0
     counts = header[2:].tolist()
-    return sum(sum(map(_aligned, _sizes(entry, count))) for entry, count in zip(bucket.entries, counts, strict=True))
+    for entry, count in zip(bucket.entries, counts, strict=True):
+        index_bytes, value_bytes = _sizes(entry, count)
+        total += _aligned(index_bytes) + _aligned(value_bytes)
+    return total
+
+
+def _new_header(
+    bucket: Bucket,
+    base: _Copy | None,
+    last_sent: _Copy | None,
+) -> torch.Tensor:
+    """Return the header of a bucket of which everything travels, int64 [2 + entries].
+
+    Args:
+        bucket: The bucket.
+        base: The copy that the delta starts from; None for nothing.
+        last_sent: The bucket before this one; None if this is the first.
+    """
+    header = torch.full((2 + len(bucket.entries),), ALL, dtype=torch.int64)
+    header[0] = 0
+    if base is not None:
+        header[0] = base.number
+    header[1] = 1
+    if last_sent is not None:
+        header[1] = last_sent.number + 1
+    return header
+
+
+def _changed_indices(
+    before: torch.Tensor,
+    after: torch.Tensor,
+    entry: Entry,
+) -> torch.Tensor:
+    """Return the indices of the elements of a parameter whose bits differ, int64."""
+    differs = _bits(after, entry) != _bits(before, entry)
+    return differs.nonzero()[:, 0]
 
 
 def _sections(
-    bucket: Bucket, header: torch.Tensor, body: torch.Tensor
-) -> Iterator[tuple[int, Entry, torch.Tensor, torch.Tensor]]:
-    """Place, entry, and views of the body: indices and values of each parameter."""
-    at = 0
-    for place, (entry, count) in enumerate(zip(bucket.entries, header[2:].tolist(), strict=True)):
-        views = []
-        for nbytes, dtype in zip(_sizes(entry, count), (_index(entry), BITS[entry.dtype.itemsize]), strict=True):
-            views.append(body[at : at + nbytes].view(dtype))
-            at += _aligned(nbytes)
-        yield place, entry, views[0], views[1]
+    bucket: Bucket,
+    header: torch.Tensor,
+    body: torch.Tensor,
+) -> Iterator[_Section]:
+    """Yield the sections of a body, one per parameter, in the order of the bucket."""
+    position = 0
+    counts = header[2:].tolist()
+    for place, (entry, count) in enumerate(zip(bucket.entries, counts, strict=True)):
+        index_bytes, value_bytes = _sizes(entry, count)
+
+        indices = body[position : position + index_bytes].view(_index_dtype(entry))
+        position += _aligned(index_bytes)
+
+        value_dtype = BITS[entry.dtype.itemsize]
+        values = body[position : position + value_bytes].view(value_dtype)
+        position += _aligned(value_bytes)
+
+        yield _Section(place, entry, indices, values)
 
 
 def _sizes(entry: Entry, count: int) -> tuple[int, int]:
-    """Bytes of the indices and of the values."""
+    """Return the bytes of the indices and of the values of `count` elements."""
     if count == ALL:
         return 0, entry.parameter.numel * entry.dtype.itemsize
-    return count * _index(entry).itemsize, count * entry.dtype.itemsize
+    return count * _index_dtype(entry).itemsize, count * entry.dtype.itemsize
 
 
 def _aligned(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
-def _index(entry: Entry) -> torch.dtype:
-    return torch.int32 if entry.parameter.numel < 2**31 else torch.int64
+def _index_dtype(entry: Entry) -> torch.dtype:
+    """Return the smallest dtype that holds every index of a parameter."""
+    if entry.parameter.numel < 2**31:
+        return torch.int32
+    return torch.int64
 
 
 def _bits(flat: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """The elements of a parameter as integers, flat."""
+    """Return the elements of a parameter as integers, flat, as a view of the bucket."""
     nbytes = entry.parameter.numel * entry.dtype.itemsize
-    return flat[entry.offset : entry.offset + nbytes].view(BITS[entry.dtype.itemsize])
+    content = flat[entry.offset : entry.offset + nbytes]
+    return content.view(BITS[entry.dtype.itemsize])

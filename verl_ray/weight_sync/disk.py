@@ -1,7 +1,9 @@
-"""The slow sure wire: buckets as safetensors files in a folder that all nodes see.
+"""The wire over a shared directory: buckets as safetensors files that all nodes see.
 
-Invariant: a file exists only whole and flushed to the disk, and at most `SLOTS` of them at once; none is left when the
-sync is over. Deliberately not a checkpoint.
+It is slow, and it works everywhere.
+
+Invariant: a file exists only if it is whole and flushed to the disk. At most `SLOTS` of
+them exist at the same time, and none after the sync. Deliberately not a checkpoint.
 """
 
 from __future__ import annotations
@@ -21,117 +23,198 @@ from safetensors.torch import load_file, save_file
 from verl_ray.disk import sync
 from verl_ray.errors import WeightSyncError
 from verl_ray.weight_sync import SLOTS
-from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.delta import Changes, Held
+from verl_ray.weight_sync.buckets import Bucket, Entry
+from verl_ray.weight_sync.delta import DeltaDecoder, DeltaEncoder
 from verl_ray.weight_sync.slots import GatheredSlots, parameters_in
-from verl_ray.weight_sync.transport import Address, Route, Seat, Sent, Shards
+from verl_ray.weight_sync.transport import (
+    Address,
+    SendResult,
+    Shards,
+    WireEndpoint,
+    WireSpec,
+)
 
 _KEY = "rollout.sync.folder"
-_POLL_S = 0.02  # a shared file system may show a file a moment after it was made
-_HEADER, _BODY = "header", "body"
+# A shared file system may show a file a moment after it was made.
+_POLL_S = 0.02
+
+# Names of the tensors in the file of a packed bucket.
+_HEADER = "header"
+_BODY = "body"
 
 
 @dataclass(frozen=True)
 class DiskAddress:
+    """The directory of a wire."""
+
     folder: str
-    """Of this wire alone."""
+    """Directory that belongs to this wire alone."""
 
-    ends_meet: ClassVar[bool] = True
+    waits_for_peers: ClassVar[bool] = True
 
-    def open(self, seat: Seat) -> DiskReceiver:
-        return DiskReceiver(Path(self.folder), seat)
+    def open(self, endpoint: WireEndpoint) -> DiskReceiver:
+        """Wait until this node sees the directory."""
+        return DiskReceiver(Path(self.folder), endpoint)
 
 
 class DiskSender:
-    def __init__(self, route: Route, rank: int, device: torch.device) -> None:
-        self._slots = GatheredSlots([torch.empty(route.slot_bytes, dtype=torch.uint8)])
-        self._changes = Changes() if route.delta else None
-        self._folder = Path(route.folder, f"wire-{secrets.token_hex(4)}") if rank == 0 else None
-        if self._folder is not None:
+    """The sending endpoint: rank 0 gathers buckets and writes them."""
+
+    def __init__(self, wire_spec: WireSpec, rank: int, device: torch.device) -> None:
+        """Make the directory, on rank 0.
+
+        Raises:
+            WeightSyncError: It cannot be made.
+        """
+        buffer = torch.empty(wire_spec.slot_bytes, dtype=torch.uint8)
+        self._slots = GatheredSlots([buffer])
+        self._encoder = DeltaEncoder() if wire_spec.delta else None
+
+        self._folder: Path | None = None
+        if rank == 0:
+            self._folder = Path(wire_spec.folder, f"wire-{secrets.token_hex(4)}")
             try:
                 self._folder.mkdir(parents=True)
             except OSError as error:
-                raise WeightSyncError(f"{_KEY}: {self._folder} cannot be made: {error}") from error
+                raise WeightSyncError(
+                    f"{_KEY}: {self._folder} cannot be made: {error}"
+                ) from error
 
     def offer(self) -> DiskAddress:
+        """Return the address of the directory; only rank 0's is of use."""
         return DiskAddress(str(self._folder))
 
     def connect(self, address: Address) -> None:
-        """Receivers look for the folder themselves."""
+        """Do nothing: receivers look for the directory themselves."""
 
-    def leave(self) -> None:
-        """Nobody meets here."""
+    def stop_waiting(self) -> None:
+        """Do nothing: this wire has no rendezvous."""
 
-    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
-        prints = self._slots.gather(bucket, shards)
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> SendResult:
+        """Gather the bucket on rank 0, which writes it."""
+        fingerprints = self._slots.gather(bucket, shards)
         if self._folder is None:
-            return Sent(prints)
+            return SendResult(fingerprints)
+
+        # The file that used this slot before has been read.
         if bucket.index >= SLOTS:
-            _path(self._folder, bucket.index - SLOTS).unlink(missing_ok=True)  # it has been read
-        path, flat = _path(self._folder, bucket.index), self._slots.flat(bucket)
-        if self._changes is None:
-            # safetensors takes no tensors that share memory
-            tensors, changed = {name: value.clone() for name, value in parameters_in(flat, bucket)}, 0
+            old_path = _path(self._folder, bucket.index - SLOTS)
+            old_path.unlink(missing_ok=True)
+
+        flat = self._slots.flat(bucket)
+        changed = 0
+        if self._encoder is not None:
+            packed = self._encoder.pack(bucket, flat, whole=whole)
+            tensors = {_HEADER: packed.header, _BODY: packed.body}
+            changed = packed.changed
         else:
-            packed = self._changes.pack(bucket, flat, whole=whole)
-            tensors, changed = {_HEADER: packed.header, _BODY: packed.body}, packed.changed
+            # safetensors takes no tensors that share memory.
+            tensors = {
+                name: value.clone() for name, value in parameters_in(flat, bucket)
+            }
+
+        path = _path(self._folder, bucket.index)
         _write(path, tensors)
-        return Sent(prints, path.stat().st_size, changed)
+        return SendResult(fingerprints, path.stat().st_size, changed)
 
     def finish(self) -> None:
+        """Remove the files of the sync."""
         if self._folder is not None:
             for path in self._folder.iterdir():
                 path.unlink(missing_ok=True)
 
     def close(self) -> None:
+        """Remove the directory."""
         self._slots.close()
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class DiskReceiver:
-    def __init__(self, folder: Path, seat: Seat) -> None:
-        self._folder, self._patience_s = folder, seat.route.patience_s
-        self._held = Held() if seat.route.delta else None
-        self._wait_for(folder, f"it is not a folder that this node sees. Set {_KEY} to one that all nodes share")
+    """The receiving endpoint, which reads the files."""
+
+    def __init__(self, folder: Path, endpoint: WireEndpoint) -> None:
+        """Wait until this node sees the directory.
+
+        Raises:
+            WeightSyncError: This node does not see it.
+        """
+        wire_spec = endpoint.wire_spec
+        self._folder = folder
+        self._patience_s = wire_spec.patience_s
+        self._decoder = DeltaDecoder() if wire_spec.delta else None
+        # A wrong setting is found here, before any bucket is sent.
+        self._wait_for(
+            folder,
+            f"it is not a folder that this node sees. Set {_KEY} to one that all nodes"
+            " share",
+        )
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
+        """Wait for the file of the bucket, and yield the parameters in it."""
         path = _path(self._folder, bucket.index)
-        self._wait_for(path, f"bucket {bucket.index} did not come")
+        self._wait_for(path, f"bucket {bucket.index} did not arrive")
         try:
-            found = load_file(path)
+            tensors = load_file(path)
         except (OSError, SafetensorError) as error:
             raise WeightSyncError(f"{path} cannot be read: {error}") from error
-        if self._held is not None:
-            yield from parameters_in(self._held.unpack(bucket, found[_HEADER], found[_BODY]), bucket)
+
+        if self._decoder is not None:
+            flat = self._decoder.unpack(bucket, tensors[_HEADER], tensors[_BODY])
+            yield from parameters_in(flat, bucket)
             return
+
         for entry in bucket.entries:
-            name, value = entry.parameter.name, found.get(entry.parameter.name)
-            if value is None or value.dtype != entry.dtype or tuple(value.shape) != entry.parameter.shape:
-                has = "nothing" if value is None else f"{value.dtype} of shape {tuple(value.shape)}"
-                raise WeightSyncError(f"{name}: {path.name} has {has}, expected {entry.dtype} {entry.parameter.shape}")
-            yield name, value
+            name = entry.parameter.name
+            yield name, _checked(tensors.get(name), entry, path)
 
     def release(self) -> None:
-        """Nothing to wait for: a file that is gone stays mapped for who has opened it."""
+        """Do nothing: a file that is removed stays mapped where it is open."""
 
     def close(self) -> None:
-        """Nothing is open between reads."""
+        """Do nothing: no file is open between reads."""
 
-    def _wait_for(self, path: Path, otherwise: str) -> None:
-        until = time.monotonic() + self._patience_s
+    def _wait_for(self, path: Path, problem: str) -> None:
+        """Wait until a path exists.
+
+        Raises:
+            WeightSyncError: It did not appear in time; `problem` says what that means.
+        """
+        deadline = time.monotonic() + self._patience_s
         while not path.exists():
-            if time.monotonic() > until:
-                raise WeightSyncError(f"{path} was waited for {self._patience_s:.0f} s: {otherwise}")
+            if time.monotonic() > deadline:
+                raise WeightSyncError(
+                    f"{path} was waited for {self._patience_s:.0f} s: {problem}"
+                )
             time.sleep(_POLL_S)
 
 
+def _checked(value: torch.Tensor | None, entry: Entry, path: Path) -> torch.Tensor:
+    """Return a tensor of a file.
+
+    Raises:
+        WeightSyncError: It is missing, or it is not what the manifest says.
+    """
+    shape = entry.parameter.shape
+    if value is None:
+        content = "nothing"
+    elif value.dtype == entry.dtype and tuple(value.shape) == shape:
+        return value
+    else:
+        content = f"{value.dtype} of shape {tuple(value.shape)}"
+    raise WeightSyncError(
+        f"{entry.parameter.name}: {path.name} has {content}, expected {entry.dtype}"
+        f" {shape}"
+    )
+
+
 def _path(folder: Path, index: int) -> Path:
+    """Return the path of a bucket's file."""
     return folder / f"{index:05d}.safetensors"
 
 
 def _write(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """The file is there when it is whole and on the disk."""
+    """Write a file. It appears under its name once it is whole and on the disk."""
     partial = path.with_suffix(".partial")
     try:
         save_file(dict(tensors), partial)

@@ -1,7 +1,8 @@
-"""What a model's weights are, under their Hugging Face names, whichever way an engine holds them.
+"""Manifests: a model's weights under their Hugging Face names.
 
-Invariant: a manifest is the same on every rank and for every layout of the same model; the slices that the ranks of
-one engine own cover each parameter exactly once. Deliberately not here: tensors, and how they travel.
+Invariant: a manifest is the same on every rank, and for every way in which an engine
+lays out the model. The slices that the ranks of one engine own cover each parameter
+exactly once. Deliberately not here: tensors, and how they travel.
 """
 
 from __future__ import annotations
@@ -12,16 +13,23 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class Parameter:
-    """One parameter: its Hugging Face name, global shape, and dtype as it is sent (a torch dtype's name)."""
+    """One parameter: its Hugging Face name, its global shape, and how it is sent."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    tied_to: str | None = None  # the parameter that holds the same storage; such a one is never sent itself
-    adapter: bool = False  # part of an adapter that is sent beside the model, under the name in an adapter's file
+    """Name of the torch dtype in which it is sent."""
+    tied_to: str | None = None
+    """The parameter that holds the same storage; a tied parameter is never sent."""
+    adapter: bool = False
+    """Whether it is part of an adapter that is sent apart from the model.
+
+    Its name is then that in the adapter's file.
+    """
 
     @property
     def numel(self) -> int:
+        """Number of its elements."""
         return math.prod(self.shape)
 
 
@@ -34,20 +42,10 @@ class Slice:
     shape: tuple[int, ...]
 
 
-def as_loaded(manifest: Manifest, dtype: str) -> Manifest:
-    """What travels to an engine that keeps its model in `dtype`: what it would round is rounded before. An adapter is
-    small, and stays as it is."""
-    rounded = ("float32", "bfloat16")
-    return Manifest(
-        tuple(
-            replace(one, dtype=dtype) if (one.dtype, dtype) == rounded and not one.adapter else one
-            for one in manifest.parameters
-        )
-    )
-
-
 @dataclass(frozen=True)
 class Manifest:
+    """The parameters of a model, in the order of its layers."""
+
     parameters: tuple[Parameter, ...]
 
     @property
@@ -57,10 +55,26 @@ class Manifest:
 
     @property
     def adapter(self) -> Manifest:
-        """The adapter alone."""
+        """The manifest of the adapter alone."""
         return Manifest(tuple(p for p in self.parameters if p.adapter))
 
     @property
     def has_model(self) -> bool:
-        """Whether there is more than an adapter in it."""
+        """Whether it holds more than an adapter."""
         return not all(p.adapter for p in self.parameters)
+
+
+def cast_for_engine(manifest: Manifest, dtype: str) -> Manifest:
+    """Return the manifest as it is sent to an engine that keeps its model in `dtype`.
+
+    What the engine would round to bfloat16 is rounded before it travels. An adapter is
+    small, and keeps its dtype.
+    """
+    parameters: list[Parameter] = []
+    for parameter in manifest.parameters:
+        is_rounded = (parameter.dtype, dtype) == ("float32", "bfloat16")
+        if is_rounded and not parameter.adapter:
+            parameters.append(replace(parameter, dtype=dtype))
+        else:
+            parameters.append(parameter)
+    return Manifest(tuple(parameters))

@@ -1,6 +1,9 @@
-"""Files and folders in /dev/shm that say which process owns them, so that what a killed one leaves behind is found.
+"""Files and directories in /dev/shm that name the process that owns them.
 
-Invariant: what a live process owns is never removed here. Deliberately not here: what the files hold.
+The owner is in the name, so what a killed process leaves behind can be removed.
+
+Invariant: what a live process owns is never removed here. Deliberately not here: the
+content of the files.
 """
 
 from __future__ import annotations
@@ -17,25 +20,33 @@ _NAME = re.compile(r"verl_ray-\w+-(?P<owner>\d+-\d+-\d+-\d+)-.+")
 
 
 def prefix(kind: str) -> str:
-    """What the names of this process's files begin with; `kind` is a word that says what they are."""
+    """Return the beginning of the names of this process's files.
+
+    Args:
+        kind: A word that says what the files are.
+    """
     return f"verl_ray-{kind}-{Owner.here()}-"
 
 
-def room() -> int:
-    """Bytes that are free in /dev/shm, once what owners have left that no longer live is taken away."""
+def available_bytes() -> int:
+    """Return the free bytes in /dev/shm, after the removal of stale files."""
     remove_stale()
     return shutil.disk_usage(FOLDER).free
 
 
 def remove_stale() -> None:
-    """Take away what owners that no longer live have left."""
+    """Remove the files and directories of owners that have exited."""
     for path in FOLDER.glob("verl_ray-*"):
         match = _NAME.fullmatch(path.name)
-        owner = Owner.parse(match["owner"]) if match else None
-        if owner is None or not owner.is_gone:
+        if match is None:
             continue
+        owner = Owner.parse(match["owner"])
+        if owner is None or not owner.has_ended:
+            continue
+
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)
         else:
-            with contextlib.suppress(OSError):  # of another user, or gone by now
+            # The file may belong to another user, or be removed by now.
+            with contextlib.suppress(OSError):
                 path.unlink()

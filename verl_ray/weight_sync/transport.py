@@ -1,12 +1,19 @@
-"""The contract of a wire: how buckets get from the actor's ranks to the processes that receive them.
+"""The interface of a wire, over which the actor's ranks send buckets to receivers.
 
-Order: every rank of the actor makes a `Sender` of the same `Route` and is asked for its `offer`; rank 0's is the
-address. Then senders and receivers `connect` and `open` at the same time, which is where wires that need it meet; after
-that buckets go over it for any number of syncs, in the order of the route, `SLOTS` of them under way at most. When an
-end is replaced, or a sync broke off, all begin again with another address.
+Order of the calls:
 
-Invariant: an address is small and picklable, and never used twice; what a receiver gives are whole parameters.
-Deliberately not here: what travels (manifest), how much at once (buckets), and who calls in which order.
+1. Every rank of the actor makes a `Sender` from the same `WireSpec`. The address that
+   rank 0 offers is the address of the wire.
+2. Each sender calls `Sender.connect` with that address, while each receiving process
+   calls `Address.open`. Wires that need a rendezvous perform it here.
+3. Any number of syncs follow. Each sends the buckets in the order of the specification,
+   with at most `SLOTS` (of this package) in flight.
+4. When an endpoint is replaced or a sync fails, all endpoints start again at 1 with a
+   new address.
+
+Invariant: an address is small, can be pickled, and is never used twice. A receiver
+yields whole parameters. Deliberately not here: what travels (`manifest.py`), how much
+at once (`buckets.py`), and who calls in which order (`controllers/publishing`).
 """
 
 from __future__ import annotations
@@ -18,111 +25,151 @@ from typing import ClassVar, Protocol
 import torch
 
 from verl_ray.weight_sync.buckets import Bucket
-from verl_ray.weight_sync.fingerprint import Prints
+from verl_ray.weight_sync.fingerprint import Fingerprints
 from verl_ray.weight_sync.manifest import Slice
 
 Shards = Iterable[tuple[Slice, torch.Tensor]]
+"""Slices of parameters that a rank owns, each with its content."""
 
 
 @dataclass(frozen=True)
-class Route:
-    """What every end of a wire is told."""
+class WireSpec:
+    """Specification of a wire, the same for every sender and receiver."""
 
     buckets: tuple[Bucket, ...]
     receivers: int
-    """Processes that receive: all ranks of all rollout engines."""
+    """Number of processes that receive: all ranks of all rollout engines."""
     patience_s: float
-    """How long one end waits for the others."""
+    """Seconds that an endpoint waits for its peers before it fails."""
     host: str = "127.0.0.1"
-    """Where the node of the actor's rank 0 is reached."""
+    """Address of the node of the actor's rank 0."""
     folder: str = ""
-    """For files."""
+    """Directory for the files of wires that use files."""
     delta: bool = False
-    """Whether only what changed travels, once all of it has."""
-    apart: bool = False
-    """Whether the actor's adapter travels beside the model, and not merged into it."""
-    over: str = "cpu"
-    """The device that buckets are carried from: "cpu" or "cuda"."""
+    """Whether only changes travel, after the first sync."""
+    separate_adapter: bool = False
+    """Whether the actor's adapter travels apart from the model, not merged into it."""
+    device_type: str = "cpu"
+    """Device that carries the buckets: "cpu" or "cuda"."""
 
     @property
     def slot_bytes(self) -> int:
+        """Size of the largest bucket."""
         return max((bucket.nbytes for bucket in self.buckets), default=1)
 
 
 @dataclass(frozen=True)
-class Seat:
-    """What a receiver is told beside the address."""
+class WireEndpoint:
+    """The data with which one receiver opens the wire."""
 
-    route: Route
+    wire_spec: WireSpec
     receiver: int
-    """Its number among all receivers, from 0."""
+    """Number of this receiver among all receivers, from 0."""
     device: torch.device
-    """Where it wants the tensors, if the wire has a choice."""
+    """Device for the received tensors, on wires that have a choice."""
 
 
 @dataclass(frozen=True)
-class Sent:
-    """What one rank put on the wire."""
+class SendResult:
+    """Report of one rank on the part of a bucket that it sent."""
 
-    prints: Prints = field(default_factory=Prints)
-    """Of this rank's slices, taken where it read them. Those of all ranks add up."""
+    fingerprints: Fingerprints = field(default_factory=Fingerprints)
+    """Fingerprints of this rank's slices, taken where it read them.
+
+    The fingerprints of all ranks add up to those of whole parameters.
+    """
     nbytes: int = 0
-    """What travels, as the rank knows that carries it; 0 on the others."""
+    """Bytes sent, reported by the rank that transfers them; 0 on the others."""
     changed: int = 0
-    """Elements that differ from what was sent before, likewise."""
+    """Elements changed since the last sync, reported by the same rank."""
     broken: str | None = None
-    """Why nothing travels any more: a receiver is gone. It is no failure of the actor's ranks, which stay in step."""
+    """Why the transfer stopped, such as a receiver that exited; None while it works.
+
+    This is no error on the actor: its ranks keep making the same calls, so that no
+    collective hangs.
+    """
 
 
 class Sender(Protocol):
-    """The sending end on one rank of the actor. Every rank calls every method, in the same order."""
+    """The sending endpoint on one rank of the actor.
+
+    Every rank calls every method, in the same order.
+    """
 
     def offer(self) -> Address:
-        """Where this rank would be found."""
+        """Return the address at which this rank can be reached."""
 
     def connect(self, address: Address) -> None:
-        """Be ready for `send`. Raises WeightSyncError, which names the receivers that did not come."""
-
-    def leave(self) -> None:
-        """From another thread: a receiver will not come, `connect` waits no longer."""
-
-    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> Sent:
-        """Put this rank's slices of the bucket on the wire. What it takes from `shards` is read when it returns.
+        """Prepare for `send`.
 
         Raises:
-            WeightSyncError: a slice does not belong there.
+            WeightSyncError: Receivers did not connect in time; the error names them.
+        """
+
+    def stop_waiting(self) -> None:
+        """Make `connect` give up, because a receiver will not connect.
+
+        This is called from another thread.
+        """
+
+    def send(self, bucket: Bucket, shards: Shards, *, whole: bool) -> SendResult:
+        """Put this rank's slices of the bucket on the wire.
+
+        `shards` has been read when this returns.
+
+        Args:
+            bucket: The next bucket of the specification.
+            shards: Slices of its parameters, with their content.
+            whole: Send every element, even if the wire sends only changes.
+
+        Raises:
+            WeightSyncError: A slice is not part of the bucket.
         """
 
     def finish(self) -> None:
-        """All receivers have committed, or given up: free what the sync alone needed. A broken wire ends here, for
-        those who still wait at it too."""
+        """Free what only the sync needed: all receivers have committed or given up.
 
-    def close(self) -> None: ...
+        A broken wire is closed here, also for peers that still wait for it.
+        """
+
+    def close(self) -> None:
+        """Close the wire and free its memory."""
 
 
 class Receiver(Protocol):
-    """The receiving end in one process."""
+    """The receiving endpoint in one process."""
 
     def receive(self, bucket: Bucket) -> Iterator[tuple[str, torch.Tensor]]:
-        """The bucket's parameters, whole, under their Hugging Face names, valid until `release`.
+        """Yield the bucket's parameters, whole, under their Hugging Face names.
+
+        They are valid until `release`.
 
         Raises:
-            WeightSyncError: the bucket did not come in time, or what came does not fit what this end holds.
+            WeightSyncError: The bucket did not arrive in time, or it does not fit what
+                this endpoint holds.
         """
 
     def release(self) -> None:
-        """What was read last is used no more: its place may be filled again when this returns."""
+        """Free the slot of the last bucket: its tensors are no longer used.
 
-    def close(self) -> None: ...
+        The slot may be filled again when this returns.
+        """
+
+    def close(self) -> None:
+        """Close the wire and free its memory."""
 
 
 class Address(Protocol):
-    ends_meet: ClassVar[bool]
-    """Whether a receiver waits for other ends when it opens and reads; else what it does takes as long as it takes."""
+    """Where receivers find a wire."""
 
-    def open(self, seat: Seat) -> Receiver:
-        """The receiving end. Wires whose ends meet return when all ends are there.
+    waits_for_peers: ClassVar[bool]
+    """Whether a receiver waits for other processes when it opens and receives."""
+
+    def open(self, endpoint: WireEndpoint) -> Receiver:
+        """Open the receiving endpoint.
+
+        A wire with a rendezvous returns when all endpoints have come.
 
         Raises:
-            WeightSyncError: nobody is there, or it cannot be reached from here.
+            WeightSyncError: No sender was there, or it cannot be reached from here.
         """

@@ -1,7 +1,8 @@
-"""Which wire carries the weights of a run, and the sending end of each.
+"""The wires by name: the sender of each, and the device that carries its buckets.
 
-Invariant: a wire that cannot join the ends that are there is refused with the reason and the key. Deliberately not
-here: how any of them works, and which one `auto` stands for (`verl_ray/config/resolve.py`).
+Invariant: a wire that cannot join the processes of a run is refused with the reason and
+the key to change. Deliberately not here: how a wire works, and which of them `auto`
+stands for (`verl_ray/config/resolve.py`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from verl_ray.weight_sync.broadcast import BroadcastSender
 from verl_ray.weight_sync.cuda_ipc import CudaIpcSender
 from verl_ray.weight_sync.disk import DiskSender
 from verl_ray.weight_sync.shared_memory import SharedMemorySender
-from verl_ray.weight_sync.transport import Route, Sender
+from verl_ray.weight_sync.transport import Sender, WireSpec
 
-SENDERS: Mapping[WireName, Callable[[Route, int, torch.device], Sender]] = {
+SENDERS: Mapping[WireName, Callable[[WireSpec, int, torch.device], Sender]] = {
     "shared_memory": SharedMemorySender,
     "cuda_ipc": CudaIpcSender,
     "broadcast": BroadcastSender,
@@ -29,33 +30,42 @@ SENDERS: Mapping[WireName, Callable[[Route, int, torch.device], Sender]] = {
 
 
 @dataclass(frozen=True)
-class Layout:
-    """Where the ends of a wire are."""
+class WireLayout:
+    """The nodes and devices of the processes that a wire joins."""
 
     actor_hosts: Collection[str]
+    """Host name of every rank of the actor."""
     rollout_hosts: Collection[str]
+    """Host name of every rollout replica."""
     gpus: bool
+    """Whether the run has GPUs."""
     shares_gpus: bool
     """Whether rollout engines run on the actor's GPUs."""
 
 
-def carried_from(name: WireName, layout: Layout) -> str:
-    """The device that buckets are carried from on this wire: "cpu" or "cuda".
+def carrier_device(name: WireName, wire_layout: WireLayout) -> str:
+    """Return the device that carries buckets on this wire: "cpu" or "cuda".
 
     Raises:
-        WeightSyncError: the wire cannot join these ends.
+        WeightSyncError: The wire cannot join these processes.
     """
-    hosts = sorted({*layout.actor_hosts, *layout.rollout_hosts})
+    hosts = sorted({*wire_layout.actor_hosts, *wire_layout.rollout_hosts})
     if name == "shared_memory" and len(hosts) > 1:
         raise WeightSyncError(
-            f"rollout.sync.transport = shared_memory joins processes of one node; actor and rollout run on {hosts}. "
-            f"Use auto, host_broadcast or disk"
+            "rollout.sync.transport = shared_memory joins processes of one node; actor"
+            f" and rollout run on {hosts}. Use auto, host_broadcast or disk"
         )
-    if name == "cuda_ipc" and not layout.shares_gpus:
+    if name == "cuda_ipc" and not wire_layout.shares_gpus:
         raise WeightSyncError(
-            "rollout.sync.transport = cuda_ipc joins processes on one GPU; actor and rollout do not share any. "
-            "Use auto, or placement=colocated on GPUs"
+            "rollout.sync.transport = cuda_ipc joins processes on one GPU; actor and"
+            " rollout do not share any. Use auto, or placement=colocated on GPUs"
         )
-    # two members of one group of NCCL cannot be on the same GPU
-    direct = name == "cuda_ipc" or (name == "broadcast" and layout.gpus and not layout.shares_gpus)
-    return "cuda" if direct else "cpu"
+
+    if name == "cuda_ipc":
+        return "cuda"
+
+    # Two members of one NCCL group cannot be on the same GPU.
+    nccl_works = wire_layout.gpus and not wire_layout.shares_gpus
+    if name == "broadcast" and nccl_works:
+        return "cuda"
+    return "cpu"

@@ -1,4 +1,4 @@
-"""One broken setting, and what the user is told about it."""
+"""Cases of the rules: a broken setting, and the message about it."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ JUDGE = "reward=judge reward.model.path=/judge"
 
 @dataclass(frozen=True)
 class Case:
+    """A broken setting, and parts of the message about it."""
+
     rule: str
     overrides: str
     key: str
@@ -25,6 +27,10 @@ class Case:
         return f"{self.rule}-{self.key}"
 
     def problem(self) -> Problem:
-        """The only one under its key."""
-        (problem,) = (one for one in examine(self.root, shlex.split(self.overrides)).problems if one.key == self.key)
+        """Return the only problem under the key of the case."""
+        (problem,) = (
+            problem
+            for problem in examine(self.root, shlex.split(self.overrides)).problems
+            if problem.key == self.key
+        )
         return problem

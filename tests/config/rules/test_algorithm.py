@@ -1,4 +1,4 @@
-"""What an algorithm's settings need of each other."""
+"""Settings of an algorithm that need each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ CASES = [
         "algorithm.advantage=grpo compares the responses",
         "at least 2",
     ),
-    Case("settings_are_read", "algorithm.lam=null", "algorithm.lam", "gae needs it", "0.95 is usual"),
+    Case(
+        "settings_are_read",
+        "algorithm.lam=null",
+        "algorithm.lam",
+        "gae needs it",
+        "0.95 is usual",
+    ),
     Case(
         "settings_are_read",
         "algorithm=grpo algorithm.gamma=1.0",
@@ -26,14 +32,14 @@ CASES = [
         "null",
     ),
     Case(
-        "critic_is_needed_and_there",
+        "critic_matches_the_advantage",
         "algorithm.value_loss=null",
         "algorithm.value_loss",
         "gae needs a critic",
         "clip: 0.2",
     ),
     Case(
-        "critic_is_needed_and_there",
+        "critic_matches_the_advantage",
         "'algorithm=grpo' 'algorithm.value_loss={clip: null, aggregation: token_mean}'",
         "algorithm.value_loss",
         "grpo uses no critic",
@@ -46,7 +52,13 @@ CASES = [
         "the expected gradient of k1 is zero",
         "k2 or k3",
     ),
-    Case("losses_without_a_ratio_update_once", "algorithm=rloo actor.epochs=2", "actor.epochs", "no ratio", "ppo_clip"),
+    Case(
+        "losses_without_a_ratio_update_once",
+        "algorithm=rloo actor.epochs=2",
+        "actor.epochs",
+        "no ratio",
+        "ppo_clip",
+    ),
     Case(
         "losses_without_a_ratio_update_once",
         "algorithm=rloo actor.mini_batch_size=128",
@@ -54,7 +66,13 @@ CASES = [
         "no ratio",
         "null or 256",
     ),
-    Case("kl_is_complete", "algorithm.kl.estimator=null", "algorithm.kl.estimator", "place=reward needs it", "k3"),
+    Case(
+        "kl_is_complete",
+        "algorithm.kl.estimator=null",
+        "algorithm.kl.estimator",
+        "place=reward needs it",
+        "k3",
+    ),
     Case(
         "kl_is_complete",
         "algorithm=dr_grpo algorithm.kl.coefficient=0.1",
@@ -118,14 +136,22 @@ CASES = [
         "algorithm.advantage=grpo has none",
         "score or mask",
     ),
-    Case("algorithm_name_is_its_group", "algorithm.name=grpo", "algorithm.name", "changes nothing", "algorithm=grpo"),
+    Case(
+        "algorithm_is_chosen_as_a_group",
+        "algorithm.name=grpo",
+        "algorithm.name",
+        "changes nothing",
+        "algorithm=grpo",
+    ),
 ]
 
 
 @pytest.mark.parametrize("algorithm", groups()["algorithm"])
 @pytest.mark.parametrize("root", ["quickstart", "ppo", "grpo"])
 def test_every_algorithm_goes_with_every_root(root: str, algorithm: str) -> None:
-    config = compose(root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)])
+    config = compose(
+        root, [f"algorithm={algorithm}", *([] if root == "quickstart" else INPUTS)]
+    )
     assert isinstance(config, RLConfig)
     assert config.algorithm.name == algorithm
     assert config.has_critic == (algorithm == "ppo")

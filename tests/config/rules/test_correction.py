@@ -12,8 +12,20 @@ KEY = "algorithm.correction"
 TIS = f"{KEY}.form=three_policy {KEY}.kind=tis {KEY}.level=token {KEY}.upper=2.0"
 
 CASES = [
-    Case("correction_is_complete", f"{KEY}.kind=tis", f"{KEY}.kind", "form=none does not use it", "null"),
-    Case("correction_is_complete", f"{KEY}.form=three_policy", f"{KEY}.kind", "form=three_policy needs it", "tis"),
+    Case(
+        "correction_is_complete",
+        f"{KEY}.kind=tis",
+        f"{KEY}.kind",
+        "form=none does not use it",
+        "null",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{KEY}.form=three_policy",
+        f"{KEY}.kind",
+        "form=three_policy needs it",
+        "tis",
+    ),
     Case(
         "correction_is_complete",
         f"algorithm=rloo {KEY}.form=two_policy",
@@ -21,12 +33,48 @@ CASES = [
         "form=two_policy with algorithm.policy_loss=reinforce needs it",
         "tis",
     ),
-    Case("correction_is_complete", f"{KEY}.level=token", f"{KEY}.level", "kind=null does not use it", "null"),
-    Case("correction_is_complete", f"{TIS} {KEY}.level=null", f"{KEY}.level", "kind=tis needs it", "token"),
-    Case("correction_is_complete", f"{TIS} {KEY}.upper=null", f"{KEY}.upper", "kind=tis needs it", "2.0"),
-    Case("correction_is_complete", f"{TIS} {KEY}.lower=0.5", f"{KEY}.lower", "kind=tis does not use it", "null"),
-    Case("correction_is_complete", f"{TIS} {KEY}.kind=icepop", f"{KEY}.lower", "kind=icepop needs it", "0.5"),
-    Case("correction_is_complete", f"{TIS} {KEY}.kind=reject", f"{KEY}.lower", "kind=reject needs it", "0.5"),
+    Case(
+        "correction_is_complete",
+        f"{KEY}.level=token",
+        f"{KEY}.level",
+        "kind=null does not use it",
+        "null",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{TIS} {KEY}.level=null",
+        f"{KEY}.level",
+        "kind=tis needs it",
+        "token",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{TIS} {KEY}.upper=null",
+        f"{KEY}.upper",
+        "kind=tis needs it",
+        "2.0",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{TIS} {KEY}.lower=0.5",
+        f"{KEY}.lower",
+        "kind=tis does not use it",
+        "null",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{TIS} {KEY}.kind=icepop",
+        f"{KEY}.lower",
+        "kind=icepop needs it",
+        "0.5",
+    ),
+    Case(
+        "correction_is_complete",
+        f"{TIS} {KEY}.kind=reject",
+        f"{KEY}.lower",
+        "kind=reject needs it",
+        "0.5",
+    ),
     Case(
         "weights_are_not_applied_twice",
         f"{TIS} {KEY}.form=two_policy",
@@ -66,7 +114,9 @@ CASES = [
 
 
 def keys(overrides: str) -> set[str]:
-    return {problem.key for problem in examine("quickstart", overrides.split()).problems}
+    return {
+        problem.key for problem in examine("quickstart", overrides.split()).problems
+    }
 
 
 @pytest.mark.parametrize(
@@ -85,15 +135,24 @@ def test_what_goes_together(overrides: str) -> None:
     assert isinstance(config, RLConfig) and config.algorithm.correction.form != "none"
 
 
-@pytest.mark.parametrize(("setting", "value"), [("upper", "0.9"), ("lower", "1.0"), ("lower", "0.0"), ("form", "both")])
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [("upper", "0.9"), ("lower", "1.0"), ("lower", "0.0"), ("form", "both")],
+)
 def test_bounds_leave_an_exact_sampler_alone(setting: str, value: str) -> None:
-    assert f"{KEY}.{setting}" in keys(f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.{setting}={value}")
+    assert f"{KEY}.{setting}" in keys(
+        f"{TIS} {KEY}.kind=icepop {KEY}.lower=0.5 {KEY}.{setting}={value}"
+    )
 
 
 def test_weights_make_up_for_a_second_update_of_reinforce() -> None:
     twice = f"algorithm=rloo actor.epochs=2 {TIS}"
     assert keys(f"{twice} {KEY}.form=two_policy") == set()
-    assert keys(twice) == {"actor.epochs"}  # of the policy before the first update, which the second one has left
+    assert keys(twice) == {
+        "actor.epochs"
+    }  # of the policy before the first update, which the second one has left
     waits = "algorithm.mismatch.limit=0.1 algorithm.mismatch.metric=rollout_corr/kl algorithm.mismatch.then=correct"
     assert keys(f"{twice} {KEY}.form=two_policy {waits}") == {"actor.epochs"}
-    assert keys(f"{twice} {KEY}.form=two_policy {KEY}.kind=reject {KEY}.lower=0.5") == {"actor.epochs"}
+    assert keys(f"{twice} {KEY}.form=two_policy {KEY}.kind=reject {KEY}.lower=0.5") == {
+        "actor.epochs"
+    }

@@ -7,7 +7,7 @@ import pytest
 from controllers.compose.composition import compose
 from tests.config.rules.cases import Case
 
-SHARED = "ranks_can_share_models_out"
+SHARED = "ranks_fit_the_backend"
 CASES = [
     Case(
         SHARED,
@@ -63,7 +63,7 @@ CASES = [
         SHARED,
         "backend=megatron_fsdp actor.backend.overlap_grad_reduce=false actor.backend.sharding=optimizer_gradients",
         "actor.backend.overlap_grad_reduce",
-        "has no room for all gradients",
+        "has no memory for all gradients",
         "sharding=none or optimizer",
     ),
     Case(
@@ -94,5 +94,11 @@ CASES = [
 def test_what_goes_together_is_accepted(settings: str) -> None:
     overrides = [f"actor.backend.{setting}" for setting in settings.split()]
     compose(
-        "quickstart", ["backend@actor.backend=megatron_fsdp", "actor.num_ranks=4", "placement=separate", *overrides]
+        "quickstart",
+        [
+            "backend@actor.backend=megatron_fsdp",
+            "actor.num_ranks=4",
+            "placement=separate",
+            *overrides,
+        ],
     )

@@ -1,4 +1,4 @@
-"""Inputs that a run makes for itself."""
+"""Inputs that a run makes itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,26 @@ from tests.config.rules.cases import JUDGE, Case
 
 CASES = [
     Case(
-        "warm_start_leaves_room",
+        "warm_start_leaves_something_to_gain",
         JUDGE,
         "prepare.min_gain",
         "the gain is one of accuracy, which reward=judge does not measure",
         "Use 0, or evaluation.functions={default: exact_match}",
     ),
-    Case("inputs_are_made_or_given", "model.path=/m", "model.path", "prepare makes this input", "prepare=null"),
-    Case("prepared_data_exists", "prepare.max_operand=9", "prepare.max_operand", "there are 100 problems", "least 96"),
+    Case(
+        "inputs_are_prepared_or_provided",
+        "model.path=/m",
+        "model.path",
+        "prepare makes this input",
+        "prepare=null",
+    ),
+    Case(
+        "prepared_data_exists",
+        "prepare.max_operand=9",
+        "prepare.max_operand",
+        "there are 100 problems",
+        "least 96",
+    ),
     Case(
         "prepared_data_exists",
         "evaluation.num_prompts=501",
@@ -43,13 +55,31 @@ CASES = [
         "32 or 48",
     ),
     Case(
-        "warm_start_leaves_room",
+        "warm_start_leaves_something_to_gain",
         "prepare.warm_start.accuracy_low=0.5",
         "prepare.warm_start.accuracy_low",
         "accuracy_high=0.45",
         "below accuracy_high",
     ),
-    Case("warm_start_leaves_room", "prepare.min_gain=0.6", "prepare.min_gain", "cannot rise", "at most 0.5"),
-    Case("warm_start_leaves_room", "run.evaluate_every=0", "prepare.min_gain", "turns that off", "Use 0"),
-    Case("warm_start_leaves_room", "evaluation.temperature=1.0", "evaluation.temperature", "greedy", "Use 0"),
+    Case(
+        "warm_start_leaves_something_to_gain",
+        "prepare.min_gain=0.6",
+        "prepare.min_gain",
+        "cannot rise",
+        "at most 0.5",
+    ),
+    Case(
+        "warm_start_leaves_something_to_gain",
+        "run.evaluate_every=0",
+        "prepare.min_gain",
+        "turns that off",
+        "Use 0",
+    ),
+    Case(
+        "warm_start_leaves_something_to_gain",
+        "evaluation.temperature=1.0",
+        "evaluation.temperature",
+        "greedy",
+        "Use 0",
+    ),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from controllers.compose.composition import examine
 from tests.config.rules.cases import JUDGE, Case
 from verl_ray.config.rules.reward import TEMPLATE_FIELDS
-from verl_ray.rewards.process import ScoreRequest
+from verl_ray.rewards.request import ScoreRequest
 
 MIXED = "reward=mixed reward.components.model.model.path=/rm"
 FUNCTION = (
@@ -46,7 +46,11 @@ CASES = [
         "Did you mean model?",
     ),
     Case(
-        "mixed_rewards_have_weights", f"{MIXED} ~reward.weights.model", "reward.weights.model", "has no weight", "=1.0"
+        "mixed_rewards_have_weights",
+        f"{MIXED} ~reward.weights.model",
+        "reward.weights.model",
+        "has no weight",
+        "=1.0",
     ),
     Case(
         "mixed_rewards_have_weights",
@@ -55,33 +59,69 @@ CASES = [
         "computed and then ignored",
         "leave the component out",
     ),
-    Case("judges_can_be_asked", f"{JUDGE} reward.lowest=11", "reward.highest", "above reward.lowest", "above 11.0"),
-    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"a(\"'", "reward.verdict", "no regular", "one group"),
-    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"abc\"'", "reward.verdict", "and has 0", "one group"),
-    Case("judges_can_be_asked", f"{JUDGE} 'reward.verdict=\"(a*)\"'", "reward.verdict", "empty answer", "one group"),
-    Case("judges_can_be_asked", f"{JUDGE} reward.template=Grade", "reward.template", "not see", "{{ response }}"),
     Case(
-        "judges_can_be_asked",
+        "judge_settings_work",
+        f"{JUDGE} reward.lowest=11",
+        "reward.highest",
+        "above reward.lowest",
+        "above 11.0",
+    ),
+    Case(
+        "judge_settings_work",
+        f"{JUDGE} 'reward.verdict=\"a(\"'",
+        "reward.verdict",
+        "no regular",
+        "one group",
+    ),
+    Case(
+        "judge_settings_work",
+        f"{JUDGE} 'reward.verdict=\"abc\"'",
+        "reward.verdict",
+        "and has 0",
+        "one group",
+    ),
+    Case(
+        "judge_settings_work",
+        f"{JUDGE} 'reward.verdict=\"(a*)\"'",
+        "reward.verdict",
+        "empty response",
+        "one group",
+    ),
+    Case(
+        "judge_settings_work",
+        f"{JUDGE} reward.template=Grade",
+        "reward.template",
+        "not see",
+        "{{ response }}",
+    ),
+    Case(
+        "judge_settings_work",
         f"{JUDGE} 'reward.template=\"{{{{ response }}}} {{% if %}}\"'",
         "reward.template",
         "this is no template (Expected an expression",
         "prompt, response, answer, data_source or extra can be shown",
     ),
     Case(
-        "judges_can_be_asked",
+        "judge_settings_work",
         f"{JUDGE} 'reward.template=\"{{{{ respones | upper }}}}\"'",
         "reward.template",
         "there is no respones to show (did you mean response?)",
         "{{ response }}",
     ),
     Case(
-        "judges_can_be_asked",
+        "judge_settings_work",
         f"{JUDGE} 'reward.template=\"{{{{ response | uper }}}}\"'",
         "reward.template",
         "this is no template (No filter named 'uper'",
         "{{ response }}",
     ),
-    Case("judges_can_be_asked", f"{JUDGE} reward.temperature=0.001", "reward.temperature", "0.01", "0 for greedy"),
+    Case(
+        "judge_settings_work",
+        f"{JUDGE} reward.temperature=0.001",
+        "reward.temperature",
+        "0.01",
+        "0 for greedy",
+    ),
     Case(
         "requests_end_before_their_batch",
         "reward=http reward.url=http://h/s reward.request_timeout_s=200",
@@ -90,7 +130,7 @@ CASES = [
         "at most 120.0",
     ),
     Case(
-        "graders_keep_the_deadline_of_calls",
+        "graders_finish_within_the_stall_limit",
         "run.stall_s=60 reward.deadline_s=100",
         "reward.deadline_s",
         "run.stall_s=60.0 ends the run before",
@@ -100,16 +140,25 @@ CASES = [
 
 
 def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:
-    """With another character in it, a path below it would not be made absolute; with a dot, its weight not be found."""
+    """A path below another name would not be made absolute.
+
+    The weight of a name with a dot would not be found.
+    """
     (tmp_path / "reward").mkdir()
     for name, right in (("style_2", True), ("my-style", False), ("a.b", False)):
         mixture = f"kind: mixed\ncomponents:\n  {name}: {FUNCTION}\nweights: {{{name}: 1.0}}\n"
         (tmp_path / "reward" / "mine.yaml").write_text(mixture)
-        problems = examine("quickstart", ["reward=mine", "prepare.min_gain=0"], str(tmp_path)).problems
+        problems = examine(
+            "quickstart", ["reward=mine", "prepare.min_gain=0"], str(tmp_path)
+        ).problems
         assert [(problem.key, problem.fix) for problem in problems] == (
-            [] if right else [(f"reward.components.{name}", "Use letters, digits and _.")]
+            []
+            if right
+            else [(f"reward.components.{name}", "Use letters, digits and _.")]
         )
 
 
 def test_the_rules_know_what_a_judge_can_be_shown() -> None:
-    assert {field.name for field in dataclasses.fields(ScoreRequest)} == set(TEMPLATE_FIELDS)
+    assert {field.name for field in dataclasses.fields(ScoreRequest)} == set(
+        TEMPLATE_FIELDS
+    )

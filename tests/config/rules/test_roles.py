@@ -1,4 +1,6 @@
-"""Ranks, shards, mini- and micro-batches, and settings of models that a run does not have or does not train."""
+"""Ranks, shards, mini- and micro-batches, and settings of models that a run does not
+have or does not train.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,7 @@ CASES = [
         "use placement=colocated",
     ),
     Case(
-        "ranks_can_share_models_out",
+        "ranks_fit_the_backend",
         "backend=fsdp actor.num_ranks=6 actor.backend.sequence_parallel=4",
         "actor.backend.sequence_parallel",
         "actor.num_ranks=6 ranks are cut into groups of this size",
@@ -123,7 +125,8 @@ CASES = [
         "ppo",
     ),
     Case(
-        "micro_batch_holds_the_longest_row",  # tensor- and pipeline-parallel ranks hold whole rows
+        # Tensor- and pipeline-parallel ranks hold whole rows
+        "micro_batch_holds_the_longest_row",
         f"{' '.join(INPUTS)} backend=megatron backend.micro_batch_tokens_per_rank=700 backend.context_parallel=2 "
         "actor.backend.tensor_parallel=2 actor.num_ranks=4",
         "actor.backend.micro_batch_tokens_per_rank",
@@ -141,21 +144,21 @@ CASES = [
         "ppo",
     ),
     Case(
-        "ranks_can_share_models_out",
+        "ranks_fit_the_backend",
         "backend=fsdp backend.sharding=hybrid actor.num_ranks=8 backend.shard_size=3",
         "actor.backend.shard_size",
         "actor.num_ranks=8 ranks are cut into groups of this size",
         "Use 2 or 4.",
     ),
     Case(
-        "ranks_can_share_models_out",
+        "ranks_fit_the_backend",
         "backend=fsdp backend.sharding=hybrid backend.shard_size=2 actor.num_ranks=3",
         "actor.backend.sharding",
         "cannot be cut into equal groups",
         "such as 4",
     ),
     Case(
-        "ranks_can_share_models_out",
+        "ranks_fit_the_backend",
         "backend=fsdp backend.shard_size=2",
         "critic.backend.shard_size",
         "critic.backend.sharding=full has no groups",

@@ -1,4 +1,4 @@
-"""Sampling, and the arguments that are passed on to vLLM."""
+"""Sampling, weight syncs, endpoints, and the arguments that are passed on to vLLM."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ import pytest
 
 from controllers.compose.composition import compose
 from tests.config.rules.cases import JUDGE, Case
-from verl_ray.config.rules.rollout import VLLM_ARGS_FIXED, VLLM_ARGS_FIXED_ON_A_CPU, VLLM_ARGS_OF_OTHER_KEYS
+from verl_ray.config.rules.vllm_args import (
+    VLLM_ARGS_FIXED,
+    VLLM_ARGS_FIXED_ON_A_CPU,
+    VLLM_ARGS_OF_OTHER_KEYS,
+)
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.vllm_arguments import VLLM_ARGUMENTS
 from verl_ray.rollout.vllm_setup import fixed_arguments
@@ -21,9 +25,27 @@ CASES = [
         "no token is older",
         "to 0",
     ),
-    Case("sampling_is_what_the_trainer_sees", "rollout.temperature=0", "rollout.temperature", "sampled", "Use 1.0"),
-    Case("sampling_is_what_the_trainer_sees", "rollout.top_p=0.9", "rollout.top_p", "whole vocabulary", "Use 1.0"),
-    Case("sampling_is_what_the_trainer_sees", "rollout.top_k=50", "rollout.top_k", "whole vocabulary", "Use -1"),
+    Case(
+        "sampling_is_what_the_trainer_sees",
+        "rollout.temperature=0",
+        "rollout.temperature",
+        "sampled",
+        "Use 1.0",
+    ),
+    Case(
+        "sampling_is_what_the_trainer_sees",
+        "rollout.top_p=0.9",
+        "rollout.top_p",
+        "whole vocabulary",
+        "Use 1.0",
+    ),
+    Case(
+        "sampling_is_what_the_trainer_sees",
+        "rollout.top_k=50",
+        "rollout.top_k",
+        "whole vocabulary",
+        "Use -1",
+    ),
     Case(
         "sampling_is_what_the_trainer_sees",
         "'rollout.vllm_args.speculative_config={method: ngram, rejection_sample_method: synthetic}'",
@@ -31,7 +53,13 @@ CASES = [
         "tokens that the model would not",
         "Use standard",
     ),
-    Case("temperature_is_not_too_low", "rollout.temperature=0.001", "rollout.temperature", "of 0.01", "at least 0.01."),
+    Case(
+        "temperature_is_not_too_low",
+        "rollout.temperature=0.001",
+        "rollout.temperature",
+        "of 0.01",
+        "at least 0.01.",
+    ),
     Case(
         "temperature_is_not_too_low",
         "prepare.min_gain=0 evaluation.temperature=0.001",
@@ -120,7 +148,7 @@ CASES = [
         "adapters_can_be_sent_alone",
         "rollout.sync.adapter=alone actor.lora.rank=513",
         "rollout.sync.adapter",
-        "room for adapters of rank 512",
+        "adapters up to rank 512",
         "Use merged",
     ),
     Case(
@@ -130,30 +158,36 @@ CASES = [
         "with an adapter on lm_head",
         "take lm_head from actor.lora.targets",
     ),
-    Case("wires_can_join_the_ends", "rollout.sync.delta=true", "rollout.sync.delta", "auto may be memory", "broadcast"),
     Case(
-        "wires_can_join_the_ends",
+        "transport_fits_the_placement",
+        "rollout.sync.delta=true",
+        "rollout.sync.delta",
+        "auto may be memory",
+        "broadcast",
+    ),
+    Case(
+        "transport_fits_the_placement",
         "rollout.sync.delta=true rollout.sync.transport=cuda_ipc",
         "rollout.sync.delta",
         "cuda_ipc is memory that both sides see",
         "Use false",
     ),
     Case(
-        "wires_can_join_the_ends",
+        "transport_fits_the_placement",
         "rollout.sync.folder=/shared",
         "rollout.sync.folder",
         "rollout.sync.transport=auto has no files",
         "Leave it out",
     ),
     Case(
-        "wires_can_join_the_ends",
+        "transport_fits_the_placement",
         "rollout.sync.transport=cuda_ipc placement=separate",
         "rollout.sync.transport",
         "placement=separate gives each role its own",
         "placement=colocated",
     ),
     Case(
-        "wires_can_join_the_ends",
+        "transport_fits_the_placement",
         "rollout.sync.transport=cuda_ipc rollout.num_replicas=2",
         "rollout.sync.transport",
         "rollout.num_replicas=2 are more than actor.num_ranks=1",
@@ -185,7 +219,9 @@ CASES = [
 
 @pytest.mark.parametrize("wire", ["broadcast", "disk"])
 def test_changes_alone_travel_where_wires_are_slow(wire: str) -> None:
-    config = compose("quickstart", [f"rollout.sync.transport={wire}", "rollout.sync.delta=true"])
+    config = compose(
+        "quickstart", [f"rollout.sync.transport={wire}", "rollout.sync.delta=true"]
+    )
     assert isinstance(config, RLConfig)
     assert config.rollout.sync.delta
     assert config.rollout.sync.folder == f"{config.run.dir}/weight_sync"
@@ -201,7 +237,9 @@ def test_the_rules_know_the_arguments_that_the_engine_fixes() -> None:
     config = compose("quickstart")
     assert isinstance(config, RLConfig)
     cpu, gpu = (
-        fixed_arguments("/m", config.rollout, 24, 0, device, without_weights=True, sleeps=True).keys()
+        fixed_arguments(
+            "/m", config.rollout, 24, 0, device, without_weights=True, sleeps=True
+        ).keys()
         for device in ("cpu", "cuda")
     )
     everywhere = VLLM_ARGS_OF_OTHER_KEYS.keys() | VLLM_ARGS_FIXED.keys()

@@ -1,4 +1,4 @@
-"""The list of all rules, and what each says; the cases stand in a module per noun."""
+"""The list of all rules, and the message of each; cases are in a module per noun."""
 
 from __future__ import annotations
 
@@ -52,6 +52,16 @@ def test_every_rule_has_a_case() -> None:
 
 
 def test_every_rule_runs_and_all_are_reported_at_once() -> None:
-    overrides = ["rollout.top_p=0.5", "actor.mini_batch_size=100", "critic.num_ranks=3", "algorithm.lam=null"]
+    overrides = [
+        "rollout.top_p=0.5",
+        "actor.mini_batch_size=100",
+        "critic.num_ranks=3",
+        "algorithm.lam=null",
+    ]
     keys = {problem.key for problem in examine("quickstart", overrides).problems}
-    assert keys == {"rollout.top_p", "actor.mini_batch_size", "critic.num_ranks", "algorithm.lam"}
+    assert keys == {
+        "rollout.top_p",
+        "actor.mini_batch_size",
+        "critic.num_ranks",
+        "algorithm.lam",
+    }

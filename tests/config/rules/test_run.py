@@ -6,11 +6,37 @@ from controllers.compose.composition import examine
 from tests.config.rules.cases import Case
 
 CASES = [
-    Case("run_has_a_name", "run.name=a/b run.dir=x", "run.name", "also the name of its folder", "run.dir takes a path"),
-    Case("run_has_a_name", "run.name=.. run.dir=x", "run.name", "also the name of its folder", "dots, - and _"),
-    Case("run_has_a_name", "'run.name=a b' run.dir=x", "run.name", "also the name of its folder", "letters, digits"),
-    Case("run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"),
-    Case("resume_is_a_choice_or_a_path", "run.resume=Auto", "run.resume", "no such choice", "auto, none, or the path"),
+    Case(
+        "run_has_a_name",
+        "run.name=a/b run.dir=x",
+        "run.name",
+        "also the name of its folder",
+        "run.dir takes a path",
+    ),
+    Case(
+        "run_has_a_name",
+        "run.name=.. run.dir=x",
+        "run.name",
+        "also the name of its folder",
+        "dots, - and _",
+    ),
+    Case(
+        "run_has_a_name",
+        "'run.name=a b' run.dir=x",
+        "run.name",
+        "also the name of its folder",
+        "letters, digits",
+    ),
+    Case(
+        "run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"
+    ),
+    Case(
+        "resume_is_a_choice_or_a_path",
+        "run.resume=Auto",
+        "run.resume",
+        "no such choice",
+        "auto, none, or the path",
+    ),
     Case(
         "evaluation_has_data",
         "model.path=/m data.train_path=t data.validation_path=null",
@@ -66,11 +92,23 @@ CASES = [
 
 
 def test_an_evaluation_looks_at_its_settings_whenever_training_would() -> None:
-    settings = ["run.evaluate_every=0", "evaluation.temperature=1.0", "evaluation.group_size=2"]
+    settings = [
+        "run.evaluate_every=0",
+        "evaluation.temperature=1.0",
+        "evaluation.group_size=2",
+    ]
     assert {problem.key for problem in examine("quickstart", settings).problems} == {
         "evaluation.temperature", "evaluation.group_size", "prepare.min_gain",
     }  # fmt: skip
     assert examine("quickstart", settings, evaluates=True).problems == []
-    without = ["model.path=/m", "data.train_path=t", "data.validation_path=null", "run.evaluate_every=0"]
+    without = [
+        "model.path=/m",
+        "data.train_path=t",
+        "data.validation_path=null",
+        "run.evaluate_every=0",
+    ]
     (problem,) = examine("ppo", without, evaluates=True).problems
-    assert (problem.key, problem.rule) == ("data.validation_path", "an evaluation needs held-out problems")
+    assert (problem.key, problem.rule) == (
+        "data.validation_path",
+        "an evaluation needs held-out problems",
+    )

@@ -1,4 +1,6 @@
-"""`verl-ray check`: fast, without frameworks, every problem of configuration and machine at once."""
+"""`verl-ray check`: fast, without frameworks, every problem of configuration and
+machine at once.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
-from tests.preflight.found import NO_GAIN
+from tests.preflight.configs import NO_GAIN
 
 
 @pytest.mark.processes
@@ -23,16 +25,31 @@ def test_it_is_fast_and_imports_no_framework() -> None:
     output = subprocess.check_output([sys.executable, "-c", code], text=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert output.splitlines()[-1] == "0 []"
-    # Time on a processor, which other work on the machine does not lengthen as it does the time on the clock.
+    # Time on a processor, which other work on the machine does not lengthen as it does
+    # the time on the clock.
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 2
 
 
-def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_prints_the_algebra_the_roles_and_the_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert main(["check", "run.name=mine", "backend@critic.backend=fsdp"]) == 0
     out = capsys.readouterr().out
     assert "32 prompts x 8 = 256 rows, each of up to 24 tokens" in out
-    assert [cell.strip() for cell in _row(out, "actor", 7)] == ["actor", "1", "256", "256", "256", "1", "<= 8192"]
-    assert [cell.strip() for cell in _row(out, "critic", 6)][:3] == ["critic", "fsdp", "float32"]
+    assert [cell.strip() for cell in _row(out, "actor", 7)] == [
+        "actor",
+        "1",
+        "256",
+        "256",
+        "256",
+        "1",
+        "<= 8192",
+    ]
+    assert [cell.strip() for cell in _row(out, "critic", 6)][:3] == [
+        "critic",
+        "fsdp",
+        "float32",
+    ]
     assert "this machine:" in out and "cores" in out
     assert f"mine can run; it writes to {Path.cwd()}/outputs/mine" in out
 
@@ -40,81 +57,161 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(capsys: pytest.CaptureF
 def test_it_says_what_auto_stands_for_here(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    given = ["check", f"run.dir={tmp_path}", "rollout.sync.bucket_mib=8"]
-    assert main(given) == 0
+    arguments = ["check", f"run.dir={tmp_path}", "rollout.sync.bucket_mib=8"]
+    assert main(arguments) == 0
     out = capsys.readouterr().out
     cells = [cell.strip() for cell in _row(out, "rollout.sync.transport", 3)]
-    assert cells == ["rollout.sync.transport", "shared_memory", "the cluster is one node"]
-    assert _row(out, "run.resume", 3)[1].strip() == "none" and "rollout.sync.bucket_mib" not in out
+    assert cells == [
+        "rollout.sync.transport",
+        "shared_memory",
+        "the cluster is one node",
+    ]
+    assert (
+        _row(out, "run.resume", 3)[1].strip() == "none"
+        and "rollout.sync.bucket_mib" not in out
+    )
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
-    assert main(given) == 0
+    assert main(arguments) == 0
     out = capsys.readouterr().out
-    assert "asked of the cluster when the run starts, and so is what auto stands for" in out
+    assert (
+        "read from the cluster when the run starts, and so is what auto becomes" in out
+    )
     assert "rollout.sync.transport" not in out
 
 
-def test_keys_of_earlier_versions_lead_to_the_new_ones(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old.yaml").write_text("defaults: [quickstart, _self_]\nrun: {call_deadline_s: 60}\n")
+def test_keys_of_earlier_versions_lead_to_the_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "old.yaml").write_text(
+        "defaults: [quickstart, _self_]\nrun: {call_deadline_s: 60}\n"
+    )
     named = ["check", "--config-dir", str(tmp_path), "--config-name", "old"]
     assert main([*named, "rollout.health.stall_s=3"]) == 2
     err = capsys.readouterr().err
-    assert "run.call_deadline_s is now run.stall_s." in err and "rollout.health.stall_s is now run.stall_s." in err
+    assert (
+        "run.call_deadline_s is now run.stall_s." in err
+        and "rollout.health.stall_s is now run.stall_s." in err
+    )
 
 
-def test_the_role_table_says_how_ranks_share_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    layout = ["backend=megatron", "backend@critic.backend=fsdp", "actor.num_ranks=4", "backend.tensor_parallel=2"]
+def test_the_role_table_says_how_ranks_share_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = [
+        "backend=megatron",
+        "backend@critic.backend=fsdp",
+        "actor.num_ranks=4",
+        "backend.tensor_parallel=2",
+    ]
     layout += ["actor.backend.pipeline_parallel=2", f"run.dir={tmp_path}"]
     assert main(["check", *layout]) == 0
     out = capsys.readouterr().out
-    shown = {role: [cell.strip() for cell in _row(out, role, 6)][1:4] for role in ("actor", "critic", "reference")}
+    shown = {
+        role: [cell.strip() for cell in _row(out, role, 6)][1:4]
+        for role in ("actor", "critic", "reference")
+    }
     assert shown == {
         "actor": ["megatron tp2 pp2 dp1", "float32", "4"],
         "critic": ["fsdp", "float32", "4"],
         "reference": ["megatron tp2 dp2", "float32", "4"],
     }
-    assert [_row(out, role, 7)[2].strip() for role in ("actor", "critic", "reference")] == ["256", "64", "128"]
+    assert [
+        _row(out, role, 7)[2].strip() for role in ("actor", "critic", "reference")
+    ] == ["256", "64", "128"]
 
 
-def test_the_role_table_says_who_scores(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_role_table_says_who_scores(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def row(role: str, *overrides: str) -> list[str]:
         assert main(["check", *overrides]) == 0
         return [cell.strip() for cell in _row(capsys.readouterr().out, role, 6)]
 
-    judge = ["reward=judge", f"reward.model.path={model}", "reward.max_prompt_tokens=512", NO_GAIN]
-    *cells, path = row("reward", *judge, "reward.engine.num_replicas=2", "reward.engine.dtype=bfloat16")
-    assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"] and str(model).startswith(path)
-    service = row("reward", "reward=http", "reward.url=http://h:80/s", "reward.num_ranks=2", NO_GAIN)
+    judge = [
+        "reward=judge",
+        f"reward.model.path={model}",
+        "reward.max_prompt_tokens=512",
+        NO_GAIN,
+    ]
+    *cells, path = row(
+        "reward", *judge, "reward.engine.num_replicas=2", "reward.engine.dtype=bfloat16"
+    )
+    assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"] and str(
+        model
+    ).startswith(path)
+    service = row(
+        "reward",
+        "reward=http",
+        "reward.url=http://h:80/s",
+        "reward.num_ranks=2",
+        NO_GAIN,
+    )
     assert service == ["reward", "http", "-", "2", "CPU only", "http://h:80/s"]
 
 
 def test_the_role_table_names_the_components_of_a_mixture(
     model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    components = "function@components.function, http@components.service, judge@components.judge"
+    components = (
+        "function@components.function, http@components.service, judge@components.judge"
+    )
     (tmp_path / "reward").mkdir()
     (tmp_path / "reward" / "mine.yaml").write_text(
         f"defaults: [{components}, _self_]\nkind: mixed\nweights: {{function: 1.0, service: 1.0, judge: 1.0}}\n"
     )
     section = "reward.components.judge"
-    mine = ["--config-dir", str(tmp_path), "reward=mine", "reward.components.service.url=http://h/s", NO_GAIN]
-    assert main(["check", *mine, f"{section}.model.path={model}", f"{section}.max_prompt_tokens=512"]) == 0
+    mine = [
+        "--config-dir",
+        str(tmp_path),
+        "reward=mine",
+        "reward.components.service.url=http://h/s",
+        NO_GAIN,
+    ]
+    assert (
+        main(
+            [
+                "check",
+                *mine,
+                f"{section}.model.path={model}",
+                f"{section}.max_prompt_tokens=512",
+            ]
+        )
+        == 0
+    )
     out = capsys.readouterr().out
-    kinds = {name: _row(out, f"reward.components.{name}", 6)[1].strip() for name in ("function", "service", "judge")}
+    kinds = {
+        name: _row(out, f"reward.components.{name}", 6)[1].strip()
+        for name in ("function", "service", "judge")
+    }
     assert kinds == {"function": "function", "service": "http", "judge": "vllm"}
     assert main(["check", *mine, f"{section}.model.path={model}s"]) == 2
     err = capsys.readouterr().err
-    assert err.startswith(f"1 problem in the configuration:\n\n  {section}.model.path = {model}s\n")
+    assert err.startswith(
+        f"1 problem in the configuration:\n\n  {section}.model.path = {model}s\n"
+    )
     assert f"Did you mean {model}?" in err
 
 
 def _row(table: str, role: str, columns: int) -> list[str]:
-    rows = (line.strip("│ ").split("│") for line in table.splitlines() if line.startswith(f"│ {role} "))
+    rows = (
+        line.strip("│ ").split("│")
+        for line in table.splitlines()
+        if line.startswith(f"│ {role} ")
+    )
     return next(row for row in rows if len(row) == columns)
 
 
-def test_problems_of_configuration_and_machine_come_together(capsys: pytest.CaptureFixture[str], data: Path) -> None:
+def test_problems_of_configuration_and_machine_come_together(
+    capsys: pytest.CaptureFixture[str], data: Path
+) -> None:
     arguments = [
-        *("--config-name", "ppo", "rollout.group_size=0", "rolout.top_p=1", "actor.mini_batch_size=100"),
+        *(
+            "--config-name",
+            "ppo",
+            "rollout.group_size=0",
+            "rolout.top_p=1",
+            "actor.mini_batch_size=100",
+        ),
         *(
             f"model.path={data}/nowhere",
             f"data.train_path={data}/trian.jsonl",
@@ -138,16 +235,40 @@ def test_problems_of_configuration_and_machine_come_together(capsys: pytest.Capt
         assert text in captured.err
 
 
-def test_a_step_of_preferences_is_counted_in_pairs(model: Path, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
-    assert main(["check", "--config-name", "reward_model", *inputs, "preference.max_tokens=64"]) == 0
-    assert "one step: 32 pairs = 64 rows, each of up to 64 tokens" in capsys.readouterr().out
+def test_a_step_of_preferences_is_counted_in_pairs(
+    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    inputs = [
+        f"model.path={model}",
+        f"data.train_path={data}/train.jsonl",
+        f"data.validation_path={data}/test.jsonl",
+    ]
+    assert (
+        main(
+            [
+                "check",
+                "--config-name",
+                "reward_model",
+                *inputs,
+                "preference.max_tokens=64",
+            ]
+        )
+        == 0
+    )
+    assert (
+        "one step: 32 pairs = 64 rows, each of up to 64 tokens"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_supervised_run_has_no_evaluation_of_its_own(
     model: Path, data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    inputs = [f"model.path={model}", f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/test.jsonl"]
+    inputs = [
+        f"model.path={model}",
+        f"data.train_path={data}/train.jsonl",
+        f"data.validation_path={data}/test.jsonl",
+    ]
     assert main(["evaluate", "--config-name", "sft", *inputs]) == 2
     err = capsys.readouterr().err
     assert err.startswith("1 problem in the configuration:\n\n  --config-name = sft")

@@ -1,4 +1,6 @@
-"""A checkpoint as a Hugging Face directory: the weights that were trained, compared before anybody uses them."""
+"""A checkpoint as a Hugging Face directory: the weights that were trained, compared
+before anybody uses them.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     exported = command_here(cluster, "export", str(checkpoint), str(target))
     assert f"actor of step_00000002: {target} (within " in exported.stdout
     before = load_file(inputs.model / "model.safetensors")
-    after, at_the_end = (load_file(folder / "model.safetensors") for folder in (target, run_dir / "model"))
+    after, at_the_end = (
+        load_file(folder / "model.safetensors")
+        for folder in (target, run_dir / "model")
+    )
     assert all(torch.equal(after[name], at_the_end[name]) for name in at_the_end)
     assert not all(torch.equal(after[name], before[name]) for name in before)
     assert {"config.json", "tokenizer.json"} <= {path.name for path in target.iterdir()}
@@ -38,40 +43,62 @@ def test_an_export_is_the_trained_model_and_is_compared_with_it(
     adapter = tmp_path / "adapter"
     apart = command_here(cluster, "export", str(checkpoint), str(adapter), "--adapter")
     assert f": {adapter} (within " in apart.stdout
-    model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(inputs.model), adapter).merge_and_unload()
+    model = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(inputs.model), adapter
+    ).merge_and_unload()
     for name, value in model.named_parameters():
         torch.testing.assert_close(value, after[name], rtol=0, atol=1e-6)
 
-    # What fsdp has learned goes on under megatron, two ranks to a weight, whose checkpoint is exported alike.
+    # What fsdp has learned goes on under megatron, two ranks to a weight, whose
+    # checkpoint is exported alike.
     onward, further = tmp_path / "onward", tmp_path / "further"
     command_here(
         cluster, "train", "--config-name", "sft", *inputs.overrides(onward), f"model.path={target}",
         "run.total_steps=1", "run.checkpoint_every=1", "sft.batch_size=16", "sft.max_tokens=16",
         "actor.optimizer.weight_decay=0", "backend=megatron", "actor.num_ranks=2", "actor.backend.tensor_parallel=2",
     )  # fmt: skip
-    command_here(cluster, "export", str(onward / "checkpoints" / "step_00000001"), str(further))
-    learned, at_the_end = (load_file(folder / "model.safetensors") for folder in (further, onward / "model"))
+    command_here(
+        cluster, "export", str(onward / "checkpoints" / "step_00000001"), str(further)
+    )
+    learned, at_the_end = (
+        load_file(folder / "model.safetensors")
+        for folder in (further, onward / "model")
+    )
     assert all(torch.equal(learned[name], at_the_end[name]) for name in at_the_end)
     moved = max(float((learned[name] - after[name]).abs().max()) for name in after)
     (line,) = read_metrics(onward / "metrics.jsonl")
-    assert moved == pytest.approx(line["actor/lr"], rel=0.1)  # what Adam's first step moves a weight by
+    assert moved == pytest.approx(
+        line["actor/lr"], rel=0.1
+    )  # what Adam's first step moves a weight by
 
     again = command_here(cluster, "export", str(checkpoint), str(target), code=2)
     assert "this directory is not empty" in again.stderr
-    other = command_here(cluster, "export", str(checkpoint), str(tmp_path / "o"), "--role", "critic", code=2)
+    other = command_here(
+        cluster,
+        "export",
+        str(checkpoint),
+        str(tmp_path / "o"),
+        "--role",
+        "critic",
+        code=2,
+    )
     assert "The checkpoint holds actor." in other.stderr
     (checkpoint / "manifest.json").unlink()
     torn = command_here(cluster, "export", str(checkpoint), str(tmp_path / "o"), code=1)
     assert "Traceback" not in torn.stderr
 
 
-def test_a_directory_that_computes_something_else_is_told_apart(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_directory_that_computes_something_else_is_told_apart(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     from verl_ray.models.probe import plain_outputs, probe_rows
 
     rows = probe_rows(14)
     assert rows.tokens.min() >= 0 and rows.tokens.max() < 14
     right = plain_outputs(str(inputs.model), rows, policy=True)
-    assert (right[rows.response_mask] < 0).all() and not right[~rows.response_mask].any()
+    assert (right[rows.response_mask] < 0).all() and not right[
+        ~rows.response_mask
+    ].any()
     weights = load_file(inputs.model / "model.safetensors")
     weights["model.norm.weight"][0] += 1
     for file in inputs.model.iterdir():

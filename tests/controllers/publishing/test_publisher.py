@@ -1,4 +1,4 @@
-"""A published policy is the one that generates, and a sync that went wrong is not published."""
+"""A published policy generates, and a sync that went wrong is not published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.devices.residency import Residency, Sharing
+from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
 from controllers.trainers.rl import Trainer
@@ -25,7 +25,7 @@ from verl_ray.data.stages import Rollouts
 from verl_ray.errors import WeightSyncError, WorkerError
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import SharedMemoryAddress
-from verl_ray.weight_sync.transport import Route
+from verl_ray.weight_sync.transport import WireSpec
 from workers.actor import ActorWorker
 from workers.rollout import RolloutWorker
 
@@ -33,24 +33,36 @@ pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
 
 def drawn(run: Trainer) -> Rollouts:
-    return read(produced(run, 8, run.producer.training()).rollouts, 60)
+    return read(produced(run, 8, run.producer.training_generation()).rollouts, 60)
 
 
 def largest_difference(run: Trainer, rollouts: Rollouts, folder: Path) -> float:
-    """Between the log-probs that came with the rollouts and those of transformers on the exported actor."""
+    """The largest difference between log-probs of rollouts and of the exported actor.
+
+    The exported actor is computed by transformers.
+    """
     run.system.actor.broadcast(ActorWorker.export, str(folder)).result()
     model = AutoModelForCausalLM.from_pretrained(str(folder), dtype=torch.float32)
     worst = 0.0
-    for start, end, prompt in zip(rollouts.offsets, rollouts.offsets[1:], rollouts.prompt_length, strict=False):
+    for start, end, prompt in zip(
+        rollouts.offsets, rollouts.offsets[1:], rollouts.prompt_length, strict=False
+    ):
         tokens = torch.from_numpy(rollouts.tokens[start:end].astype(np.int64))[None]
         with torch.no_grad():
             log_probs = model(tokens).logits[0, :-1].log_softmax(-1)
         found = log_probs.gather(-1, tokens[0, 1:, None])[prompt - 1 :, 0].numpy()
-        worst = max(worst, float(np.abs(found - rollouts.rollout_log_probs[start + prompt : end]).max()))
+        worst = max(
+            worst,
+            float(
+                np.abs(found - rollouts.rollout_log_probs[start + prompt : end]).max()
+            ),
+        )
     return worst
 
 
-def test_after_each_sync_the_rollouts_are_of_the_new_weights(trainer: MakeTrainer, tmp_path: Path) -> None:
+def test_after_each_sync_the_rollouts_are_of_the_new_weights(
+    trainer: MakeTrainer, tmp_path: Path
+) -> None:
     run = trainer("ppo")
     run.publish(0)
     before = drawn(run)
@@ -58,9 +70,15 @@ def test_after_each_sync_the_rollouts_are_of_the_new_weights(trainer: MakeTraine
     run.step(1)
     after = drawn(run)
     assert largest_difference(run, after, tmp_path / "1") < 1e-4
-    assert largest_difference(run, before, tmp_path / "again") > 1e-3  # the weights did change
-    assert before.version_spans.values.tolist() == [[length, 0] for length in before.prompt_length]
-    assert after.version_spans.values.tolist() == [[length, 1] for length in after.prompt_length]
+    assert (
+        largest_difference(run, before, tmp_path / "again") > 1e-3
+    )  # the weights did change
+    assert before.version_spans.values.tolist() == [
+        [length, 0] for length in before.prompt_length
+    ]
+    assert after.version_spans.values.tolist() == [
+        [length, 1] for length in after.prompt_length
+    ]
 
 
 @pytest.mark.parametrize("part", ["kv_cache", "weights"])
@@ -72,7 +90,9 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
     (replica,) = samplers.rollout
     awake = replica.rank_zero(RolloutWorker.memory_bytes).result()
     run.replicas.switch_to_training()
-    assert awake - replica.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20  # of 32 MiB of cache
+    assert (
+        awake - replica.rank_zero(RolloutWorker.memory_bytes).result() > 16 << 20
+    )  # of 32 MiB of cache
     run.publish(1)
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4
     metrics = run.step(2)
@@ -80,15 +100,25 @@ def test_an_engine_that_slept_wakes_to_the_new_weights(
 
 
 def holding(what: str) -> dict[str, str]:
-    """Every model with this on the device."""
+    """Every model, with this state on the device."""
     return dict.fromkeys(("actor", "critic", "reference"), what)
 
 
 @pytest.mark.parametrize(
     ("offload", "while_sent", "while_drawn", "handed_back"),
     [
-        ("all", holding("") | {"actor": "weights"}, holding(""), holding("weights and optimizer")),
-        ("optimizer", holding("weights"), holding("weights"), holding("weights and optimizer")),
+        (
+            "all",
+            holding("") | {"actor": "weights"},
+            holding(""),
+            holding("weights and optimizer"),
+        ),
+        (
+            "optimizer",
+            holding("weights"),
+            holding("weights"),
+            holding("weights and optimizer"),
+        ),
         ("none", {}, {}, {}),  # nothing is ever moved
     ],
 )
@@ -103,22 +133,40 @@ def test_engines_wake_when_trainers_have_made_room(
 ) -> None:
     run = trainer("ppo", "rollout.sleep=weights", f"placement.offload={offload}")
     system, events = run.system, Events()
-    models = [group for group in (system.actor, system.critic, system.reference) if group is not None]
-    offloads = {"all": "all", "optimizer": "optimizer", "none": "nothing"}[offload]
-    residency = Residency(Sharing(devices=True, sleeps="weights", offloads=offloads), system.actor, models)
-    publisher = Publisher(system.actor, run.config, residency, has_gpus=False)
-    replicas = Replicas(samplers.rollout, publisher, residency, run.config.rollout)
+    models = [
+        group
+        for group in (system.actor, system.critic, system.reference)
+        if group is not None
+    ]
+    trainers_offload = {"all": "all", "optimizer": "optimizer", "none": "nothing"}[
+        offload
+    ]
+    device_sharing = DeviceSharing(
+        SharingPlan(
+            shares_devices=True,
+            engines_free="weights",
+            trainers_offload=trainers_offload,
+        ),
+        system.actor,
+        models,
+    )
+    publisher = Publisher(system.actor, run.config, device_sharing, has_gpus=False)
+    replicas = Replicas(samplers.rollout, publisher, device_sharing, run.config.rollout)
     events.watch(monkeypatch)
     replicas.publish(1)
     sent = [(name, while_sent) for name in ("wake weights", "send", "commit", "probe")]
-    drawn_from = [("wake kv_cache", while_drawn), ("prove", while_drawn)]
+    drawn_from = [("wake kv_cache", while_drawn), ("verify", while_drawn)]
     in_order = [*sent, *drawn_from]
     assert events.take() == in_order
 
-    # A replica that started anew while rollouts are drawn: the actor's weights are sent from where they are.
+    # A replica that started anew while rollouts are drawn: the actor's weights are sent
+    # from where they are.
     (replica,) = samplers.rollout
-    publisher.bring_up(1, Receivers((replica,), lambda: None))
-    again = [(name, while_drawn) for name in ("wake weights", "send", "commit", "wake kv_cache", "prove")]
+    publisher.catch_up(1, Receivers((replica,), lambda: None))
+    again = [
+        (name, while_drawn)
+        for name in ("wake weights", "send", "commit", "wake kv_cache", "verify")
+    ]
     assert events.take() == again
 
     replicas.switch_to_training()
@@ -129,7 +177,9 @@ def test_engines_wake_when_trainers_have_made_room(
 
 
 class Events:
-    """The calls of a publisher, one after another, and what each model had on the device when they were made."""
+    """The calls of a publisher, one after another, and what each model had on the
+    device when they were made.
+    """
 
     def __init__(self) -> None:
         self.on_device: dict[str, str] = {}
@@ -143,15 +193,32 @@ class Events:
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         broadcast = WorkerGroup.broadcast
 
-        def watched(group: WorkerGroup[Any], verb: Callable[..., Any], *args: Any, **limits: Any) -> Call[Any]:
+        def watched(
+            group: WorkerGroup[Any], verb: Callable[..., Any], *args: Any, **limits: Any
+        ) -> Call[Any]:
             call = broadcast(group, verb, *args, **limits)
             if verb.__name__ == "place":
                 self._moves.append(call)
                 held = {"weights": args[0], "optimizer": args[1]}
-                self.on_device[group.role] = " and ".join(part for part in held if held[part] == "device")
-            elif verb.__name__ in ("wake", "sleep", "send", "commit", "probe", "prove"):
-                assert all(move._answer is not None for move in self._moves), "not waited for"
-                named = f"{verb.__name__} {args[0]}" if verb.__name__ in ("wake", "sleep") else verb.__name__
+                self.on_device[group.role] = " and ".join(
+                    part for part in held if held[part] == "device"
+                )
+            elif verb.__name__ in (
+                "wake",
+                "sleep",
+                "send",
+                "commit",
+                "probe",
+                "verify",
+            ):
+                assert all(move._result is not None for move in self._moves), (
+                    "not waited for"
+                )
+                named = (
+                    f"{verb.__name__} {args[0]}"
+                    if verb.__name__ in ("wake", "sleep")
+                    else verb.__name__
+                )
                 self._seen.append((named, dict(self.on_device)))
             return call
 
@@ -159,26 +226,38 @@ class Events:
 
 
 @pytest.mark.parametrize(("wire", "delta"), [("broadcast", "true"), ("disk", "false")])
-def test_other_wires_bring_the_same(trainer: MakeTrainer, tmp_path: Path, wire: str, delta: str) -> None:
-    run = trainer("ppo", f"rollout.sync.transport={wire}", f"rollout.sync.delta={delta}", "rollout.sync.bucket_mib=1")
+def test_other_wires_bring_the_same(
+    trainer: MakeTrainer, tmp_path: Path, wire: str, delta: str
+) -> None:
+    run = trainer(
+        "ppo",
+        f"rollout.sync.transport={wire}",
+        f"rollout.sync.delta={delta}",
+        "rollout.sync.bucket_mib=1",
+    )
     first = run.publish(0)
     again = run.publish(1)  # nothing changed
     run.step(2)
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4
     if delta == "true":
-        assert (first["weight_sync/changed_fraction"], again["weight_sync/changed_fraction"]) == (1.0, 0.0)
+        assert (
+            first["weight_sync/changed_fraction"],
+            again["weight_sync/changed_fraction"],
+        ) == (1.0, 0.0)
         assert again["weight_sync/bytes"] < first["weight_sync/bytes"] / 100
     else:
         assert "weight_sync/changed_fraction" not in first
         assert again["weight_sync/bytes"] == first["weight_sync/bytes"]
 
 
-def test_a_probe_knows_how_much_rounding_does_from_the_first(trainer: MakeTrainer) -> None:
+def test_a_probe_knows_how_much_rounding_does_from_the_first(
+    trainer: MakeTrainer,
+) -> None:
     run = trainer("ppo", "rollout.dtype=bfloat16")
     first = run.publish(0)["weight_sync/probe_difference"]
     assert 1e-4 < first < 0.5
     run.publish(1)
-    kept = run.replicas._publisher._proof.of(1)
+    kept = run.replicas._publisher._verification.probe_of(1)
     assert kept is not None and kept.tolerance == min(max(5 * first, 0.1), 1.0)
 
 
@@ -189,9 +268,11 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
     run.publish(0)
     actor, (rollout,) = run.system.actor, samplers.rollout
     manifest = actor.rank_zero(ActorWorker.manifest).result()
-    route = Route(plan_buckets(manifest, 256 << 20), receivers=1, patience_s=60)
-    (bucket,) = route.buckets
-    (address,) = actor.broadcast(ActorWorker.open_wire, "shared_memory", route).result()
+    wire_spec = WireSpec(plan_buckets(manifest, 256 << 20), receivers=1, patience_s=60)
+    (bucket,) = wire_spec.buckets
+    (address,) = actor.broadcast(
+        ActorWorker.open_wire, "shared_memory", wire_spec
+    ).result()
     actor.broadcast(ActorWorker.connect_wire, address).result()
     (told,) = actor.broadcast(ActorWorker.send, 0, True).result()
     victim = bucket.entries[3]
@@ -203,15 +284,26 @@ def test_a_byte_that_changed_on_the_wire_is_found_and_nothing_generates(
         wire.seek(victim.offset)
         wire.write(bytes([byte[0] ^ 1]))  # the last bit of one mantissa
     try:
-        rollout.broadcast(RolloutWorker.connect, address, route, 0).result()
+        rollout.broadcast(RolloutWorker.connect, address, wire_spec, 0).result()
         rollout.broadcast(RolloutWorker.begin_update, manifest, 1).result()
         rollout.broadcast(RolloutWorker.receive, bucket).result()
-        with pytest.raises(WeightSyncError, match=rf"sent and received differ in \['{name}'\]") as caught:
-            rollout.broadcast(RolloutWorker.commit, told.prints.by_name, False).result()
-        assert caught.value.origin is not None and "its stack is in" in caught.value.origin.detail
-        with pytest.raises(WorkerError, match=rf"failed earlier and was not restarted.*{name}"):
+        with pytest.raises(
+            WeightSyncError, match=rf"sent and received differ in \['{name}'\]"
+        ) as caught:
+            rollout.broadcast(
+                RolloutWorker.commit, told.fingerprints.by_name, False
+            ).result()
+        assert (
+            caught.value.origin is not None
+            and "its stack is in" in caught.value.origin.detail
+        )
+        with pytest.raises(
+            WorkerError, match=rf"failed earlier and was not restarted.*{name}"
+        ):
             run.step(1)
     finally:
         rollout.restart().wait()
-    assert run.publish(1)["weight_sync/changed_fraction"] == 1  # to a new engine, over a new wire, all of it
+    assert (
+        run.publish(1)["weight_sync/changed_fraction"] == 1
+    )  # to a new engine, over a new wire, all of it
     assert largest_difference(run, drawn(run), tmp_path) < 1e-4

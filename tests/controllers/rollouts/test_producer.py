@@ -1,4 +1,4 @@
-"""Rollouts and their scores: in order, by seed alone, and graded as the user's function would."""
+"""Rollouts and their scores: in order, by seed alone, and scored by the user's function."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ def scored(run: Trainer, generation: Generation) -> tuple[Rollouts, list[float]]
     timers = Timers()
     experience = produced(run, 8, generation, timers)
     assert {"timing_s/gen", "timing_s/reward"} <= timers.take().keys()
-    return read(experience.rollouts, 60), experience.scores["reward"].row("score").tolist()
+    return read(experience.rollouts, 60), experience.scores["reward"].row(
+        "score"
+    ).tolist()
 
 
 @pytest.fixture
@@ -35,23 +37,30 @@ def run(trainer: MakeTrainer) -> Trainer:
 
 
 def test_rows_are_whole_and_in_the_order_of_their_ids(run: Trainer) -> None:
-    rollouts, _ = scored(run, run.producer.training())
+    rollouts, _ = scored(run, run.producer.training_generation())
     prompts = run.prompts.all(8)
-    assert rollouts.row_id.tolist() == rollouts.trajectory_id.tolist() == list(range(32))
+    assert (
+        rollouts.row_id.tolist() == rollouts.trajectory_id.tolist() == list(range(32))
+    )
     assert rollouts.group_id.tolist() == np.repeat(np.arange(8), 4).tolist()
-    assert rollouts.answer.texts() == [answer for answer in prompts.answer.texts() for _ in range(4)]
+    assert rollouts.answer.texts() == [
+        answer for answer in prompts.answer.texts() for _ in range(4)
+    ]
     asked = rollouts.select(np.arange(0, 32, 4))
     assert asked.tokens[~asked.response_mask].tolist() == prompts.tokens.tolist()
     lengths = rollouts.prompt_length + rollouts.response_length
     assert lengths.tolist() == rollouts.lengths.tolist()
-    assert np.bincount(rollouts.row_of_token[rollouts.response_mask]).tolist() == rollouts.response_length.tolist()
+    assert (
+        np.bincount(rollouts.row_of_token[rollouts.response_mask]).tolist()
+        == rollouts.response_length.tolist()
+    )
     assert (rollouts.rollout_log_probs[rollouts.response_mask] < 0).all()
     assert (rollouts.rollout_log_probs[~rollouts.response_mask] == 0).all()
     assert set(rollouts.version_spans.values[:, 1].tolist()) == {7}
 
 
 def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> None:
-    rollouts, _ = scored(run, run.producer.training())
+    rollouts, _ = scored(run, run.producer.training_generation())
     end = load_tokenizer(run.config.model.path).eos_token_id
     last = rollouts.tokens[rollouts.offsets[1:] - 1]
     assert (rollouts.finish == Finish.STOP).tolist() == (last == end).tolist()
@@ -60,44 +69,67 @@ def test_a_response_ends_with_the_end_token_or_at_the_limit(run: Trainer) -> Non
     assert 0 < len(cut) < 32
 
 
-def test_every_response_is_graded_by_its_own_text(run: Trainer) -> None:
-    rollouts, scores = scored(run, run.producer.training())
+def test_every_response_is_scored_by_its_own_text(run: Trainer) -> None:
+    rollouts, scores = scored(run, run.producer.training_generation())
     tokenizer = load_tokenizer(run.config.model.path)
-    pieces = np.split(rollouts.tokens[rollouts.response_mask], np.cumsum(rollouts.response_length)[:-1])
+    pieces = np.split(
+        rollouts.tokens[rollouts.response_mask],
+        np.cumsum(rollouts.response_length)[:-1],
+    )
     texts = tokenizer.batch_decode(pieces, skip_special_tokens=True)
     assert scores == pytest.approx([grader.ones(text, "") for text in texts])
     assert len(set(scores)) > 2
 
 
-def test_tokens_depend_on_the_seed_and_not_on_how_they_are_handed_on(run: Trainer, trainer: MakeTrainer) -> None:
-    first, _ = scored(run, run.producer.training())
+def test_tokens_depend_on_the_seed_and_not_on_how_they_are_handed_on(
+    run: Trainer, trainer: MakeTrainer
+) -> None:
+    first, _ = scored(run, run.producer.training_generation())
     other = trainer("ppo", "rollout.stream_rows=32")
     other.publish(7)
-    assert scored(other, other.producer.training())[0].tokens.tolist() == first.tokens.tolist()
+    assert (
+        scored(other, other.producer.training_generation())[0].tokens.tolist()
+        == first.tokens.tolist()
+    )
     reseeded = trainer("ppo", "run.seed=1")
     reseeded.publish(7)
-    assert scored(reseeded, reseeded.producer.training())[0].tokens.tolist() != first.tokens.tolist()
+    assert (
+        scored(reseeded, reseeded.producer.training_generation())[0].tokens.tolist()
+        != first.tokens.tolist()
+    )
 
 
-def test_evaluation_has_settings_and_random_streams_of_its_own(run: Trainer, trainer: MakeTrainer) -> None:
-    greedy, _ = scored(run, run.producer.evaluation())
+def test_evaluation_has_settings_and_random_streams_of_its_own(
+    run: Trainer, trainer: MakeTrainer
+) -> None:
+    greedy, _ = scored(run, run.producer.evaluation_generation())
     assert greedy.num_rows == 8
-    assert scored(run, run.producer.evaluation())[0].tokens.tolist() == greedy.tokens.tolist()
-    sampled = trainer("ppo", "run.evaluate_every=1", "evaluation.temperature=1", "evaluation.group_size=4")
+    assert (
+        scored(run, run.producer.evaluation_generation())[0].tokens.tolist()
+        == greedy.tokens.tolist()
+    )
+    sampled = trainer(
+        "ppo",
+        "run.evaluate_every=1",
+        "evaluation.temperature=1",
+        "evaluation.group_size=4",
+    )
     sampled.publish(7)
-    evaluated, _ = scored(sampled, sampled.producer.evaluation())
-    trained, _ = scored(sampled, sampled.producer.training())
+    evaluated, _ = scored(sampled, sampled.producer.evaluation_generation())
+    trained, _ = scored(sampled, sampled.producer.training_generation())
     assert evaluated.num_rows == trained.num_rows == 32
     assert evaluated.tokens.tolist() != trained.tokens.tolist()
 
 
-def test_a_drawing_goes_on_while_models_are_waited_for(run: Trainer) -> None:
-    expected, scores = scored(run, run.producer.training())
+def test_generation_goes_on_while_models_are_waited_for(run: Trainer) -> None:
+    expected, scores = scored(run, run.producer.training_generation())
     asked, buffer = run.prompts.all(8), RolloutBuffer(4, staleness=0)
-    run.producer.begin(asked, run.producer.training(), buffer)
+    run.producer.begin(asked, run.producer.training_generation(), buffer)
     while buffer.missing(asked.group_id):  # nobody but the learner waits
         run.learner._wait([run.system.actor.broadcast(ActorWorker.probe, 8, 1.0)])
-    taken = buffer.take(asked.group_id, run.policy_version, lambda: pytest.fail("all of them are there"))
+    taken = buffer.take(
+        asked.group_id, run.policy_version, lambda: pytest.fail("all of them are there")
+    )
     assert read(taken.rollouts, 60).tokens.tolist() == expected.tokens.tolist()
     assert taken.scores["reward"].row("score").tolist() == scores
     assert run.producer.references() == []

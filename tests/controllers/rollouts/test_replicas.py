@@ -1,4 +1,7 @@
-"""Replicas that are killed and stopped while they draw: nothing is lost, nothing is drawn twice, and they come back."""
+"""Replicas that are killed or stopped while they generate come back.
+
+No response is lost, and none is generated twice.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,10 @@ import httpx
 import numpy as np
 import pytest
 
-from controllers.devices.residency import Residency, Sharing
+from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher, Receivers
 from controllers.rollouts.replicas import Replicas
-from controllers.rollouts.restarts import Replica, Roster
+from controllers.rollouts.supervisor import Replica, ReplicaSupervisor
 from controllers.trainers.rl import Trainer
 from tests.cluster.crew import HangsAgain, processes
 from tests.controllers.runs import Inputs, Samplers, replicas_of, start_some, training
@@ -43,8 +46,13 @@ PROMPTS, GROUP = 24, 2
 
 
 @pytest.fixture(scope="module")
-def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
-    """A trainer with two replicas, each of which draws eight responses at a time and hands every one on."""
+def run(
+    cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Trainer]:
+    """A trainer with two replicas.
+
+    Each generates eight responses at a time, and hands on every single one.
+    """
     folder = tmp_path_factory.mktemp("servers")
     config = inputs.config(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
@@ -53,7 +61,12 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
         "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)
-    with groups, training(config, Samplers(replicas_of(config, groups), by_name["reward"])) as trainer:
+    with (
+        groups,
+        training(
+            config, Samplers(replicas_of(config, groups), by_name["reward"])
+        ) as trainer,
+    ):
         trainer.publish(0)
         replicas = trainer.replicas
         yield trainer
@@ -61,47 +74,58 @@ def run(cluster: Session, inputs: Inputs, tmp_path_factory: pytest.TempPathFacto
         assert not (folder / "endpoints.json").exists()
 
 
-def drawn(run: Trainer, at_first_piece: Callable[[], None] = lambda: None) -> tuple[Rollouts, list[Rollouts]]:
-    """All rollouts by row id, and the pieces they came in."""
-    what = run.producer.training()
+def generated(
+    run: Trainer, at_first_piece: Callable[[], None] = lambda: None
+) -> tuple[Rollouts, list[Rollouts]]:
+    """Return all rollouts by row id, and the pieces in which they arrived."""
+    what = run.producer.training_generation()
     what = replace(what, sampling=replace(what.sampling, stop_token_ids=()))
-    drawing = run.replicas.draw(run.prompts.all(PROMPTS), what)
-    while not drawing.finished:
+    job = run.replicas.generate(run.prompts.all(PROMPTS), what)
+    while not job.finished:
         run.replicas.advance(TICK_S)
     at_first_piece()
-    while drawing.owed:
+    while job.num_pending:
         run.replicas.advance(TICK_S)
-    pieces = list(drawing.finished)
+    pieces = list(job.finished)
     whole = Sharded.concat(pieces)
     order = np.argsort(whole.row("row_id"), kind="stable")
     return read(whole.select(order), 60), [read(piece, 60) for piece in pieces]
 
 
 def pid(run: Trainer, replica: int) -> int:
-    facts = run.replicas.there[replica].members()[0].facts
-    assert facts is not None
-    return facts.pid
+    process_info = run.replicas.available[replica].members()[0].process_info
+    assert process_info is not None
+    return process_info.pid
 
 
-def test_two_replicas_share_the_work_and_draw_each_response_once(run: Trainer) -> None:
-    rows, pieces = drawn(run)
+def test_two_replicas_share_the_work_and_generate_each_response_once(
+    run: Trainer,
+) -> None:
+    rows, pieces = generated(run)
     assert rows.row_id.tolist() == list(range(PROMPTS * GROUP))
     assert sorted(Rollouts.concat(pieces).row_id.tolist()) == rows.row_id.tolist()
     assert set(rows.response_length.tolist()) == {24}
-    again, _ = drawn(run)
+    again, _ = generated(run)
     assert again.tokens.tolist() == rows.tokens.tolist()
     assert again.rollout_log_probs.tolist() == rows.rollout_log_probs.tolist()
 
 
 def endpoints(run: Trainer) -> list[str]:
-    """Where clients find the replicas."""
+    """Return the URLs at which clients find the replicas."""
     listed = json.loads((Path(run.config.run.dir) / "endpoints.json").read_text())
     assert {entry["model"] for entry in listed} == {run.config.run.name}
     return [entry["url"] for entry in listed]
 
 
 def ask(url: str, **more: object) -> httpx.Response:
-    asked = {"prompt": "1+1=", "max_tokens": 24, "seed": 3, "ignore_eos": True, "return_token_ids": True, **more}
+    asked = {
+        "prompt": "1+1=",
+        "max_tokens": 24,
+        "seed": 3,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        **more,
+    }
     return httpx.post(f"{url}/completions", json=asked, timeout=60)
 
 
@@ -110,10 +134,14 @@ def versions(answer: httpx.Response) -> list[list[int]]:
     return answer.json()["choices"][0]["policy_versions"]
 
 
-def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_weights(run: Trainer) -> None:
-    expected, _ = drawn(run)
+def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_weights(
+    run: Trainer,
+) -> None:
+    expected, _ = generated(run)
     urls = endpoints(run)
-    assert len(set(urls)) == 2 and [versions(ask(url)) for url in urls] == [[[0, 0]]] * 2
+    assert (
+        len(set(urls)) == 2 and [versions(ask(url)) for url in urls] == [[[0, 0]]] * 2
+    )
     answers: list[httpx.Response] = []
     done = threading.Event()
 
@@ -126,7 +154,7 @@ def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_wei
         try:
             for version in (10, 11, 12):
                 run.publish(version)
-                rows, _ = drawn(run)
+                rows, _ = generated(run)
                 assert rows.tokens.tolist() == expected.tokens.tolist()
                 assert set(rows.version_spans.values[:, 1].tolist()) == {version}
         finally:
@@ -134,128 +162,198 @@ def test_clients_are_answered_by_every_replica_and_stop_neither_rollouts_nor_wei
         for one in asking:
             one.result(60)
     assert {answer.status_code for answer in answers} <= {200, 503}
-    choices = [choice for answer in answers if answer.status_code == 200 for choice in answer.json()["choices"]]
+    choices = [
+        choice
+        for answer in answers
+        if answer.status_code == 200
+        for choice in answer.json()["choices"]
+    ]
     assert {choice["finish_reason"] for choice in choices} <= {"length", "abort"}
-    whole = {tuple(choice["token_ids"]) for choice in choices if choice["finish_reason"] == "length"}
-    assert len(whole) == 4  # of four seeds, whatever was drawn beside them
-    assert {version for choice in choices for _, version in choice["policy_versions"]} >= {10, 11, 12}
+    whole = {
+        tuple(choice["token_ids"])
+        for choice in choices
+        if choice["finish_reason"] == "length"
+    }
+    assert len(whole) == 4  # of four seeds, whatever was generated at the same time
+    assert {
+        version for choice in choices for _, version in choice["policy_versions"]
+    } >= {10, 11, 12}
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_what_a_lost_replica_owes_is_drawn_by_the_other_and_it_comes_back(
+def test_what_a_lost_replica_leaves_pending_goes_to_the_other_and_it_comes_back(
     run: Trainer, capsys: pytest.CaptureFixture[str], how: signal.Signals
 ) -> None:
-    expected, _ = drawn(run)
+    expected, _ = generated(run)
     version = 1 if how == signal.SIGKILL else 2
     run.publish(version)
     run.replicas.take_counts()
-    victim = run.replicas.there[1]
+    victim = run.replicas.available[1]
     process = pid(run, 1)
-    rows, pieces = drawn(run, lambda: os.kill(process, how))
-    assert sorted(Rollouts.concat(pieces).row_id.tolist()) == list(range(PROMPTS * GROUP)) == rows.row_id.tolist()
-    assert rows.tokens.tolist() == expected.tokens.tolist()  # the same seeds, so the same responses
+    rows, pieces = generated(run, lambda: os.kill(process, how))
+    assert (
+        sorted(Rollouts.concat(pieces).row_id.tolist())
+        == list(range(PROMPTS * GROUP))
+        == rows.row_id.tolist()
+    )
+    assert (
+        rows.tokens.tolist() == expected.tokens.tolist()
+    )  # the same seeds, so the same responses
     assert set(rows.version_spans.values[:, 1].tolist()) == {version}
     counts = run.replicas.take_counts()
     assert counts["rollout/restarts"] == 1 and 1 <= counts["rollout/reissued"] <= 8
     warned = capsys.readouterr().err
     # Its stream says so, or whoever asks how it is, whichever comes first.
-    reason = "the process died during (generate|status)" if how == signal.SIGKILL else "rollout.health.deadline_s"
+    reason = (
+        "the process died during (generate|status)"
+        if how == signal.SIGKILL
+        else "rollout.health.deadline_s"
+    )
     assert "rollout rank 1" in warned and re.search(reason, warned)
 
-    assert victim in run.replicas._roster.gather(all_of_them=True)
-    assert ask(endpoints(run)[1]).status_code in (200, 503)  # whether it has the weights yet or not
+    assert victim in run.replicas._supervisor.wait_for_replicas(all_of_them=True)
+    assert ask(endpoints(run)[1]).status_code in (
+        200,
+        503,
+    )  # whether it has the weights yet or not
     assert pid(run, 1) != process and not _alive(process)
     run.publish(version)  # also to the one that was away
-    rows, _ = drawn(run)
+    rows, _ = generated(run)
     assert rows.tokens.tolist() == expected.tokens.tolist()
-    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [version] * 2
-    steps = [one.status()[0].health["rollout"].steps for one in run.replicas.there]
-    assert min(steps) > 20  # both of them draw
+    assert [
+        one.status()[0].health["rollout"].policy_version
+        for one in run.replicas.available
+    ] == [version] * 2
+    steps = [one.status()[0].health["rollout"].steps for one in run.replicas.available]
+    assert min(steps) > 20  # both of them generate
     assert [versions(ask(url)) for url in endpoints(run)] == [[[0, version]]] * 2
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(run: Trainer, how: signal.Signals) -> None:
+def test_a_replica_that_is_lost_while_weights_arrive_gets_them_all_the_same(
+    run: Trainer, how: signal.Signals
+) -> None:
     os.kill(pid(run, 0), how)
     run.publish(5)
-    run.replicas._roster.gather(all_of_them=True)
+    run.replicas._supervisor.wait_for_replicas(all_of_them=True)
     run.publish(5)
-    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [5, 5]
+    assert [
+        one.status()[0].health["rollout"].policy_version
+        for one in run.replicas.available
+    ] == [5, 5]
 
 
-def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_waiting(run: Trainer) -> None:
-    sync = run.config.rollout.sync.model_copy(update={"transport": "broadcast", "probe_every": 10})
-    config = run.config.model_copy(update={"rollout": run.config.rollout.model_copy(update={"sync": sync})})
+def test_a_replica_that_stops_before_the_ends_of_a_wire_have_met_keeps_nobody_waiting(
+    run: Trainer,
+) -> None:
+    sync = run.config.rollout.sync.model_copy(
+        update={"transport": "broadcast", "probe_every": 10}
+    )
+    config = run.config.model_copy(
+        update={"rollout": run.config.rollout.model_copy(update={"sync": sync})}
+    )
     actor = run.system.actor
-    sharing = Sharing(devices=True, sleeps="weights", offloads="all")  # as on a GPU that they share
-    residency = Residency(sharing, actor, [actor])
-    publisher = Publisher(actor, config, residency, has_gpus=False)
-    replicas = Replicas(run.replicas.there, publisher, residency, config.rollout)
+    plan = SharingPlan(
+        shares_devices=True, engines_free="weights", trainers_offload="all"
+    )  # as on a GPU that they share
+    device_sharing = DeviceSharing(plan, actor, [actor])
+    publisher = Publisher(actor, config, device_sharing, has_gpus=False)
+    replicas = Replicas(
+        run.replicas.available, publisher, device_sharing, config.rollout
+    )
     process = pid(run, 1)
     os.kill(process, signal.SIGSTOP)
     replicas.publish(5)
-    assert len(replicas._roster.gather(all_of_them=True)) == 2 and not _alive(process)
-    assert residency.has_room
+    assert len(
+        replicas._supervisor.wait_for_replicas(all_of_them=True)
+    ) == 2 and not _alive(process)
+    assert device_sharing.engine_fits
     replicas.switch_to_training()  # all of them sleep
-    assert not residency.has_room  # one that is lost now starts when the trainer has gone
-    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [None, None]
+    assert (
+        not device_sharing.engine_fits
+    )  # one that is lost now starts when the trainer has gone
+    assert [
+        one.status()[0].health["rollout"].policy_version
+        for one in run.replicas.available
+    ] == [None, None]
     assert "weight_sync/probe_difference" not in replicas.publish(6)
-    receivers = Receivers(run.replicas.there[:1], lambda: None)
-    publisher.bring_up(6, receivers)  # proved all the same, by what was asked while the actor was there
-    assert publisher._proof.of(6) is not None
-    assert [one.status()[0].health["rollout"].policy_version for one in run.replicas.there] == [6, 6]
+    receivers = Receivers(run.replicas.available[:1], lambda: None)
+    publisher.catch_up(
+        6, receivers
+    )  # verified all the same, by what was requested while the actor was there
+    assert publisher._verification.probe_of(6) is not None
+    assert [
+        one.status()[0].health["rollout"].policy_version
+        for one in run.replicas.available
+    ] == [6, 6]
 
 
 def test_requests_go_on_over_a_weight_update(run: Trainer) -> None:
-    replica = run.replicas.there[0]
+    replica = run.replicas.available[0]
     run.publish(6)
     asked = Requests(
         offsets=offsets_of([4]), request_id=np.array([9]), seed=np.array([1]), session=np.array([0]),
         tokens=np.array([3, 4, 5, 6], np.int32),
     )  # fmt: skip
-    sampling = Sampling(1.0, 1.0, -1, 400, ())  # so many that the engine is not done before it is paused
+    sampling = Sampling(
+        1.0, 1.0, -1, 400, ()
+    )  # so many that the engine is not done before it is paused
     alone = _whole([read(part, 60) for part in _respond(replica, asked, sampling)])
     parts: list[Responses] = []
     for part in _respond(replica, asked, sampling):
         parts.append(read(part, 60))
         if len(parts) == 5:
-            for one in run.replicas.there:
+            for one in run.replicas.available:
                 one.broadcast(RolloutWorker.pause, "keep").result()
             run.publish(7)
-            for one in run.replicas.there:
+            for one in run.replicas.available:
                 one.broadcast(RolloutWorker.resume).result()
     whole = _whole(parts)
-    assert whole.tokens.tolist() == alone.tokens.tolist()  # the weights are the same, so nothing else may change
+    assert (
+        whole.tokens.tolist() == alone.tokens.tolist()
+    )  # the weights are the same, so nothing else may change
     versions = whole.version_spans.values[:, 1]
-    assert versions[0] == 6 and versions[-1] == 7 and sorted(versions) == versions.tolist()
+    assert (
+        versions[0] == 6 and versions[-1] == 7 and sorted(versions) == versions.tolist()
+    )
     assert whole.finish.tolist()[-1] == Finish.LENGTH
 
 
-def test_a_proof_that_fails_stops_the_run_and_names_what_could_be_wrong(run: Trainer) -> None:
-    replica = run.replicas.there[0]
+def test_a_verification_that_fails_stops_the_run_and_names_what_could_be_wrong(
+    run: Trainer,
+) -> None:
+    replica = run.replicas.available[0]
     publisher = run.replicas._publisher
-    publisher._proof._tolerance = 1e-12
-    with pytest.raises(WeightSyncError, match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head") as caught:
-        publisher.bring_up(8, Receivers((replica,), lambda: None))
+    publisher._verification._tolerance = 1e-12
+    with pytest.raises(
+        WeightSyncError,
+        match=r"every weight arrived as it was sent.*vLLM repacks .*lm_head",
+    ) as caught:
+        publisher.catch_up(8, Receivers((replica,), lambda: None))
     assert caught.value.origin is not None and caught.value.origin.role == "rollout"
     with pytest.raises(WorkerError, match="failed earlier and was not restarted"):
-        drawn(run)
+        generated(run)
 
 
 def test_too_many_lost_replicas_stop_the_run(run: Trainer) -> None:
-    replica = run.replicas.there[1]
+    replica = run.replicas.available[1]
     health = run.config.rollout.health.model_copy(update={"max_restarts": 0})
     config = run.config.rollout.model_copy(update={"health": health})
     process = pid(run, 1)
-    residency, publisher = run.replicas._residency, run.replicas._publisher
-    run.replicas = Replicas([replica], publisher, residency, config)
-    run.replicas._holders = {(replica, replica.incarnation)}
+    device_sharing, publisher = run.replicas._device_sharing, run.replicas._publisher
+    run.replicas = Replicas([replica], publisher, device_sharing, config)
+    run.replicas._up_to_date = {(replica, replica.incarnation)}
     with pytest.raises(WorkerDied, match="the process died during generate") as caught:
-        drawn(run, lambda: os.kill(process, signal.SIGKILL))
-    assert "more than rollout.health.max_restarts = 0 replicas" in caught.value.__notes__[0]
+        generated(run, lambda: os.kill(process, signal.SIGKILL))
+    assert (
+        "more than rollout.health.max_restarts = 0 replicas"
+        in caught.value.__notes__[0]
+    )
 
 
-def _respond(replica: Replica, asked: Requests, sampling: Sampling) -> Iterator[Sharded[Responses]]:
+def _respond(
+    replica: Replica, asked: Requests, sampling: Sampling
+) -> Iterator[Sharded[Responses]]:
     return replica.stream(RolloutWorker.respond, put(asked), sampling)
 
 
@@ -271,22 +369,32 @@ def _alive(process: int) -> bool:
     return True
 
 
-def test_a_replica_that_hangs_as_it_restarts_is_ended(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_replica_that_hangs_as_it_restarts_is_ended(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.config("grpo", tmp_path).rollout.health
     role = Role("rollout", "rollout", HangsAgain)
     sets = [replace(processes("rollout", 2, cpus=0.1), replicas=True)]
     with start_groups(sets, [role], stall_s=3600, log_dir=tmp_path) as groups:
         lost, waiting = groups.replicas(role)
-        residency = SimpleNamespace(has_room=True)
-        roster = Roster([lost, waiting], config, residency)  # type: ignore[arg-type]  # it asks for nothing else
-        roster.lose(WorkerDied("it was killed", role="rollout", rank=0, node="here"))
-        while lost.incarnation == 1 or not any(status.running for status in lost.status()):
-            assert roster.take_started() == []
+        device_sharing = SimpleNamespace(engine_fits=True)
+        supervisor = ReplicaSupervisor([lost, waiting], config, device_sharing)  # type: ignore[arg-type]  # it asks for nothing else
+        supervisor.handle_failure(
+            WorkerDied("it was killed", role="rollout", rank=0, node="here")
+        )
+        while lost.incarnation == 1 or not any(
+            status.running for status in lost.status()
+        ):
+            assert supervisor.take_started() == []
             time.sleep(0.05)
-        residency.has_room = False  # the other one does not begin: it waits for memory
-        roster.lose(WorkerDied("it was killed", role="rollout", rank=1, node="here"))
-        assert roster.take_started() == [] and roster.restarting
-        closing = threading.Thread(target=roster.close, daemon=True)
+        device_sharing.engine_fits = (
+            False  # the other one does not begin: it waits for memory
+        )
+        supervisor.handle_failure(
+            WorkerDied("it was killed", role="rollout", rank=1, node="here")
+        )
+        assert supervisor.take_started() == [] and supervisor.restarting
+        closing = threading.Thread(target=supervisor.close, daemon=True)
         closing.start()
         closing.join(timeout=120)  # of the hour that the restart may take
         assert not closing.is_alive()

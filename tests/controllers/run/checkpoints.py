@@ -10,14 +10,21 @@ from verl_ray.config.tasks.rl import RLConfig
 
 
 def cursor(drawn: int, rows: int = 10) -> dict[str, int]:
-    return {"rows": rows, "drawn": drawn, "epoch": drawn // rows, "position": drawn % rows}
+    return {
+        "rows": rows,
+        "drawn": drawn,
+        "epoch": drawn // rows,
+        "position": drawn % rows,
+    }
 
 
-def written(config: RLConfig, *steps: int, drawn_per_step: int = 8) -> CheckpointStore:
+def write_checkpoints(
+    config: RLConfig, *steps: int, examples_per_step: int = 8
+) -> CheckpointStore:
     store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=5)
     for step in steps:
         state = {
-            "trainer": {"cursor": cursor(step * drawn_per_step)},
+            "trainer": {"cursor": cursor(step * examples_per_step)},
             "trackers": {"wandb_run_id": "abc", "recorded_steps": f"1-{step}"},
             "unrecorded": None,
         }

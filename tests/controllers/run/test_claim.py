@@ -22,11 +22,17 @@ with claim(sys.argv[1]):
 
 
 @pytest.mark.processes
-def test_one_run_at_a_time_writes_to_a_folder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
+def test_one_run_at_a_time_writes_to_a_folder_and_a_killed_one_lets_go(
+    tmp_path: Path,
+) -> None:
     command = [sys.executable, "-c", HOLD, str(tmp_path)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as other:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == "mine\n"
-        with pytest.raises(ConfigError, match=f"another run is writing to it .process {other.pid} on "):
+        with pytest.raises(
+            ConfigError, match=f"another run is writing to it .process {other.pid} on "
+        ):
             claim(str(tmp_path)).__enter__()
         other.kill()
     with claim(str(tmp_path)):

@@ -13,12 +13,14 @@ from tests.controllers.runs import Inputs
 from verl_ray.config.run import RunConfig
 
 
-def run_of(inputs: Inputs, folder: Path, total: int, *, evaluate: int = 0, checkpoint: int = 0) -> RunConfig:
+def run_of(
+    inputs: Inputs, folder: Path, total: int, *, evaluate: int = 0, checkpoint: int = 0
+) -> RunConfig:
     every = [f"run.evaluate_every={evaluate}", f"run.checkpoint_every={checkpoint}"]
     return inputs.config("ppo", folder, f"run.total_steps={total}", *every).run
 
 
-# ------------------------------------------------------------------------------------------------- single decisions
+# --------------------------------------------------------------------- single decisions
 
 BROKEN = RuntimeError("a reward worker died")
 
@@ -34,7 +36,8 @@ TRANSITIONS = [
     (standing(0), Move.STEP),
     (standing(0, unrecorded={}), Move.EVALUATE),
     (standing(0, unrecorded={}, evaluated=True), Move.RECORD),
-    # It goes on: from a checkpoint whose line is written, from one that lacks its evaluation, from the last one.
+    # It goes on: from a checkpoint whose line is written, from one that lacks its
+    # evaluation, from the last one.
     (standing(3, saved=3), Move.STEP),
     (standing(4, saved=4, unrecorded={}), Move.EVALUATE),
     (standing(4, saved=4, unrecorded={}, evaluated=True), Move.RECORD),
@@ -75,7 +78,9 @@ TRANSITIONS = [
 
 
 @pytest.mark.parametrize(("at", "move"), TRANSITIONS)
-def test_where_a_run_stands_decides_what_comes(inputs: Inputs, tmp_path: Path, at: Position, move: Move) -> None:
+def test_where_a_run_stands_decides_what_comes(
+    inputs: Inputs, tmp_path: Path, at: Position, move: Move
+) -> None:
     assert decide(run_of(inputs, tmp_path, 6, evaluate=2, checkpoint=3), at) is move
 
 
@@ -88,24 +93,30 @@ def test_where_a_run_stands_decides_what_comes(inputs: Inputs, tmp_path: Path, a
         (standing(4, finished=True), Move.END),
     ],
 )
-def test_what_is_turned_off_never_comes(inputs: Inputs, tmp_path: Path, at: Position, move: Move) -> None:
+def test_what_is_turned_off_never_comes(
+    inputs: Inputs, tmp_path: Path, at: Position, move: Move
+) -> None:
     assert decide(run_of(inputs, tmp_path, 6), at) is move
 
 
 def test_when_evaluations_are_due(inputs: Inputs, tmp_path: Path) -> None:
     run = run_of(inputs, tmp_path, 7, evaluate=3)
     assert [step for step in range(8) if evaluation_due(run, step)] == [0, 3, 6, 7]
-    assert not any(evaluation_due(run_of(inputs, tmp_path, 7), step) for step in range(8))
+    assert not any(
+        evaluation_due(run_of(inputs, tmp_path, 7), step) for step in range(8)
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ whole runs
+# --------------------------------------------------------------------------- whole runs
 
 
 def after(move: Move, at: Position, enough_after: int | None) -> Position:
     """Where a move leads that does what it is for."""
     match move:
         case Move.STEP:
-            return replace(at, step=at.step + 1, unrecorded={}, evaluated=False, saving=False)
+            return replace(
+                at, step=at.step + 1, unrecorded={}, evaluated=False, saving=False
+            )
         case Move.EVALUATE:
             return replace(at, evaluated=True)
         case Move.RECORD:
@@ -132,7 +143,10 @@ def test_each_step_is_recorded_and_then_saved(inputs: Inputs, tmp_path: Path) ->
     steps = ["0 step", "1 record", "1 step", "2 record", "2 save", *third]
     assert moves(run, standing(0)) == steps
     assert moves(run, standing(2, saved=2)) == third
-    assert moves(run, standing(2, saved=2, unrecorded={})) == ["2 record", *third]  # the line that a stop left undone
+    assert moves(run, standing(2, saved=2, unrecorded={})) == [
+        "2 record",
+        *third,
+    ]  # the line that a stop left undone
     assert moves(run, standing(3, saved=3)) == []
     never = run_of(inputs, tmp_path, 2)
     assert moves(never, standing(0)) == ["0 step", "1 record", "1 step", "2 record"]
@@ -142,10 +156,24 @@ def test_evaluations_come_before_their_lines(inputs: Inputs, tmp_path: Path) -> 
     run = run_of(inputs, tmp_path, 3, evaluate=2)
     made = moves(run, standing(0, unrecorded={}))
     first = ["0 evaluate", "0 record", "0 step", "1 record", "1 step"]
-    assert made == [*first, "2 evaluate", "2 record", "2 step", "3 evaluate", "3 record"]
+    assert made == [
+        *first,
+        "2 evaluate",
+        "2 record",
+        "2 step",
+        "3 evaluate",
+        "3 record",
+    ]
 
 
 def test_a_run_that_has_learned_enough_is_saved(inputs: Inputs, tmp_path: Path) -> None:
     run = run_of(inputs, tmp_path, 9, checkpoint=5)
     made = moves(run, standing(0), enough_after=2)
-    assert made == ["0 step", "1 record", "1 step", "2 record", "2 save", "2 finish_save"]
+    assert made == [
+        "0 step",
+        "1 record",
+        "1 step",
+        "2 record",
+        "2 save",
+        "2 finish_save",
+    ]

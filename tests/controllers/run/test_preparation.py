@@ -33,8 +33,14 @@ def quickstart(run_dir: Path, *changes: str) -> RLConfig:
 def test_the_warm_start_is_a_supervised_job_of_the_actor() -> None:
     config = quickstart(Path("/r"), "backend@actor.backend=fsdp", "actor.num_ranks=2")
     assert config.prepare is not None
-    job = supervised_job(config, config.prepare, Path("/r/inputs"), Path("/t"), Path("/v"))
-    assert (job.actor.backend.kind, job.actor.num_ranks, job.model.path) == ("fsdp", 2, "/r/inputs/untrained")
+    job = supervised_job(
+        config, config.prepare, Path("/r/inputs"), Path("/t"), Path("/v")
+    )
+    assert (job.actor.backend.kind, job.actor.num_ranks, job.model.path) == (
+        "fsdp",
+        2,
+        "/r/inputs/untrained",
+    )
     assert job.actor.optimizer == config.prepare.warm_start.optimizer
     assert job.run.total_steps == config.prepare.warm_start.max_steps
     assert job.sft.max_tokens == 16 + 8
@@ -44,7 +50,9 @@ def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
     (tmp_path / "inputs").mkdir()
     mine = tmp_path / "inputs" / "thesis.txt"
     mine.write_text("years of work")
-    with pytest.raises(ConfigError, match=r"run\.dir.*no run has made.*move that folder away"):
+    with pytest.raises(
+        ConfigError, match=r"run\.dir.*no run has made.*move that folder away"
+    ):
         prepare(quickstart(tmp_path), Session.__new__(Session))
     assert mine.read_text() == "years of work"
 
@@ -53,13 +61,25 @@ def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
 def test_inputs_reach_their_window_and_are_made_once(
     cluster: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    window = ["prepare.warm_start.accuracy_low=0.05", "prepare.warm_start.accuracy_high=0.9"]
+    window = [
+        "prepare.warm_start.accuracy_low=0.05",
+        "prepare.warm_start.accuracy_high=0.9",
+    ]
     config = quickstart(tmp_path, *window)
     prepare(config, cluster)
     reached = float(capsys.readouterr().out.splitlines()[-1].rpartition(" ")[2])
     assert 0.05 <= reached <= 0.9
-    assert load_tokenizer(config.model.path).decode(load_tokenizer(config.model.path)("1+2=")["input_ids"]) == "1+2="
-    for path in (config.data.train_path, config.data.validation_path, tmp_path / "inputs" / INPUTS_COMPLETE):
+    assert (
+        load_tokenizer(config.model.path).decode(
+            load_tokenizer(config.model.path)("1+2=")["input_ids"]
+        )
+        == "1+2="
+    )
+    for path in (
+        config.data.train_path,
+        config.data.validation_path,
+        tmp_path / "inputs" / INPUTS_COMPLETE,
+    ):
         assert Path(str(path)).is_file()
     weights = Path(config.model.path, "model.safetensors")
     made = weights.stat().st_mtime_ns
@@ -68,13 +88,19 @@ def test_inputs_reach_their_window_and_are_made_once(
 
 
 @pytest.mark.cluster
-def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(cluster: Session, tmp_path: Path) -> None:
+def test_a_window_that_is_missed_is_an_error_and_the_inputs_are_not_complete(
+    cluster: Session, tmp_path: Path
+) -> None:
     missed = ["prepare.warm_start.accuracy_low=0.99", "prepare.warm_start.accuracy_high=1",
               "prepare.warm_start.max_steps=10"]  # fmt: skip
-    with pytest.raises(DataError, match=r"prepare.warm_start.accuracy_low = 0.99.*raise max_steps"):
+    with pytest.raises(
+        DataError, match=r"prepare.warm_start.accuracy_low = 0.99.*raise max_steps"
+    ):
         prepare(quickstart(tmp_path, *missed), cluster)
     assert not (tmp_path / "inputs" / INPUTS_COMPLETE).exists()
-    assert (tmp_path / "inputs" / INPUTS_STARTED).exists()  # so that the next attempt may begin anew
+    assert (
+        tmp_path / "inputs" / INPUTS_STARTED
+    ).exists()  # so that the next attempt may begin anew
 
 
 def test_inputs_of_another_seed_are_not_trained_on(tmp_path: Path) -> None:
@@ -90,9 +116,15 @@ def test_inputs_of_another_seed_are_not_trained_on(tmp_path: Path) -> None:
 def test_a_model_that_has_seen_nothing_is_not_warm(
     cluster: Session, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The loop evaluates before the first step, where any accuracy may lie within the bounds."""
+    """The loop evaluates before the first step, where any accuracy may lie within the
+    bounds.
+    """
     anything = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1",
                 "prepare.warm_start.min_steps=0", "prepare.warm_start.evaluate_every=2"]  # fmt: skip
     prepare(quickstart(tmp_path, *anything), cluster)
-    (line,) = [one for one in capsys.readouterr().out.splitlines() if one.startswith("warm start: ")]
+    (line,) = [
+        one
+        for one in capsys.readouterr().out.splitlines()
+        if one.startswith("warm start: ")
+    ]
     assert line.startswith("warm start: step 2  loss ")

@@ -1,4 +1,6 @@
-"""A run that is stopped, killed or misconfigured in between ends where one that was never touched ends."""
+"""A run that is stopped, killed or misconfigured in between ends where one that was
+never touched ends.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from tests.cluster.crew import Echo, SlowWriter, processes
-from tests.controllers.run.checkpoints import cursor, written
+from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.group import WorkerGroup
@@ -36,7 +38,8 @@ PATIENCE_S = 240
 STEPS = 7
 
 
-# What a checkpoint must hold: sharded states, a controller that learns, moments of scores, the id of a W&B run.
+# What a checkpoint must hold: sharded states, a controller that learns, moments of
+# scores, the id of a W&B run.
 RICH = [
     "run.checkpoint_every=1", "actor.mini_batch_size=16", "actor.num_ranks=2", "backend=fsdp",
     "backend@critic.backend=engine", "critic.num_ranks=1", "tracking.wandb.mode=offline",
@@ -47,11 +50,22 @@ RICH = [
 
 def start(inputs: Inputs, run_dir: Path, *changes: str) -> subprocess.Popen[str]:
     settings = [*RICH, *changes]
-    return given(sys.executable, "-m", "controllers", "train", "--config-name", "ppo", *inputs.rl(run_dir), *settings)
+    return given(
+        sys.executable,
+        "-m",
+        "controllers",
+        "train",
+        "--config-name",
+        "ppo",
+        *inputs.rl(run_dir),
+        *settings,
+    )
 
 
 def given(*command: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return subprocess.Popen(
+        command, cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
 
 
 def finish(run: subprocess.Popen[str]) -> tuple[int, str]:
@@ -122,12 +136,17 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     newest = CheckpointStore(broken / "checkpoints", keep=2).latest().checkpoint
     assert newest is not None
     recorded = lines(broken)[-1]["training/global_step"]
-    run = start(inputs, broken, f"run.total_steps={STEPS}", behind, "run.checkpoint_every=100")
+    run = start(
+        inputs, broken, f"run.total_steps={STEPS}", behind, "run.checkpoint_every=100"
+    )
     wait_for_step(run, broken, int(recorded) + 1)
     run.send_signal(signal.SIGINT)
     code, output = finish(run)
     assert code == 130, output
-    assert f"continuing after step {newest.step}" in output and f"run.total_steps: {STEPS - 1} -> {STEPS}" in output
+    assert (
+        f"continuing after step {newest.step}" in output
+        and f"run.total_steps: {STEPS - 1} -> {STEPS}" in output
+    )
     saved = lines(broken)[-1]["training/global_step"]  # whatever the signal met
     assert f"\nstep {saved} is saved in {broken / 'checkpoints'}\n" in output
     *_, before, to_go_on = output.splitlines()
@@ -142,20 +161,29 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     code, output = finish(start(inputs, broken, f"run.total_steps={STEPS}"))
     assert code == 0, output
 
-    assert [line["training/global_step"] for line in lines(broken)] == list(range(1, STEPS + 1))
+    assert [line["training/global_step"] for line in lines(broken)] == list(
+        range(1, STEPS + 1)
+    )
     for left, right in zip(lines(whole), lines(broken), strict=True):
         assert lasting(left) == lasting(right)
     for role in ("actor", "critic"):
-        assert_same(weights(whole, role, tmp_path), weights(broken, role, tmp_path), role)
+        assert_same(
+            weights(whole, role, tmp_path), weights(broken, role, tmp_path), role
+        )
     coefficients = [line["actor/reward_kl_penalty_coeff"] for line in lines(broken)]
     assert len(set(coefficients)) == STEPS  # it moved at every step
-    sessions = [path.name.rpartition("-")[2] for path in (broken / "wandb").glob("offline-run-*")]
-    assert len(sessions) == 4 and len(set(sessions)) == 1  # four sessions of one W&B run
+    sessions = [
+        path.name.rpartition("-")[2]
+        for path in (broken / "wandb").glob("offline-run-*")
+    ]
+    assert (
+        len(sessions) == 4 and len(set(sessions)) == 1
+    )  # four sessions of one W&B run
     kept = sorted(path.name for path in (broken / "checkpoints").glob("step_*"))
     assert kept == ["step_00000006", "step_00000007"]  # run.keep_checkpoints = 2
 
 
-# ---------------------------------------------------------------------------------- a checkpoint written behind
+# ---------------------------------------------------------- a checkpoint written behind
 
 
 @dataclass
@@ -175,8 +203,8 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def until(there: Path) -> None:
-    while not there.exists():
+def until(available: Path) -> None:
+    while not available.exists():
         time.sleep(0.01)
 
 
@@ -186,10 +214,14 @@ def test_what_is_written_behind_counts_if_it_is_whole(
 ) -> None:
     run_dir, gates = tmp_path / "run", tmp_path / "gates"
     gates.mkdir()
-    config = inputs.config("ppo", run_dir, "run.checkpoint_behind=true", "run.checkpoint_every=1")
+    config = inputs.config(
+        "ppo", run_dir, "run.checkpoint_behind=true", "run.checkpoint_every=1"
+    )
     recovery = Recovery(Resumption(config))
     trackers = Trackers([])
-    roles = [Role(name, name, SlowWriter, (str(gates),)) for name in ("first", "second")]
+    roles = [
+        Role(name, name, SlowWriter, (str(gates),)) for name in ("first", "second")
+    ]
     sets = [processes(name, 1, cpus=0.1) for name in ("first", "second")]
     with start_groups(sets, roles, stall_s=120, log_dir=tmp_path) as groups:
         first, second = (groups[role] for role in roles)
@@ -202,9 +234,12 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         assert newest().checkpoint is None
         (gates / "step_00000001").touch()
         recovery.rescue_save()
-        assert "the checkpoint of step 1, which was being written, is whole and counts" in capfd.readouterr().err
+        assert (
+            "the checkpoint of step 1, which was being written, is whole and counts"
+            in capfd.readouterr().err
+        )
         found = newest().checkpoint
-        assert found is not None and found.step == recovery.saved == 1
+        assert found is not None and found.step == recovery.saved_step == 1
 
         # The role itself dies in the next step, after it has written its part.
         (gates / "step_00000002").touch()
@@ -217,7 +252,7 @@ def test_what_is_written_behind_counts_if_it_is_whole(
             first.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()
         found = newest().checkpoint
-        assert found is not None and found.step == recovery.saved == 2
+        assert found is not None and found.step == recovery.saved_step == 2
 
         # It dies before.
         capfd.readouterr()
@@ -227,9 +262,12 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         with pytest.raises(WorkerDied):
             second.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()
-        assert "warning: the checkpoint of step 3 is not whole and was removed: " in capfd.readouterr().err
+        assert (
+            "warning: the checkpoint of step 3 is not whole and was removed: "
+            in capfd.readouterr().err
+        )
         found = newest().checkpoint
-        assert found is not None and found.step == recovery.saved == 2
+        assert found is not None and found.step == recovery.saved_step == 2
 
 
 class Ahead:
@@ -244,10 +282,15 @@ class Ahead:
 
 
 def test_a_state_ahead_of_its_step_is_not_saved(inputs: Inputs, tmp_path: Path) -> None:
-    store = written(inputs.config("ppo", tmp_path), 2)
+    store = write_checkpoints(inputs.config("ppo", tmp_path), 2)
     recovery = Recovery(Resumption(inputs.config("ppo", tmp_path)))
     recovery.commit(3, Ahead())
-    with pytest.raises(CheckpointError, match="after step 3 has drawn 32 rows of the data; expected 24"):
+    with pytest.raises(
+        CheckpointError, match="after step 3 has drawn 32 rows of the data; expected 24"
+    ):
         recovery.save(Ahead(), Trackers([]))
     found = store.latest()
-    assert found.checkpoint is not None and (found.checkpoint.step, found.skipped) == (2, [])
+    assert found.checkpoint is not None and (found.checkpoint.step, found.skipped) == (
+        2,
+        [],
+    )

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from controllers.run.resumption import Resumption
-from tests.controllers.run.checkpoints import written
+from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.errors import CheckpointError, ConfigError
 
@@ -16,47 +16,81 @@ def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = inputs.config("ppo", tmp_path)
-    store = written(config, 1, 2)
+    store = write_checkpoints(config, 1, 2)
     (store.root / "step_00000002" / "actor" / "shard").write_bytes(bytes(99))
     found = Resumption(config)
-    assert found.step == 1 and found.tracker_state == {"wandb_run_id": "abc", "recorded_steps": "1-1"}
+    assert found.step == 1 and found.tracker_state == {
+        "wandb_run_id": "abc",
+        "recorded_steps": "1-1",
+    }
     assert "actor/shard has 99 bytes instead of 100" in capsys.readouterr().err
 
 
-def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(inputs: Inputs, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.config("ppo", tmp_path)
-    store = written(config, 1)
+    store = write_checkpoints(config, 1)
     (store.root / "step_00000001" / "actor" / "shard").unlink()
-    with pytest.raises(CheckpointError, match=r"no usable checkpoint.*actor/shard is missing"):
+    with pytest.raises(
+        CheckpointError, match=r"no usable checkpoint.*actor/shard is missing"
+    ):
         Resumption(config)
 
 
-@pytest.mark.parametrize("drawn_per_step", [7, 9])
-def test_rows_that_the_steps_did_not_use_are_refused(inputs: Inputs, tmp_path: Path, drawn_per_step: int) -> None:
+@pytest.mark.parametrize("examples_per_step", [7, 9])
+def test_rows_that_the_steps_did_not_use_are_refused(
+    inputs: Inputs, tmp_path: Path, examples_per_step: int
+) -> None:
     config = inputs.config("ppo", tmp_path)
-    written(config, 3, drawn_per_step=drawn_per_step)
-    expected = f"after step 3 has drawn {3 * drawn_per_step} rows of the data; expected 24, 8 for each step"
+    write_checkpoints(config, 3, examples_per_step=examples_per_step)
+    expected = f"after step 3 has drawn {3 * examples_per_step} rows of the data; expected 24, 8 for each step"
     with pytest.raises(CheckpointError, match=expected):
         Resumption(config)
 
 
-def test_a_setting_that_the_state_depends_on_may_not_change(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 1)
+def test_a_setting_that_the_state_depends_on_may_not_change(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    write_checkpoints(inputs.config("ppo", tmp_path), 1)
     with pytest.raises(ConfigError) as caught:
-        Resumption(inputs.config("ppo", tmp_path, "run.seed=7", "rollout.group_size=8", "run.total_steps=9"))
-    assert sorted(problem.key for problem in caught.value.problems) == ["rollout.group_size", "run.seed"]
+        Resumption(
+            inputs.config(
+                "ppo",
+                tmp_path,
+                "run.seed=7",
+                "rollout.group_size=8",
+                "run.total_steps=9",
+            )
+        )
+    assert sorted(problem.key for problem in caught.value.problems) == [
+        "rollout.group_size",
+        "run.seed",
+    ]
     assert "was 0 when step_00000001 was written" in str(caught.value)
 
 
-def test_what_may_change_is_shown(inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    written(inputs.config("ppo", tmp_path), 1)
-    assert Resumption(inputs.config("ppo", tmp_path, "backend=fsdp", "run.total_steps=9")).step == 1
+def test_what_may_change_is_shown(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoints(inputs.config("ppo", tmp_path), 1)
+    assert (
+        Resumption(
+            inputs.config("ppo", tmp_path, "backend=fsdp", "run.total_steps=9")
+        ).step
+        == 1
+    )
     shown = capsys.readouterr().out
-    assert "run.total_steps: 100 -> 9" in shown and "actor.backend.kind: 'engine' -> 'fsdp'" in shown
+    assert (
+        "run.total_steps: 100 -> 9" in shown
+        and "actor.backend.kind: 'engine' -> 'fsdp'" in shown
+    )
 
 
-def test_resume_none_refuses_a_folder_that_holds_a_run(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 3)
+def test_resume_none_refuses_a_folder_that_holds_a_run(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    write_checkpoints(inputs.config("ppo", tmp_path), 3)
     with pytest.raises(ConfigError, match="already holds step_00000003"):
         Resumption(inputs.config("ppo", tmp_path, "run.resume=none"))
 
@@ -68,10 +102,15 @@ def test_a_record_without_a_checkpoint_is_kept_aside(
     with pytest.raises(ConfigError, match="already holds the record of a run"):
         Resumption(inputs.config("ppo", tmp_path, "run.resume=none"))
     found = Resumption(inputs.config("ppo", tmp_path))
-    assert found.step is None and (tmp_path / "metrics.jsonl").exists()  # an evaluation only looks
-    found.set_aside()
+    assert (
+        found.step is None and (tmp_path / "metrics.jsonl").exists()
+    )  # an evaluation only looks
+    found.set_aside_old_record()
     assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
-    assert not (tmp_path / "metrics.jsonl").exists() and len(list(tmp_path.glob("metrics.*.jsonl"))) == 1
+    assert (
+        not (tmp_path / "metrics.jsonl").exists()
+        and len(list(tmp_path.glob("metrics.*.jsonl"))) == 1
+    )
 
 
 def test_a_damaged_record_without_a_checkpoint_is_kept(
@@ -80,33 +119,47 @@ def test_a_damaged_record_without_a_checkpoint_is_kept(
     damaged = b'{"training/global_step": 1}\nnot JSON\n' + bytes(20)
     (tmp_path / "metrics.jsonl").write_bytes(damaged)
     found = Resumption(inputs.config("ppo", tmp_path))
-    found.set_aside()
+    found.set_aside_old_record()
     assert "records 1 steps but holds no checkpoint" in capsys.readouterr().err
     (aside,) = tmp_path.glob("metrics.*.jsonl")
     assert aside.read_bytes() == damaged
 
 
 def test_fewer_steps_than_are_done_are_refused(inputs: Inputs, tmp_path: Path) -> None:
-    written(inputs.config("ppo", tmp_path), 3)
+    write_checkpoints(inputs.config("ppo", tmp_path), 3)
     found = Resumption(inputs.config("ppo", tmp_path))
-    with pytest.raises(ConfigError, match=r"run.total_steps = 2: 3 steps are done already"):
-        found.refuse_fewer(2)
-    found.refuse_fewer(3)
+    with pytest.raises(
+        ConfigError, match=r"run.total_steps = 2: 3 steps are done already"
+    ):
+        found.refuse_fewer_steps(2)
+    found.refuse_fewer_steps(3)
 
 
-def test_another_runs_checkpoint_does_not_push_out_this_runs(inputs: Inputs, tmp_path: Path) -> None:
-    other = written(inputs.config("ppo", tmp_path / "other"), 3)
-    config = inputs.config("ppo", tmp_path / "mine", f"run.resume={other.root / 'step_00000003'}")
-    written(config, 7)
+def test_another_runs_checkpoint_does_not_push_out_this_runs(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    other = write_checkpoints(inputs.config("ppo", tmp_path / "other"), 3)
+    config = inputs.config(
+        "ppo", tmp_path / "mine", f"run.resume={other.root / 'step_00000003'}"
+    )
+    write_checkpoints(config, 7)
     with pytest.raises(ConfigError, match=r"run\.dir holds another run"):
         Resumption(config)
 
 
 def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:
-    store = written(inputs.config("ppo", tmp_path / "first"), 3, 4)
-    other = inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}")
+    store = write_checkpoints(inputs.config("ppo", tmp_path / "first"), 3, 4)
+    other = inputs.config(
+        "ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}"
+    )
     found = Resumption(other)
     assert found.step == 3
-    assert found.tracker_state == {"wandb_run_id": "abc"}  # the record of its steps stays where they ran
+    assert found.tracker_state == {
+        "wandb_run_id": "abc"
+    }  # the record of its steps stays where they ran
     with pytest.raises(CheckpointError, match="there is no such checkpoint"):
-        Resumption(inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"))
+        Resumption(
+            inputs.config(
+                "ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"
+            )
+        )

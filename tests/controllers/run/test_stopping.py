@@ -17,8 +17,8 @@ from typing import Any
 import psutil
 import pytest
 
-from controllers.run.keeping import GivenUpAnywhere, NothingKept
 from controllers.run.loop import Loop
+from controllers.run.persistence import NoPersistence, UnguardedSteps
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.stopping import Stopping
@@ -26,14 +26,21 @@ from controllers.trainers.base import Trainable
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.run.checkpoints import written
+from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs, timed_by
 from verl_ray.cluster import signals
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import Outlook, all_or_nothing, heed_signals, no_way_back, noting, stop_on_signals
+from verl_ray.cluster.signals import (
+    Outlook,
+    all_or_nothing,
+    deferring_signals,
+    heed_signals,
+    pass_point_of_no_return,
+    stop_on_signals,
+)
 from verl_ray.errors import Interrupted
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking import Sample, Tracker, Trackers
@@ -43,7 +50,10 @@ from verl_ray.tracking.jsonl import JsonlTracker, read_metrics
 @pytest.fixture
 def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """This process obeys signals, and forgets them again."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {
+        number: signal.getsignal(number)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    }
     stop_on_signals()
     yield
     for number, handler in handlers.items():
@@ -52,10 +62,11 @@ def stoppable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def forget() -> None:
-    signals._state.received = signals._state.answered_at = None
+    signals._state.received = None
+    signals._state.announced_at = None
     signals._state.disturbed = False
     signals._state.outlook = lambda: signals.NOTHING_AT_STAKE
-    signals._state.answered.clear()
+    signals._state.announced.clear()
 
 
 @dataclass
@@ -76,7 +87,7 @@ class Cursor:
         assert self.drawn == 8 * done
 
     def step(self, number: int) -> dict[str, float]:
-        no_way_back()
+        pass_point_of_no_return()
         self.drawn += 8
         if number == self.stopped_in:
             os.kill(os.getpid(), signal.SIGINT)
@@ -86,46 +97,69 @@ class Cursor:
 
     def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
         self.evaluated.append(self.drawn)
-        return {"val-core/sums/acc/mean@1": self.drawn / 64}, [Sample("1+1=", "2", "2", "sums", 1.0, False)]
+        return {"val-core/sums/acc/mean@1": self.drawn / 64}, [
+            Sample("1+1=", "2", "2", "sums", 1.0, False)
+        ]
 
     def state(self) -> dict[str, Any]:
-        return {"cursor": {"rows": 100, "drawn": self.drawn, "epoch": 0, "position": self.drawn}}
+        return {
+            "cursor": {
+                "rows": 100,
+                "drawn": self.drawn,
+                "epoch": 0,
+                "position": self.drawn,
+            }
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         self.drawn = state["cursor"]["drawn"]
 
 
-def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: Path) -> None:
+def test_what_a_signal_brings_is_told_at_every_moment(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
     recovery, trainer = Recovery(Resumption(config)), Cursor()
     run = Stopping(config, recovery)
-    assert run.outlook() == Outlook("stopping; no step is finished yet, so there is nothing to save", "")
+    assert run.outlook() == Outlook(
+        "stopping; no step is finished yet, so there is nothing to save", ""
+    )
     for number in (1, 2):
         with run.step(number):
             given_up = run.outlook()
-            no_way_back()
+            pass_point_of_no_return()
             time.sleep(0.01)
             finished = run.outlook()
             recovery.commit(number, trainer)
         if number == 1:
-            assert "step 1 is given up, its update has not begun; no step is finished yet" in given_up.next
+            assert (
+                "step 1 is given up, its update has not begun; no step is finished yet"
+                in given_up.next
+            )
             said = r"step 1 is finished first \(it has taken \d+ s since its update began\), then saved"
             assert re.fullmatch(said, finished.next) and finished.lost == "step 1"
-    assert given_up == Outlook("step 2 is given up, its update has not begun; step 1 is saved first", "step 1")
+    assert given_up == Outlook(
+        "step 2 is given up, its update has not begun; step 1 is saved first", "step 1"
+    )
     run._closing_s = 100.0  # what a step took from its update to its end
     with run.step(3):
-        no_way_back()
+        pass_point_of_no_return()
         outlook = run.outlook()
-        assert re.fullmatch(r"step 3 is finished first \(about (100|\d\d) s left\), then saved", outlook.next)
+        assert re.fullmatch(
+            r"step 3 is finished first \(about (100|\d\d) s left\), then saved",
+            outlook.next,
+        )
         assert outlook.lost == "steps 1 to 3"
     recovery.commit(2, trainer, unrecorded={"actor/loss": 0.5})
     said = "the evaluation of step 2, if it is not done by then, is made when the run goes on; step 2 is saved first"
     assert run.outlook() == Outlook(said, "steps 1 to 2")
     recovery.commit(2, trainer)
-    recovery.saved = 2
+    recovery.saved_step = 2
     assert run.outlook() == Outlook("stopping; step 2 is saved already", "")
-    recovery.writing, recovery.saved = 2, None
-    assert run.outlook() == Outlook("stopping; the checkpoint of step 2 is written first", "steps 1 to 2")
+    recovery.writing_step, recovery.saved_step = 2, None
+    assert run.outlook() == Outlook(
+        "stopping; the checkpoint of step 2 is written first", "steps 1 to 2"
+    )
 
 
 @pytest.mark.cluster
@@ -133,114 +167,191 @@ def test_what_a_signal_brings_is_told_at_every_moment(inputs: Inputs, tmp_path: 
 def test_an_evaluation_is_left_to_the_resumed_run(
     cluster: Session, inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    every = ["run.checkpoint_every=10", "run.checkpoint_behind=true", "run.evaluate_every=2", "run.total_steps=6"]
+    every = [
+        "run.checkpoint_every=10",
+        "run.checkpoint_behind=true",
+        "run.evaluate_every=2",
+        "run.total_steps=6",
+    ]
     config = inputs.config("ppo", tmp_path, *every)
     gates = tmp_path / "gates"
     gates.mkdir()
     (gates / "step_00000002").touch()
     role = Role("actor", "actor", SlowWriter, (str(gates),))
-    with start_groups([worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path) as groups:
-        recovery, trainer = Recovery(Resumption(config)), Cursor(groups={"actor": groups[role]}, stopped_in=2)
+    with start_groups(
+        [worker_processes("actor", 1, cpus=0.1)], [role], stall_s=120, log_dir=tmp_path
+    ) as groups:
+        recovery, trainer = (
+            Recovery(Resumption(config)),
+            Cursor(groups={"actor": groups[role]}, stopped_in=2),
+        )
         trackers = Trackers([JsonlTracker(tmp_path)])
-        with pytest.raises(Interrupted), noting():
-            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
+        with pytest.raises(Interrupted), deferring_signals():
+            Loop(
+                config.run, trainer, trackers, recovery, Stopping(config, recovery)
+            ).run()
         trackers.close(failed=True)
         said = f"step 2 is saved in {tmp_path}/checkpoints; its evaluation is made when the run goes on\n"
         assert said in capfd.readouterr().err
         before, first, second = read_metrics(tmp_path / "metrics.jsonl")
         assert before == {"val-core/sums/acc/mean@1": 0.0, "training/global_step": 0}
-        assert trainer.evaluated == [0] and first["actor/loss"] == 0.1 and second.keys() == first.keys()
+        assert (
+            trainer.evaluated == [0]
+            and first["actor/loss"] == 0.1
+            and second.keys() == first.keys()
+        )
 
         forget()
         found = Resumption(config)
         recovery, trainer = Recovery(found), Cursor(groups=trainer.groups, stopped_in=3)
         assert found.step == 2 and found.recorded_step == 1
-        trackers = Trackers([JsonlTracker(tmp_path, found.recorded_step, found.tracker_state)])
+        trackers = Trackers(
+            [JsonlTracker(tmp_path, found.recorded_step, found.tracker_state)]
+        )
         (gates / "step_00000003").touch()
-        with pytest.raises(Interrupted), noting():
-            Loop(config.run, trainer, trackers, recovery, Stopping(config, recovery)).run()
+        with pytest.raises(Interrupted), deferring_signals():
+            Loop(
+                config.run, trainer, trackers, recovery, Stopping(config, recovery)
+            ).run()
         trackers.close(failed=True)
         again = Resumption(config)
-        assert again.step == 3 and again.unrecorded is None  # the evaluation is not made again
+        assert (
+            again.step == 3 and again.unrecorded is None
+        )  # the evaluation is not made again
     *others, resumed, third = read_metrics(tmp_path / "metrics.jsonl")
-    assert len(others) == 2 and third["training/global_step"] == 3 and trainer.evaluated == [16]
-    assert resumed == pytest.approx(second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True)
-    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == ["step_000000.jsonl", "step_000002.jsonl"]
+    assert (
+        len(others) == 2
+        and third["training/global_step"] == 3
+        and trainer.evaluated == [16]
+    )
+    assert resumed == pytest.approx(
+        second | {"val-core/sums/acc/mean@1": 0.25}, nan_ok=True
+    )
+    assert sorted(path.name for path in (tmp_path / "samples").iterdir()) == [
+        "step_000000.jsonl",
+        "step_000002.jsonl",
+    ]
 
 
 @pytest.mark.usefixtures("stoppable")
-def test_half_of_an_update_is_not_saved(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_half_of_an_update_is_not_saved(
+    inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The roles hold what is neither of the step before nor of the one that failed."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
     recovery, trainer = Recovery(Resumption(config)), Cursor(stopped_in=2, fails_in=2)
-    with pytest.raises(RuntimeError, match="the new weights did not arrive"), noting():
-        Loop(config.run, trainer, Trackers([]), recovery, Stopping(config, recovery)).run()
-    assert "step 2 failed in its update, so nothing newer than step 0 is saved\n" in capfd.readouterr().err
+    with (
+        pytest.raises(RuntimeError, match="the new weights did not arrive"),
+        deferring_signals(),
+    ):
+        Loop(
+            config.run, trainer, Trackers([]), recovery, Stopping(config, recovery)
+        ).run()
+    assert (
+        "step 2 failed in its update, so nothing newer than step 0 is saved\n"
+        in capfd.readouterr().err
+    )
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_a_failure_saves_nothing_newer(inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_failure_saves_nothing_newer(
+    inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Unlike a stop, it may be the doing of what would be saved."""
     config = inputs.config("ppo", tmp_path, "run.checkpoint_every=10")
     recovery = Recovery(Resumption(config))
     with pytest.raises(RuntimeError, match="the new weights did not arrive"):
-        Loop(config.run, Cursor(fails_in=4), Trackers([]), recovery, Stopping(config, recovery)).run()
-    assert (recovery.finished, recovery.saved) == (3, None)
+        Loop(
+            config.run,
+            Cursor(fails_in=4),
+            Trackers([]),
+            recovery,
+            Stopping(config, recovery),
+        ).run()
+    assert (recovery.finished_step, recovery.saved_step) == (3, None)
     assert capfd.readouterr().err == "" and not (tmp_path / "checkpoints").exists()
 
 
-class SignalledWhileRescuing(NothingKept):
-    finished_is_kept = False
+class SignalledWhileRescuing(NoPersistence):
+    finished_is_saved = False
 
     def rescue_save(self) -> None:
         os.kill(os.getpid(), signal.SIGINT)
 
-    def keep_finished(self, _: Trainable, __: Tracker) -> None:
-        self.finished_is_kept = True
+    def save_finished_step(self, _: Trainable, __: Tracker) -> None:
+        self.finished_is_saved = True
 
 
 @pytest.mark.usefixtures("stoppable")
-def test_a_signal_after_a_failure_saves_what_it_tells(inputs: Inputs, tmp_path: Path) -> None:
-    """It is answered with the step that is saved, also while the loop waits for the checkpoint before."""
-    config = inputs.config("ppo", tmp_path, "run.checkpoint_every=1", "run.total_steps=6")
-    keeping = SignalledWhileRescuing()
-    with pytest.raises(RuntimeError, match="the new weights did not arrive"), noting():
-        Loop(config.run, Cursor(fails_in=2), Trackers([]), keeping, GivenUpAnywhere()).run()
-    assert keeping.finished_is_kept
+def test_a_signal_after_a_failure_saves_what_it_tells(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """It is answered with the step that is saved, also while the loop waits for the
+    checkpoint before.
+    """
+    config = inputs.config(
+        "ppo", tmp_path, "run.checkpoint_every=1", "run.total_steps=6"
+    )
+    persistence = SignalledWhileRescuing()
+    with (
+        pytest.raises(RuntimeError, match="the new weights did not arrive"),
+        deferring_signals(),
+    ):
+        Loop(
+            config.run, Cursor(fails_in=2), Trackers([]), persistence, UnguardedSteps()
+        ).run()
+    assert persistence.finished_is_saved
 
 
 def test_nothing_kept_runs_to_its_end(inputs: Inputs, tmp_path: Path) -> None:
     every = ["run.checkpoint_every=1", "run.evaluate_every=2", "run.total_steps=3"]
     config, trainer = inputs.config("ppo", tmp_path, *every), Cursor()
-    Loop(config.run, trainer, Trackers([]), NothingKept(), GivenUpAnywhere()).run()
+    Loop(config.run, trainer, Trackers([]), NoPersistence(), UnguardedSteps()).run()
     assert (trainer.drawn, trainer.evaluated) == (24, [0, 16, 24])
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_checkpoints_says_what_it_loses(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
+def test_a_run_without_checkpoints_says_what_it_loses(
+    inputs: Inputs, tmp_path: Path, capfd: Any
+) -> None:
     config = inputs.config("ppo", tmp_path)
     recovery = Recovery(Resumption(config))
-    recovery.keep_finished(Cursor(), Trackers([]))
+    recovery.save_finished_step(Cursor(), Trackers([]))
     assert capfd.readouterr().err == ""  # no step is finished
     recovery.commit(3, Cursor())
-    assert Stopping(config, recovery).outlook().next == "stopping; nothing is saved (run.checkpoint_every=0)"
-    recovery.keep_finished(Cursor(), Trackers([]))
-    assert "nothing is saved (run.checkpoint_every=0): the 3 finished steps are lost" in capfd.readouterr().err
+    assert (
+        Stopping(config, recovery).outlook().next
+        == "stopping; nothing is saved (run.checkpoint_every=0)"
+    )
+    recovery.save_finished_step(Cursor(), Trackers([]))
+    assert (
+        "nothing is saved (run.checkpoint_every=0): the 3 finished steps are lost"
+        in capfd.readouterr().err
+    )
 
 
-def test_a_stop_tells_where_its_step_is_saved(inputs: Inputs, tmp_path: Path, capfd: Any) -> None:
-    """A run that goes on from another folder, and comes to no step of its own, even if it were to write nothing."""
-    store = written(inputs.config("ppo", tmp_path / "first"), 3)
-    config = inputs.config("ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}")
+def test_a_stop_tells_where_its_step_is_saved(
+    inputs: Inputs, tmp_path: Path, capfd: Any
+) -> None:
+    """A run that goes on from another folder, and comes to no step of its own, even if
+    it were to write nothing.
+    """
+    store = write_checkpoints(inputs.config("ppo", tmp_path / "first"), 3)
+    config = inputs.config(
+        "ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000003'}"
+    )
     recovery = Recovery(Resumption(config))
-    recovery.keep_finished(Cursor(), Trackers([]))
+    recovery.save_finished_step(Cursor(), Trackers([]))
     assert capfd.readouterr().err == f"step 3 is saved in {store.root}\n"
     recovery.commit(5, Cursor())
-    recovery.keep_finished(Cursor(), Trackers([]))
-    assert "(run.checkpoint_every=0): the 2 finished steps are lost" in capfd.readouterr().err
+    recovery.save_finished_step(Cursor(), Trackers([]))
+    assert (
+        "(run.checkpoint_every=0): the 2 finished steps are lost"
+        in capfd.readouterr().err
+    )
 
 
-# --------------------------------------------------------------------------------------------------- real phases
+# -------------------------------------------------------------------------- real phases
 
 
 class Watched(Timers):
@@ -256,7 +367,11 @@ class Watched(Timers):
 
 
 def processes(group: WorkerGroup[Any]) -> list[psutil.Process]:
-    return [psutil.Process(member.facts.pid) for member in group.members() if member.facts is not None]
+    return [
+        psutil.Process(member.process_info.pid)
+        for member in group.members()
+        if member.process_info is not None
+    ]
 
 
 @pytest.mark.cluster
@@ -264,11 +379,18 @@ def processes(group: WorkerGroup[Any]) -> list[psutil.Process]:
 @pytest.mark.timeout(600)
 @pytest.mark.usefixtures("stoppable")
 def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
-    """Those that a phase waits for are held, so that the driver is in that wait when the signal comes."""
+    """Those that a phase waits for are held, so that the driver is in that wait when
+    the signal comes.
+    """
     run = trainer("ppo", "actor.mini_batch_size=16")
     run.publish(0)
-    rollout, reward, actor = run.replicas.there[0], run.system.graders["reward"], run.system.actor
-    # Who is held from the beginning of which phase, and in which phase the signal comes.
+    rollout, reward, actor = (
+        run.replicas.available[0],
+        run.system.graders["reward"],
+        run.system.actor,
+    )
+    # Who is held from the beginning of which phase, and in which phase the signal
+    # comes.
     waits = (
         ("gen", rollout, "gen"),
         ("gen", reward, "reward"),
@@ -278,7 +400,12 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
     for held_from, group, phase in waits:
         before, held = run.prompts.state(), processes(group)
 
-        def at(begins: str, held_from: str = held_from, held: Any = held, phase: str = phase) -> None:
+        def at(
+            begins: str,
+            held_from: str = held_from,
+            held: Any = held,
+            phase: str = phase,
+        ) -> None:
             if begins == held_from:
                 for process in held:
                     process.suspend()
@@ -287,12 +414,16 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
 
         timed_by(run, Watched(at))
         try:
-            with noting(), pytest.raises(Interrupted, match="stopped by SIGINT"), all_or_nothing() as work:
+            with (
+                deferring_signals(),
+                pytest.raises(Interrupted, match="stopped by SIGINT"),
+                all_or_nothing() as work,
+            ):
                 run.step(1)
         finally:
             for process in held:
                 process.resume()
-        assert work.since is None
+        assert work.committed_at is None
         run.prompts.load_state(before)
         forget()
     timed_by(run, Timers())
@@ -306,8 +437,17 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
 def test_an_update_that_has_begun_is_published(trainer: MakeTrainer) -> None:
     run = trainer("ppo", "actor.mini_batch_size=16")
     run.publish(0)
-    timed_by(run, Watched(lambda begins: os.kill(os.getpid(), signal.SIGINT) if begins == "update_critic" else None))
-    with noting(), all_or_nothing():
+    timed_by(
+        run,
+        Watched(
+            lambda begins: (
+                os.kill(os.getpid(), signal.SIGINT)
+                if begins == "update_critic"
+                else None
+            )
+        ),
+    )
+    with deferring_signals(), all_or_nothing():
         metrics = run.step(1)
     assert run.policy_version == 1 and "actor/loss" in metrics
     with pytest.raises(Interrupted):

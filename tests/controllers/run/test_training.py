@@ -12,7 +12,7 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
-from controllers.tasks import typed
+from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
 from tests.controllers.runs import ROOT, Inputs, command, command_here
 from verl_ray.cluster.session import Session
@@ -54,21 +54,33 @@ reward_health/rescored
 
 
 def held_out(lines: list[dict[str, float]]) -> list[float | None]:
-    return [next((value for name, value in line.items() if name.startswith("val-core/")), None) for line in lines]
+    return [
+        next(
+            (value for name, value in line.items() if name.startswith("val-core/")),
+            None,
+        )
+        for line in lines
+    ]
 
 
 def wandb_history(run_dir: Path) -> list[dict[str, float]]:
     """What W&B's own reader finds in the run's offline files."""
     (session,) = (run_dir / "wandb").glob("offline-run-*")
     reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
-    printed = subprocess.run(reader, check=True, capture_output=True, text=True, timeout=60).stdout
+    printed = subprocess.run(
+        reader, check=True, capture_output=True, text=True, timeout=60
+    ).stdout
     records = [json.loads(line) for line in printed.splitlines()]
-    return [record["history"]["item"] for record in records if record["type"] == "history"]
+    return [
+        record["history"]["item"] for record in records if record["type"] == "history"
+    ]
 
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_run_writes_all_that_it_promises(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
     run_dir = tmp_path / "run"
     ended = command(
         cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), "run.total_steps=3", "run.evaluate_every=2",
@@ -76,7 +88,7 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
     )  # fmt: skip
 
     tree = yaml.safe_load((run_dir / "config.yaml").read_text())
-    config = typed(tree)  # fully resolved: it is a configuration by itself
+    config = typed_config(tree)  # fully resolved: it is a configuration by itself
     assert config.run.total_steps == 3 and config.model.path == str(inputs.model)
 
     lines = read_metrics(run_dir / "metrics.jsonl")
@@ -88,12 +100,26 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
         assert line["training/rollout_probs_diff_max"] < 1e-4
         assert line["training/rollout_actor_probs_pearson_corr"] > 0.9999
         assert line["timing_s/controller"] < line["timing_s/step"]
-        measured = {
-            name: value for name, value in line.items() if name.startswith("memory/") and "predicted" not in name
+        outputs = {
+            name: value
+            for name, value in line.items()
+            if name.startswith("memory/") and "predicted" not in name
         }
-        assert {name.split("/")[1] for name in measured} == {"actor", "critic", "reference", "rollout"}
-        for name, value in measured.items():  # of a process's own memory nearly all: the model is small
-            assert value == pytest.approx(line[name.replace("_gib", "_predicted_gib")], rel=0.2), name
+        assert {name.split("/")[1] for name in outputs} == {
+            "actor",
+            "critic",
+            "reference",
+            "rollout",
+        }
+        for (
+            name,
+            value,
+        ) in (
+            outputs.items()
+        ):  # of a process's own memory nearly all: the model is small
+            assert value == pytest.approx(
+                line[name.replace("_gib", "_predicted_gib")], rel=0.2
+            ), name
     assert "predicted: the machine is fullest in the phase" in ended.stdout
 
     logged = wandb_history(run_dir)
@@ -108,12 +134,24 @@ def test_a_run_writes_all_that_it_promises(cluster: Session, inputs: Inputs, tmp
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
 
-    same = ["run.total_steps=3", "run.evaluate_every=2", "run.checkpoint_every=3", "evaluation.samples=2"]
-    again = command_here(cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same)
-    assert "val-aux/num_prompts: 16.0000" in again.stdout and again.stdout.count(" (answer ") == 2
+    same = [
+        "run.total_steps=3",
+        "run.evaluate_every=2",
+        "run.checkpoint_every=3",
+        "evaluation.samples=2",
+    ]
+    again = command_here(
+        cluster, "evaluate", "--config-name", "ppo", *inputs.rl(run_dir), *same
+    )
+    assert (
+        "val-aux/num_prompts: 16.0000" in again.stdout
+        and again.stdout.count(" (answer ") == 2
+    )
     printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
                if key.startswith("val-core/")}  # fmt: skip
-    assert list(printed.values()) == pytest.approx([held_out(lines)[-1]], abs=1e-4)  # of the checkpoint of step 3
+    assert list(printed.values()) == pytest.approx(
+        [held_out(lines)[-1]], abs=1e-4
+    )  # of the checkpoint of step 3
 
 
 @pytest.mark.cluster
@@ -121,16 +159,29 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
     run_dir = tmp_path / "run"
     changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
                "sft.max_tokens=16", "tracking.wandb.mode=offline"]  # fmt: skip
-    command(cluster, "train", "--config-name", "sft", *inputs.overrides(run_dir)[:-1], *changes)
+    command(
+        cluster,
+        "train",
+        "--config-name",
+        "sft",
+        *inputs.overrides(run_dir)[:-1],
+        *changes,
+    )
     lines = read_metrics(run_dir / "metrics.jsonl")
     assert [line["training/global_step"] for line in lines] == list(range(31))
     assert lines[-1]["train/loss"] < lines[1]["train/loss"] / 2
-    assert [step for step, value in enumerate(held_out(lines)) if value is not None] == [0, 15, 30]
+    assert [
+        step for step, value in enumerate(held_out(lines)) if value is not None
+    ] == [0, 15, 30]
     assert len(wandb_history(run_dir)) == 31
-    assert (run_dir / "model" / "model.safetensors").exists() and (run_dir / "model" / "tokenizer.json").exists()
+    assert (run_dir / "model" / "model.safetensors").exists() and (
+        run_dir / "model" / "tokenizer.json"
+    ).exists()
 
 
-def test_rows_that_cannot_be_learned_from_end_a_run_before_its_processes_start(inputs: Inputs, tmp_path: Path) -> None:
+def test_rows_that_cannot_be_learned_from_end_a_run_before_its_processes_start(
+    inputs: Inputs, tmp_path: Path
+) -> None:
     config = inputs.supervised(tmp_path, "sft.max_tokens=2")
     with pytest.raises(DataError, match=r"rows are longer than sft\.max_tokens = 2"):
         task_of(config).read()
@@ -141,12 +192,17 @@ PROBLEMS = [
         "Ann has {a} pens and buys {b} more. How many pens has she?",
         "She has {a}+{b}=<<{a}+{b}={c}>>{c} pens.\n#### {c}",
     ),
-    ("A farm has {a} cows and {b} hens. How many animals?", "There are {a}+{b}=<<{a}+{b}={c}>>{c} animals.\n#### {c}"),
+    (
+        "A farm has {a} cows and {b} hens. How many animals?",
+        "There are {a}+{b}=<<{a}+{b}={c}>>{c} animals.\n#### {c}",
+    ),
 ]
 
 
 def gsm8k_copy(folder: Path) -> Path:
-    """The real data set where it lies beside the checkout, or a few problems of its form."""
+    """The real data set where it lies beside the checkout, or a few problems of its
+    form.
+    """
     if GSM8K.is_dir():
         return GSM8K
     for name in ("train", "test"):
@@ -154,7 +210,14 @@ def gsm8k_copy(folder: Path) -> Path:
         for number in range(40):
             question, answer = PROBLEMS[number % 2]
             fields = {"a": number, "b": 3, "c": number + 3}
-            lines.append(json.dumps({"question": question.format(**fields), "answer": answer.format(**fields)}))
+            lines.append(
+                json.dumps(
+                    {
+                        "question": question.format(**fields),
+                        "answer": answer.format(**fields),
+                    }
+                )
+            )
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
     return folder
 
@@ -165,7 +228,12 @@ def gsm8k_copy(folder: Path) -> Path:
 def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
     cluster: Session, inputs: Inputs, tmp_path: Path
 ) -> None:
-    assert prepare_data(["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]) == 0
+    assert (
+        prepare_data(
+            ["gsm8k", str(gsm8k_copy(tmp_path)), str(tmp_path / "data"), "--model"]
+        )
+        == 0
+    )
     run_dir, data = tmp_path / "run", tmp_path / "data"
     command_here(
         cluster, "train", "--config-name", "ppo", *inputs.rl(run_dir), f"model.path={data}/model",
@@ -183,21 +251,38 @@ def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
 
 def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:
     assert task_of(inputs.supervised(tmp_path)).next_command().startswith("verl-ray ")
-    assert task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")
+    assert (
+        task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")
+    )
 
 
 @pytest.mark.cluster
-def test_what_a_worker_refuses_is_told_in_two_lines(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+def test_what_a_worker_refuses_is_told_in_two_lines(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(inputs.model, model)
     tensors = load_file(model / "model.safetensors")
     del tensors["model.layers.1.mlp.gate_proj.weight"]
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     ended = command_here(
-        cluster, "train", "--config-name", "sft", *inputs.overrides(tmp_path / "run"), f"model.path={model}", code=1
+        cluster,
+        "train",
+        "--config-name",
+        "sft",
+        *inputs.overrides(tmp_path / "run"),
+        f"model.path={model}",
+        code=1,
     )
     refused, origin = ended.stderr.splitlines()[-2:]
-    assert refused.startswith("ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model.")
+    assert refused.startswith(
+        "ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model."
+    )
     log = tmp_path / "run" / "logs" / "engine trainer-0.log"
-    assert origin.startswith("raised by actor rank 0 on ") and origin.endswith(f"; its stack is in {log}")
-    assert "Traceback" not in ended.stdout + ended.stderr and "ModelError: model.path" in log.read_text()
+    assert origin.startswith("raised by actor rank 0 on ") and origin.endswith(
+        f"; its stack is in {log}"
+    )
+    assert (
+        "Traceback" not in ended.stdout + ended.stderr
+        and "ModelError: model.path" in log.read_text()
+    )

@@ -1,4 +1,7 @@
-"""A task in one file of its own, as a user may write one: imitation of every token, the prompt's included."""
+"""A task in one file, as a user may write one: imitation of every token.
+
+Tokens of the prompt are included.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.config.roles import ModelRole, SupervisedRole
-from verl_ray.config.rules.rule import Overridden
+from verl_ray.config.rules.rule import OverriddenKeys
 from verl_ray.config.schema import Config
 from verl_ray.config.section import Positive, PositiveFloat, Section
 from verl_ray.data.sharded import Sharded
@@ -22,16 +25,20 @@ from verl_ray.errors import Problem
 from workers.model_worker import ModelWorker, UpdateReport
 
 
-def weights_are_not_too_large(config: ImitationConfig, _: Overridden) -> Iterator[Problem]:
+def weights_are_not_too_large(
+    config: ImitationConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
     if config.imitation.weight > config.imitation.batch_size:
-        yield Problem("imitation.weight", config.imitation.weight, "this is no weight", "Use 1.0.")
+        yield Problem(
+            "imitation.weight", config.imitation.weight, "this is no weight", "Use 1.0."
+        )
 
 
 class ImitationSection(Section):
     batch_size: Positive
     max_tokens: Positive
     weight: PositiveFloat
-    """Of every row."""
+    """Weight of every row."""
 
 
 class ImitationConfig(Config):
@@ -45,7 +52,7 @@ class ImitationConfig(Config):
         return {"student": self.student}
 
     @property
-    def drawn_per_step(self) -> int:
+    def examples_per_step(self) -> int:
         return self.imitation.batch_size
 
     @property
@@ -55,10 +62,12 @@ class ImitationConfig(Config):
 
 class StudentWorker(ModelWorker):
     def imitate(self, rows: TrainingBatch, weight: float) -> UpdateReport:
-        """One optimizer step on all tokens but the first of each row."""
+        """Run one optimizer step on all tokens but the first of each row."""
         mask = rows.response_mask | True
         mask[rows.offsets[:-1]] = False
-        weighted = rows.replace(response_mask=mask, loss_weight=weight * rows.loss_weight)
+        weighted = rows.replace(
+            response_mask=mask, loss_weight=weight * rows.loss_weight
+        )
         return self.learn(weighted, SupervisedObjective())
 
 
@@ -79,12 +88,18 @@ class ImitationTask(SupervisedTask[ImitationConfig]):
         config, wanted = self.config, self.config.imitation
         tokenizer = load_tokenizer(config.student.model.path)
         source = SupervisedSource(
-            config.data.train_path, tokenizer, config.data, max_tokens=wanted.max_tokens, seed=config.run.seed
+            config.data.train_path,
+            tokenizer,
+            config.data,
+            max_tokens=wanted.max_tokens,
+            seed=config.run.seed,
         )
 
         def make(system: System) -> ImitationTrainer:
             student = system.models["student"]
-            trainer = ImitationTrainer("student", student, source, source.all(4), wanted.batch_size, 5)
+            trainer = ImitationTrainer(
+                "student", student, source, source.all(4), wanted.batch_size, 5
+            )
             trainer.weight = wanted.weight
             return trainer
 

@@ -1,5 +1,8 @@
-"""Whole steps with roles on megatron, beside other backends: what each step says is what the plain engine says, and
-what is sent into vLLM is what transformers computes with."""
+"""Whole steps with roles on megatron and on other backends.
+
+Each step has the metrics of the plain engine, and vLLM gets the weights with which
+transformers computes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def expected(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def expected(
+    inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, float]]:
     """Metrics of two steps on the plain engine."""
     config = inputs.config("ppo", tmp_path_factory.mktemp("plain"), *SETTINGS)
     with training(config, samplers) as run:
@@ -41,16 +46,27 @@ def expected(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize(
     "layout",
-    [name if number == 0 else pytest.param(name, marks=pytest.mark.slow) for number, name in enumerate(LAYOUTS)],
+    [
+        name if number == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for number, name in enumerate(LAYOUTS)
+    ],
 )
 def test_two_steps_are_those_of_the_plain_engine(
-    inputs: Inputs, samplers: Samplers, tmp_path: Path, expected: list[dict[str, float]], layout: str
+    inputs: Inputs,
+    samplers: Samplers,
+    tmp_path: Path,
+    expected: list[dict[str, float]],
+    layout: str,
 ) -> None:
     config = inputs.config("ppo", tmp_path, *SETTINGS, *LAYOUTS[layout])
     with training(config, samplers) as run:
         run.publish(0)
         found = [run.step(number) for number in (1, 2)]
         assert largest_difference(run, drawn(run), tmp_path / "exported") < 1e-4
-    assert expected[1]["actor/grad_norm"] > 1e-3 and expected[1]["critic/grad_norm"] > 1e-3
+    assert (
+        expected[1]["actor/grad_norm"] > 1e-3 and expected[1]["critic/grad_norm"] > 1e-3
+    )
     for step, plain in zip(found, expected, strict=True):
-        assert lasting(step) == pytest.approx(lasting(plain), rel=1e-3, abs=1e-5, nan_ok=True)
+        assert lasting(step) == pytest.approx(
+            lasting(plain), rel=1e-3, abs=1e-5, nan_ok=True
+        )

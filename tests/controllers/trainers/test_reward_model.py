@@ -1,4 +1,4 @@
-"""A reward model as a job: trained, stopped and resumed, evaluated, and a policy that learns from it."""
+"""A reward model as a run: trained, resumed, evaluated, and a policy learns from it."""
 
 from __future__ import annotations
 
@@ -19,22 +19,30 @@ from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic_pairs
-from verl_ray.data.files import read_preferences
+from verl_ray.data.records import read_preferences
 from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
 from verl_ray.errors import ConfigError
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.tracking.jsonl import read_metrics
 
-SHORT = ["run.threads_per_rank=1", "tracking.wandb.mode=disabled", "run.checkpoint_every=0"]
+SHORT = [
+    "run.threads_per_rank=1",
+    "tracking.wandb.mode=disabled",
+    "run.checkpoint_every=0",
+]
 
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> ArithmeticFiles:
     folder = tmp_path_factory.mktemp("pairs")
-    return write_arithmetic_pairs(folder, max_operand=19, num_train=64, num_validation=16, seed=0, wrong_per_sum=2)
+    return write_arithmetic_pairs(
+        folder, max_operand=19, num_train=64, num_validation=16, seed=0, wrong_per_sum=2
+    )
 
 
-def preference_run(inputs: Inputs, pairs: ArithmeticFiles, run_dir: Path, *changes: str) -> list[str]:
+def preference_run(
+    inputs: Inputs, pairs: ArithmeticFiles, run_dir: Path, *changes: str
+) -> list[str]:
     return [
         "--config-name", "reward_model", f"run.dir={run_dir}", f"model.path={inputs.model}",
         f"data.train_path={pairs.train.jsonl}", f"data.validation_path={pairs.validation.parquet}",
@@ -51,44 +59,80 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
     changes = ["backend=fsdp", "reward.num_ranks=2", "preference.margin=0.5", "preference.label_smoothing=0.1",
                "reward.optimizer.schedule=constant"]  # fmt: skip
     for run_dir, steps in ((whole, 4), (broken, 2), (broken, 4)):
-        command_here(cluster, "train", *preference_run(inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"))
-    straight, resumed = (read_metrics(folder / "metrics.jsonl") for folder in (whole, broken))
+        command_here(
+            cluster,
+            "train",
+            *preference_run(
+                inputs, pairs, run_dir, *changes, f"run.total_steps={steps}"
+            ),
+        )
+    straight, resumed = (
+        read_metrics(folder / "metrics.jsonl") for folder in (whole, broken)
+    )
     assert [line["training/global_step"] for line in resumed] == [0, 1, 2, 3, 4]
     for left, right in zip(straight, resumed, strict=True):
         assert lasting(left) == lasting(right)
     states = []
     for folder in (whole, broken):
-        dcp_to_torch_save(folder / "checkpoints" / "step_00000004" / "reward", folder / "state.pt")
+        dcp_to_torch_save(
+            folder / "checkpoints" / "step_00000004" / "reward", folder / "state.pt"
+        )
         states.append(torch.load(folder / "state.pt", weights_only=False)["model"])
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
     accuracy, loss = by_transformers(broken / "model", pairs)
-    for what in (f"model.path={broken}/model", f"run.resume={broken}/checkpoints/step_00000004"):
-        ended = command_here(cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what))
-        told = dict(line.split(": ") for line in ended.stdout.splitlines() if line.startswith("val-"))
-        assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(accuracy, abs=1e-4)
-        assert float(told["val-core/held_out/log_loss"]) == pytest.approx(loss, abs=1e-4)
+    for what in (
+        f"model.path={broken}/model",
+        f"run.resume={broken}/checkpoints/step_00000004",
+    ):
+        ended = command_here(
+            cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what)
+        )
+        told = dict(
+            line.split(": ")
+            for line in ended.stdout.splitlines()
+            if line.startswith("val-")
+        )
+        assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(
+            accuracy, abs=1e-4
+        )
+        assert float(told["val-core/held_out/log_loss"]) == pytest.approx(
+            loss, abs=1e-4
+        )
     assert resumed[-1]["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)
 
 
-def test_a_model_without_a_head_is_not_evaluated(inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path) -> None:
-    """A new head would be drawn, and measured."""
+def test_a_model_without_a_head_is_not_evaluated(
+    inputs: Inputs, pairs: ArithmeticFiles, tmp_path: Path
+) -> None:
+    """A new head would be random, and would be evaluated."""
     config = compose("reward_model", preference_run(inputs, pairs, tmp_path)[2:])
     assert isinstance(config, RewardModelConfig)
-    with pytest.raises(ConfigError, match=r"this model has no score\.weight, and run\.resume leads to no checkpoint"):
+    with pytest.raises(
+        ConfigError,
+        match=r"this model has no score\.weight, and run\.resume leads to no checkpoint",
+    ):
         evaluation_of(config)
 
 
 def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, float]:
     """Pair accuracy and log-loss on the held-out pairs, one row at a time."""
-    model = AutoModelForSequenceClassification.from_pretrained(model_path, num_labels=1, dtype=torch.float32)
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_path, num_labels=1, dtype=torch.float32
+    )
     tokenizer = load_tokenizer(model_path)
     right, loss = 0.0, 0.0
     records = read_preferences(pairs.validation.jsonl)
     for record in records:
         with torch.no_grad():
             chosen, rejected = (
-                float(model(torch.tensor([[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]])).logits)
+                float(
+                    model(
+                        torch.tensor(
+                            [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id]]
+                        )
+                    ).logits
+                )
                 for text in ("".join(record.chosen), "".join(record.rejected))
             )
         right += chosen > rejected
@@ -98,11 +142,18 @@ def by_transformers(model_path: Path, pairs: ArithmeticFiles) -> tuple[float, fl
 
 @pytest.mark.cluster
 @pytest.mark.vllm
-def test_a_run_learns_from_a_mixture_and_tells_its_parts(inputs: Inputs, tmp_path: Path) -> None:
-    """The reward model sits in the actor's sharded processes, and gets pieces of odd sizes while rollouts are drawn. It
-    takes more than other tests' groups have left of the cluster that they share."""
+def test_a_run_learns_from_a_mixture_and_reports_its_parts(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    """The reward model scores pieces of odd sizes while rollouts are generated.
+
+    It runs in the actor's sharded processes. The run needs more than the groups of
+    other tests leave of the shared cluster.
+    """
     make_tokenizers(tmp_path)
-    reward_model = make_reward_model(tmp_path / "reward", "llama", tmp_path / "brackets")
+    reward_model = make_reward_model(
+        tmp_path / "reward", "llama", tmp_path / "brackets"
+    )
     command(
         None, "train", "--config-name", "ppo", *inputs.overrides(tmp_path / "run"), "run.total_steps=2",
         "run.evaluate_every=2", "data.prompts_per_step=8", "data.max_prompt_tokens=8", "rollout.group_size=4",
@@ -117,15 +168,25 @@ def test_a_run_learns_from_a_mixture_and_tells_its_parts(inputs: Inputs, tmp_pat
         parts = 2 * line["reward/function/mean"] + 0.5 * line["reward/model/mean"]
         assert line["critic/score/mean"] == pytest.approx(parts, abs=1e-5)
         assert line["reward/model/max"] > line["reward/model/min"]
-        assert line["critic/rewards/mean"] != pytest.approx(parts, abs=1e-2)  # the model's part of it is normalised
+        assert line["critic/rewards/mean"] != pytest.approx(
+            parts, abs=1e-2
+        )  # the model's part of it is normalised
     for line in (lines[0], lines[-1]):
-        parts = 2 * line["val-aux/reward/function/mean"] + 0.5 * line["val-aux/reward/model/mean"]
-        assert line["val-core/arithmetic/reward/mean@1"] == pytest.approx(parts, abs=1e-5)
+        parts = (
+            2 * line["val-aux/reward/function/mean"]
+            + 0.5 * line["val-aux/reward/model/mean"]
+        )
+        assert line["val-core/arithmetic/reward/mean@1"] == pytest.approx(
+            parts, abs=1e-5
+        )
 
 
 def write_digits(folder: Path, seed: int) -> None:
-    """Numbers, of which the first digit is wanted, as problems, demonstrations and pairs. Three of five demonstrations
-    are one too high, so that a policy that imitates them is mostly wrong; a pair holds any wrong digit."""
+    """Write problems, demonstrations and pairs about the first digit of numbers.
+
+    Three of five demonstrations are one too high, so that a policy that imitates them
+    is mostly wrong. The rejected answer of a pair is any wrong digit.
+    """
     random = np.random.default_rng(seed)
     numbers = [f"{number:03}" for number in random.permutation(1000)]
     folder.mkdir()
@@ -134,20 +195,32 @@ def write_digits(folder: Path, seed: int) -> None:
         for number in chosen:
             right, prompt = int(number[0]), f"{number}="
             said = (right + int(random.random() < 0.6)) % 10
-            records.append({"prompt": prompt, "answer": str(right), "response": str(said)})
+            records.append(
+                {"prompt": prompt, "answer": str(right), "response": str(said)}
+            )
             wrong = ((right + int(apart)) % 10 for apart in random.integers(1, 10, 4))
-            pairs += [{"prompt": prompt, "chosen": str(right), "rejected": str(digit)} for digit in wrong]
+            pairs += [
+                {"prompt": prompt, "chosen": str(right), "rejected": str(digit)}
+                for digit in wrong
+            ]
         for name, lines in ((kind, records), (f"{kind}_pairs", pairs)):
-            (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+            (folder / f"{name}.jsonl").write_text(
+                "".join(json.dumps(line) + "\n" for line in lines)
+            )
 
 
 @pytest.mark.cluster
 @pytest.mark.vllm
 @pytest.mark.timeout(600)
 @pytest.mark.slow
-def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluster: Session, tmp_path: Path) -> None:
-    """The model has seen right and wrong digits side by side, of other numbers than are held out; what rises is the
-    share of right ones, from about 0.2 to 1."""
+def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(
+    cluster: Session, tmp_path: Path
+) -> None:
+    """The share of right answers rises from about 0.2 to 1.
+
+    The reward model has seen right and wrong digits of other numbers than the held-out
+    ones.
+    """
     data = tmp_path / "data"
     write_digits(data, seed=0)
     character_tokenizer(tmp_path / "tokenizer", ALPHABET)
@@ -155,8 +228,13 @@ def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluste
         hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=32, intermediate_size=128,
         tie_embeddings=True,
     )  # fmt: skip
-    untrained = make_tiny_qwen3(tmp_path / "untrained", tmp_path / "tokenizer", shape, seed=0)
-    problems = [f"data.train_path={data}/train.jsonl", f"data.validation_path={data}/validation.jsonl"]
+    untrained = make_tiny_qwen3(
+        tmp_path / "untrained", tmp_path / "tokenizer", shape, seed=0
+    )
+    problems = [
+        f"data.train_path={data}/train.jsonl",
+        f"data.validation_path={data}/validation.jsonl",
+    ]
     command_here(
         cluster, "train", "--config-name", "sft", f"run.dir={tmp_path}/sft", f"model.path={untrained}", *problems,
         *SHORT, "run.total_steps=80", "run.evaluate_every=0", "actor.optimizer.lr=2e-3", "sft.max_tokens=16",
@@ -180,6 +258,8 @@ def test_a_policy_that_learns_from_a_reward_model_gets_more_answers_right(cluste
         "evaluation.functions={default: exact_match}",
     )  # fmt: skip
     lines = read_metrics(tmp_path / "ppo" / "metrics.jsonl")
-    before, after = (line["val-core/validation/acc/mean@1"] for line in (lines[0], lines[-1]))
+    before, after = (
+        line["val-core/validation/acc/mean@1"] for line in (lines[0], lines[-1])
+    )
     assert after > before + 0.4, (before, after)
     assert all(line["reward_health/ok"] == 256 for line in lines[1:])

@@ -12,20 +12,31 @@ import pytest
 import yaml
 
 from controllers.trainers.rl import Trainer
-from controllers.watch.measures import graded
+from controllers.watch.measures import response_scores
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import Inputs, Samplers, lasting, produced, replicas_of, start_some, training
+from tests.controllers.runs import (
+    Inputs,
+    Samplers,
+    lasting,
+    produced,
+    replicas_of,
+    start_some,
+    training,
+)
 from verl_ray.algorithms.catalogue import POLICY_LOSSES
 from verl_ray.cluster.store import read
 from verl_ray.errors import MismatchError, RewardError
-from verl_ray.rewards.health import Health
+from verl_ray.rewards.health import ScoreHealth
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from workers.actor import ActorWorker
 
 pytestmark = [pytest.mark.cluster, pytest.mark.vllm]
 
 FirstStep = Callable[[str, str], tuple[list[int], dict[str, float]]]
-SETTINGS = {"one update": [], "four updates": ["actor.mini_batch_size=16", "actor.epochs=2"]}
+SETTINGS = {
+    "one update": [],
+    "four updates": ["actor.mini_batch_size=16", "actor.epochs=2"],
+}
 LAYOUTS = {
     "engine, 1 rank": [],
     "engine, 2 ranks": ["actor.num_ranks=2"],
@@ -36,7 +47,9 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def first_step(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory) -> FirstStep:
+def first_step(
+    inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.TempPathFactory
+) -> FirstStep:
     """The tokens of some rollouts, and the metrics of the first step."""
     found: dict[tuple[str, str], tuple[list[int], dict[str, float]]] = {}
 
@@ -46,8 +59,11 @@ def first_step(inputs: Inputs, samplers: Samplers, tmp_path_factory: pytest.Temp
             config = inputs.config("ppo", folder, *SETTINGS[setting], *LAYOUTS[layout])
             with training(config, samplers) as trainer:
                 trainer.publish(0)
-                drawn = produced(trainer, 4, trainer.producer.training())
-                found[setting, layout] = read(drawn.rollouts, 60).tokens.tolist(), trainer.step(1)
+                drawn = produced(trainer, 4, trainer.producer.training_generation())
+                found[setting, layout] = (
+                    read(drawn.rollouts, 60).tokens.tolist(),
+                    trainer.step(1),
+                )
         return found[setting, layout]
 
     return first
@@ -61,7 +77,9 @@ def test_the_first_step_is_the_same_on_every_backend_and_number_of_ranks(
     check_first_step(first_step, setting, layout)
 
 
-def test_the_first_step_is_the_same_where_every_role_is_alone(first_step: FirstStep) -> None:
+def test_the_first_step_is_the_same_where_every_role_is_alone(
+    first_step: FirstStep,
+) -> None:
     check_first_step(first_step, "four updates", "a process for every role")
 
 
@@ -70,14 +88,19 @@ def check_first_step(first_step: FirstStep, setting: str, layout: str) -> None:
     tokens, metrics = first_step(setting, layout)
     assert tokens == expected_tokens
     assert expected["actor/grad_norm"] > 1e-3 and expected["critic/grad_norm"] > 1e-3
-    assert lasting(metrics) == pytest.approx(lasting(expected), rel=1e-3, abs=1e-6, nan_ok=True)
+    assert lasting(metrics) == pytest.approx(
+        lasting(expected), rel=1e-3, abs=1e-6, nan_ok=True
+    )
 
 
-# ----------------------------------------------------------------------------------------------------- algorithms
+# --------------------------------------------------------------------------- algorithms
 
 
 FOLDER = Path(__file__).parents[3] / "configs" / "algorithm"
-ALGORITHMS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("[!_]*.yaml"))}
+ALGORITHMS = {
+    path.stem: yaml.safe_load(path.read_text())
+    for path in sorted(FOLDER.glob("[!_]*.yaml"))
+}
 
 
 def has_ratio(name: str) -> bool:
@@ -87,22 +110,36 @@ def has_ratio(name: str) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "setting"),
-    [(name, setting) for name in ALGORITHMS for setting in SETTINGS if setting != "four updates" or has_ratio(name)],
+    [
+        (name, setting)
+        for name in ALGORITHMS
+        for setting in SETTINGS
+        if setting != "four updates" or has_ratio(name)
+    ],
 )
-def test_every_algorithm_takes_steps(trainer: MakeTrainer, name: str, setting: str) -> None:
+def test_every_algorithm_takes_steps(
+    trainer: MakeTrainer, name: str, setting: str
+) -> None:
     run = trainer("ppo", f"algorithm={name}", *SETTINGS[setting])
     run.publish(0)
     for number in (1, 2):
         metrics = run.step(number)
-        # The policy that is learned is the one that was sampled: in every step, so every sync arrived.
+        # The policy that is learned is the one that was sampled: in every step, so
+        # every sync arrived.
         assert apart(metrics) < 1e-5
         assert math.isfinite(metrics["actor/pg_loss"])
         assert metrics["actor/grad_norm"] > 0
         assert metrics["actor/skipped_steps"] == 0
-        assert metrics["weight_sync/verified"] == 24  # parameters: 2 x 11, embeddings, norm
+        assert (
+            metrics["weight_sync/verified"] == 24
+        )  # parameters: 2 x 11, embeddings, norm
         assert ("critic/vf_loss" in metrics) == (ALGORITHMS[name]["advantage"] == "gae")
-        assert ("actor/kl_loss" in metrics) == (ALGORITHMS[name]["kl"]["place"] == "loss")
-        assert ("actor/reward_kl_penalty" in metrics) == (ALGORITHMS[name]["kl"]["place"] == "reward")
+        assert ("actor/kl_loss" in metrics) == (
+            ALGORITHMS[name]["kl"]["place"] == "loss"
+        )
+        assert ("actor/reward_kl_penalty" in metrics) == (
+            ALGORITHMS[name]["kl"]["place"] == "reward"
+        )
 
 
 def apart(metrics: dict[str, float]) -> float:
@@ -123,41 +160,77 @@ def test_only_the_critic_learns_while_it_warms_up(trainer: MakeTrainer) -> None:
     assert second["actor/grad_norm"] > 0
 
 
-def test_with_an_adapter_the_reference_is_the_actors_base(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
+def test_with_an_adapter_the_reference_is_the_actors_base(
+    inputs: Inputs, samplers: Samplers, tmp_path: Path
+) -> None:
     elsewhere = shutil.copytree(inputs.model, tmp_path / "a copy")
-    adapted = ["backend=fsdp", "actor.num_ranks=2", "actor.lora.rank=4", "actor.optimizer.lr=5e-2"]
+    adapted = [
+        "backend=fsdp",
+        "actor.num_ranks=2",
+        "actor.lora.rank=4",
+        "actor.optimizer.lr=5e-2",
+    ]
     alone = inputs.config("grpo", tmp_path / "run", *adapted)
     merged = inputs.config(
-        "grpo", tmp_path / "run", *adapted, f"reference.model.path={elsewhere}", "rollout.sync.adapter=merged"
+        "grpo",
+        tmp_path / "run",
+        *adapted,
+        f"reference.model.path={elsewhere}",
+        "rollout.sync.adapter=merged",
     )
     found = []
-    groups, by_name = start_some(alone, tmp_path, sampling=True)  # engines that know of adapters
+    groups, by_name = start_some(
+        alone, tmp_path, sampling=True
+    )  # engines that know of adapters
     with groups:
-        for config, used in ((alone, Samplers(replicas_of(alone, groups), by_name["reward"])), (merged, samplers)):
+        for config, used in (
+            (alone, Samplers(replicas_of(alone, groups), by_name["reward"])),
+            (merged, samplers),
+        ):
             with training(config, used) as run:
                 assert (run.system.reference is None) == (config is alone)
                 found.append([run.publish(0), *(run.step(number) for number in (1, 2))])
     (whole, first, second), (_, _, of_a_copy) = found
-    assert first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0  # an adapter starts as nothing
-    assert second["actor/kl_loss"] == pytest.approx(of_a_copy["actor/kl_loss"], rel=1e-3)
+    assert (
+        first["actor/kl_loss"] == 0 and first["actor/grad_norm"] > 0
+    )  # an adapter starts as nothing
+    assert second["actor/kl_loss"] == pytest.approx(
+        of_a_copy["actor/kl_loss"], rel=1e-3
+    )
     assert second["actor/kl_loss"] > 1e-4
     for metrics in (second, of_a_copy):
-        assert metrics["training/rollout_probs_diff_mean"] < 1e-5  # the adapter arrived, alone or merged
-    of_adapter = 2 * 2 * len(alone.actor.lora.targets)  # A and B of each target in each layer
-    assert [one["weight_sync/verified"] for one in (whole, second, of_a_copy)] == [24 + of_adapter, of_adapter, 24]
+        assert (
+            metrics["training/rollout_probs_diff_mean"] < 1e-5
+        )  # the adapter arrived, alone or merged
+    of_adapter = (
+        2 * 2 * len(alone.actor.lora.targets)
+    )  # A and B of each target in each layer
+    assert [one["weight_sync/verified"] for one in (whole, second, of_a_copy)] == [
+        24 + of_adapter,
+        of_adapter,
+        24,
+    ]
     assert second["weight_sync/bytes"] < whole["weight_sync/bytes"] / 4
 
 
 def test_the_divergence_is_steered_to_its_target(trainer: MakeTrainer) -> None:
-    adaptive = ["algorithm.kl.controller=adaptive", "algorithm.kl.target=1000", "algorithm.kl.horizon=320"]
+    adaptive = [
+        "algorithm.kl.controller=adaptive",
+        "algorithm.kl.target=1000",
+        "algorithm.kl.horizon=320",
+    ]
     run = trainer("ppo", *adaptive)
     run.publish(0)
-    coefficients = [run.step(number)["actor/reward_kl_penalty_coeff"] for number in (1, 2)]
+    coefficients = [
+        run.step(number)["actor/reward_kl_penalty_coeff"] for number in (1, 2)
+    ]
     # far below the target: 1 - 0.2 * 32 / 320 per step
     assert coefficients == pytest.approx([0.001, 0.001 * 0.98])
 
 
-def test_the_policy_learns_what_is_rewarded(inputs: Inputs, samplers: Samplers, tmp_path: Path) -> None:
+def test_the_policy_learns_what_is_rewarded(
+    inputs: Inputs, samplers: Samplers, tmp_path: Path
+) -> None:
     config = inputs.config("grpo", tmp_path, "actor.optimizer.lr=5e-3", "backend=fsdp")
     with training(config, samplers) as run:
         run.publish(0)
@@ -165,7 +238,7 @@ def test_the_policy_learns_what_is_rewarded(inputs: Inputs, samplers: Samplers, 
     assert np.mean(scores[-3:]) > np.mean(scores[:3]) + 0.2
 
 
-# ------------------------------------------------------------------------------------------------- failed scores
+# ------------------------------------------------------------------------ failed scores
 
 
 def test_failed_scores_are_counted_and_kept_out_of_their_groups(
@@ -176,33 +249,44 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
                   "data.prompts_per_step=32", "run.seed=1")  # fmt: skip
     run.publish(0)
     experience = run.produce()
-    scores = graded(experience.scores)["reward"]
+    scores = response_scores(experience.scores)["reward"]
     score, ok = scores.score, scores.ok
     assert 0 < (~ok).sum() < len(ok) / 2
-    assert scores.health[~ok].tolist() == [Health.EXCEPTION] * int((~ok).sum())
+    assert scores.health[~ok].tolist() == [ScoreHealth.EXCEPTION] * int((~ok).sum())
     assert np.isnan(score[~ok]).all()
-    measured = run.learner.measure(experience.rollouts)
-    credit = run.learner.assign_credit(experience.rollouts, scores, measured)
+    outputs = run.learner.compute_log_probs_and_values(experience.rollouts)
+    credit = run.learner.assign_credit(experience.rollouts, scores, outputs)
     assert credit.row("in_loss").tolist() == ok.tolist()
     told = read(credit, 60)
-    first_token = np.cumsum(experience.rollouts.lengths) - 1  # of each row its last token: advantages are constant
+    first_token = (
+        np.cumsum(experience.rollouts.lengths) - 1
+    )  # of each row its last token: advantages are constant
     for group in set(experience.rollouts.row("group_id").tolist()):
         members = np.flatnonzero((experience.rollouts.row("group_id") == group) & ok)
         expected = score[members] - score[members].mean()
-        assert told.advantages[first_token[members]] == pytest.approx(expected, abs=1e-6)
-    metrics = run.learner.learn(1, experience.rollouts, credit, measured, policy_version=0)
+        assert told.advantages[first_token[members]] == pytest.approx(
+            expected, abs=1e-6
+        )
+    metrics = run.learner.learn(
+        1, experience.rollouts, credit, outputs, policy_version=0
+    )
     assert math.isfinite(metrics["actor/grad_norm"])
     run.publish(1)
     recorded = run.step(2)
     assert recorded["reward_health/ok"] + recorded["reward_health/exception"] == 128
-    assert recorded["reward_health/exception"] > 0 and math.isfinite(recorded["critic/score/mean"])
+    assert recorded["reward_health/exception"] > 0 and math.isfinite(
+        recorded["critic/score/mean"]
+    )
 
 
-def test_a_broken_grader_stops_the_run_with_its_own_words(trainer: MakeTrainer, inputs: Inputs, tmp_path: Path) -> None:
+def test_a_broken_grader_stops_the_run_with_its_own_words(
+    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
+) -> None:
     run = trainer("grpo", f"data.train_path={inputs.graded_by('broken', tmp_path)}")
     run.publish(0)
     with pytest.raises(
-        RewardError, match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded"
+        RewardError,
+        match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded",
     ):
         run.step(1)
 
@@ -215,12 +299,16 @@ def test_a_step_in_which_every_score_failed_teaches_nothing(
     run.publish(0)
     before = held(run)
     metrics = run.step(1)
-    assert metrics["reward_health/exception"] == 32 and math.isnan(metrics["critic/score/mean"])
-    assert "actor/grad_norm" not in metrics  # no step at all: momentum alone would have moved the weights
+    assert metrics["reward_health/exception"] == 32 and math.isnan(
+        metrics["critic/score/mean"]
+    )
+    assert (
+        "actor/grad_norm" not in metrics
+    )  # no step at all: momentum alone would have moved the weights
     assert held(run) == before
 
 
-# ------------------------------------------------------------------------------------------- sampler and trainer
+# ------------------------------------------------------------------ sampler and trainer
 
 
 def correction(form: str, kind: str, **bounds: float | str) -> list[str]:
@@ -239,31 +327,48 @@ def test_stale_rollouts_cross_the_limit_and_turn_the_correction_on_or_end_the_ru
     run.publish(0)
     experience = run.produce()
     rollouts = experience.rollouts
-    scores = graded(experience.scores)["reward"]
+    scores = response_scores(experience.scores)["reward"]
 
     def learn(one: Trainer, number: int) -> dict[str, float]:
-        measured = one.learner.measure(rollouts)
-        credit = one.learner.assign_credit(rollouts, scores, measured)
-        return one.learner.learn(number, rollouts, credit, measured, one.policy_version)
+        outputs = one.learner.compute_log_probs_and_values(rollouts)
+        credit = one.learner.assign_credit(rollouts, scores, outputs)
+        return one.learner.learn(number, rollouts, credit, outputs, one.policy_version)
 
     assert apart(learn(run, 1)) < 1e-5 and capfd.readouterr().err == ""
     run.publish(1)  # the trainer is ahead of its rollouts now
     stale = learn(run, 2)
-    assert stale["training/rollout_probs_diff_max"] > 1e-4 and "rollout_corr/rollout_is_mean" not in stale
-    assert "stale version (tokens of policy version 0, a trainer at 1" in capfd.readouterr().err
+    assert (
+        stale["training/rollout_probs_diff_max"] > 1e-4
+        and "rollout_corr/rollout_is_mean" not in stale
+    )
+    assert (
+        "stale version (tokens of policy version 0, a trainer at 1"
+        in capfd.readouterr().err
+    )
     corrected = learn(run, 3)
-    assert corrected["rollout_corr/rollout_is_std"] > 0 and corrected["rollout_corr/rollout_is_max"] > 1
+    assert (
+        corrected["rollout_corr/rollout_is_std"] > 0
+        and corrected["rollout_corr/rollout_is_max"] > 1
+    )
     assert corrected["rollout_corr/rollout_rs_masked_fraction"] == 0
     strict = trainer("grpo", *settings, "algorithm.mismatch.then=stop")
     strict.policy_version = 1
-    with pytest.raises(MismatchError, match=r"rollout_probs_diff_max is .*stale version"):
+    with pytest.raises(
+        MismatchError, match=r"rollout_probs_diff_max is .*stale version"
+    ):
         learn(strict, 4)
 
 
-def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(trainer: MakeTrainer) -> None:
+def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learned(
+    trainer: MakeTrainer,
+) -> None:
     several = ["algorithm.kl.place=none", *(f"algorithm.kl.{name}=null" for name in ("estimator", "coefficient")),
                "algorithm.kl.controller=null", *SETTINGS["four updates"]]  # fmt: skip
-    run = trainer("grpo", *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001), *several)
+    run = trainer(
+        "grpo",
+        *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001),
+        *several,
+    )
     assert not run.learner.needs_old_log_probs
     run.publish(0)
     metrics = run.step(1)
@@ -276,4 +381,4 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
 def held(run: Trainer) -> list[dict[str, Fingerprint]]:
     """The fingerprints of the actor's weights."""
     sent = run.system.actor.broadcast(ActorWorker.send, 0, True).result()
-    return [part.prints.by_name for part in sent]
+    return [part.fingerprints.by_name for part in sent]

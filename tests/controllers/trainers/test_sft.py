@@ -22,7 +22,9 @@ pytestmark = pytest.mark.cluster
 
 def source(config: SFTConfig, path: Path) -> SupervisedSource:
     tokenizer = load_tokenizer(config.model.path)
-    return SupervisedSource(str(path), tokenizer, config.data, max_tokens=16, seed=config.run.seed)
+    return SupervisedSource(
+        str(path), tokenizer, config.data, max_tokens=16, seed=config.run.seed
+    )
 
 
 def greedy_accuracy(model_path: Path, config: SFTConfig, path: Path) -> float:
@@ -51,18 +53,27 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
     train = source(config, inputs.train)
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
-        trainer = SFTTrainer(roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5)
+        trainer = SFTTrainer(
+            roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5
+        )
         steps = [trainer.step(number) for number in range(60)]
         assert steps[-1]["train/loss"] < steps[0]["train/loss"] / 3
         assert steps[-1]["training/epoch"] >= 14
         accuracy = trainer.accuracy()
         trainer.export(str(tmp_path / "model"))
     assert 0.2 < accuracy <= 1
-    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)
-    assert trainer.state().keys() == {"cursor", "finished", "gradients"} and not trainer.finished
+    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(
+        accuracy
+    )
+    assert (
+        trainer.state().keys() == {"cursor", "finished", "gradients"}
+        and not trainer.finished
+    )
 
 
-def test_experts_learn_and_are_kept_in_balance(cluster: Session, inputs: Inputs, tmp_path: Path) -> None:
+def test_experts_learn_and_are_kept_in_balance(
+    cluster: Session, inputs: Inputs, tmp_path: Path
+) -> None:
     shape = TinyModelConfig(
         hidden_size=64, num_layers=2, num_heads=2, num_kv_heads=1, head_size=32, intermediate_size=96,
         tie_embeddings=True,
@@ -74,7 +85,9 @@ def test_experts_learn_and_are_kept_in_balance(cluster: Session, inputs: Inputs,
     train = source(config, inputs.train)
     groups, roles = start_some(config, tmp_path, sampling=False)
     with groups:
-        trainer = SFTTrainer(roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5)
+        trainer = SFTTrainer(
+            roles["actor"], train, train.all(), batch_size=16, max_skipped_steps=5
+        )
         steps = [trainer.step(number) for number in range(30)]
         trainer.export(str(tmp_path / "model"))
         accuracy = trainer.accuracy()
@@ -82,6 +95,10 @@ def test_experts_learn_and_are_kept_in_balance(cluster: Session, inputs: Inputs,
     assert last["train/loss"] < first["train/loss"] / 1.5
     # top_k = 2 where every expert is used alike
     assert 2 < last["actor/expert_balance_loss"] < first["actor/expert_balance_loss"]
-    assert 0 <= first["actor/expert_load_min"] < 1 < first["actor/expert_load_max"] <= 2  # of 4, with 2 each
+    assert (
+        0 <= first["actor/expert_load_min"] < 1 < first["actor/expert_load_max"] <= 2
+    )  # of 4, with 2 each
     assert first["actor/expert_idle_fraction"] == 0
-    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(accuracy)
+    assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(
+        accuracy
+    )

@@ -7,12 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from controllers.watch import measures
+from controllers.watch import held_out_measures, measures, update_measures
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
-from verl_ray.algorithms.correction import APPLIED
-from verl_ray.algorithms.credit import assign
-from verl_ray.algorithms.mismatch import COMPARED
+from verl_ray.algorithms.correction import CORRECTION_PREFIX
+from verl_ray.algorithms.credit import assign_credit
+from verl_ray.algorithms.mismatch import MISMATCH_PREFIX
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.data.batch import Batch, Ragged
 from verl_ray.data.sharded import Receipt, Sharded
@@ -20,8 +20,8 @@ from verl_ray.data.stages import Credit, Finish, Scores
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
-from verl_ray.rewards.health import Health
-from verl_ray.rewards.shaping import Graded
+from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.shaping import ResponseScores
 from workers.model_worker import UpdateReport
 
 
@@ -32,11 +32,18 @@ def held(batch: Batch) -> Sharded:  # type: ignore[type-arg]
 def test_lengths_and_ends() -> None:
     finish = [Finish.STOP, Finish.LENGTH, Finish.ABORTED, Finish.STOP]
     rows = rollouts_of([1, 4, 2, 3], prompts=[3, 5, 1, 1], finish=finish)
-    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, dealt=[np.arange(2), np.arange(2, 4)])
-    assert [found[f"response_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 4, 1, 0.25]
+    found = measures.rollout_metrics(
+        held(rows), max_prompt_tokens=5, rows_of_ranks=[np.arange(2), np.arange(2, 4)]
+    )
+    assert [
+        found[f"response_length/{what}"]
+        for what in ("mean", "max", "min", "clip_ratio")
+    ] == [2.5, 4, 1, 0.25]
     assert found["response_length_non_aborted/mean"] == pytest.approx(8 / 3)
     assert found["response/aborted_ratio"] == 0.25
-    assert [found[f"prompt_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")] == [2.5, 5, 1, 0.25]
+    assert [
+        found[f"prompt_length/{what}"] for what in ("mean", "max", "min", "clip_ratio")
+    ] == [2.5, 5, 1, 0.25]
     assert found["response_length_non_aborted/clip_ratio"] == pytest.approx(1 / 3)
     assert found["num_turns/mean"] == 2  # the prompt's and the response's
     assert found["perf/total_num_tokens"] == 20
@@ -44,51 +51,99 @@ def test_lengths_and_ends() -> None:
 
 def test_tokens_per_rank_as_they_come_and_as_they_are_dealt() -> None:
     rows = rollouts_of([8, 6, 1, 3], prompts=[1, 1, 1, 1])  # 9, 7, 2, 4 tokens
-    found = measures.of_rollouts(held(rows), max_prompt_tokens=5, dealt=[np.array([0, 2]), np.array([1, 3])])
+    found = measures.rollout_metrics(
+        held(rows),
+        max_prompt_tokens=5,
+        rows_of_ranks=[np.array([0, 2]), np.array([1, 3])],
+    )
     # in order: 9 + 7 and 2 + 4; dealt: 9 + 2 and 7 + 4
     names = ("min", "max", "minmax_diff", "balanced_min", "balanced_max", "mean")
     assert [found[f"global_seqlen/{name}"] for name in names] == [6, 16, 10, 11, 11, 11]
 
 
 def test_scores_that_failed_are_counted_and_not_averaged() -> None:
-    health = [Health.OK, Health.TIMEOUT, Health.OK, Health.EXCEPTION]
+    health = [
+        ScoreHealth.OK,
+        ScoreHealth.TIMEOUT,
+        ScoreHealth.OK,
+        ScoreHealth.EXCEPTION,
+    ]
     scores = Scores(
         offsets=np.zeros(5, np.int64), score=np.array([1, np.nan, 0, np.nan], np.float32),
         health=np.array(health, np.int8), detail=Ragged.of_texts(["", "late", "", "broken"]),
         rescored=np.array([False, False, True, True]),
     )  # fmt: skip
-    raw = measures.graded({"reward": held(scores)})
-    found = measures.of_scores(raw["reward"], raw, np.zeros(4, bool))
-    assert not any(name.startswith("reward/") for name in found)  # one grader: its scores are critic/score
-    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
-    assert [found[kind.metric] for kind in Health] == [2, 1, 1, 0, 0, 0, 0, 0]
+    raw = measures.response_scores({"reward": held(scores)})
+    found = measures.score_metrics(raw["reward"], raw, np.zeros(4, bool))
+    assert not any(
+        name.startswith("reward/") for name in found
+    )  # one grader: its scores are critic/score
+    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [
+        0.5,
+        1,
+        0,
+    ]
+    assert [found[kind.metric] for kind in ScoreHealth] == [2, 1, 1, 0, 0, 0, 0, 0]
     assert found["reward_health/rescored"] == 2
-    found = measures.of_scores(raw["reward"], raw, np.array([True, False, False, False]))
-    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [0, 0, 0]  # the 1 was aborted
+    found = measures.score_metrics(
+        raw["reward"], raw, np.array([True, False, False, False])
+    )
+    assert [found[f"critic/score/{what}"] for what in ("mean", "max", "min")] == [
+        0,
+        0,
+        0,
+    ]  # the 1 was aborted
     assert found["reward_health/ok"] == 2
 
 
 def test_each_grader_of_several_has_its_own_numbers() -> None:
-    style = Graded(np.array([4, np.nan, 2], np.float32), np.array([0, 7, 0], np.int8))
-    found = measures.of_components({"reward.components.style": style, "reward.components.right": style}, "reward")
-    assert [found[f"reward/style/{what}"] for what in ("mean", "max", "min", "failed")] == [3, 4, 2, 1]
+    style = ResponseScores(
+        np.array([4, np.nan, 2], np.float32), np.array([0, 7, 0], np.int8)
+    )
+    found = measures.component_metrics(
+        {"reward.components.style": style, "reward.components.right": style}, "reward"
+    )
+    assert [
+        found[f"reward/style/{what}"] for what in ("mean", "max", "min", "failed")
+    ] == [3, 4, 2, 1]
     assert found["reward/right/mean"] == 3
 
 
 def test_preferences_by_hand() -> None:
-    chosen, rejected = np.array([math.log(3), 0.0, 1.0, 0.0]), np.array([0.0, math.log(3), 1.0, math.log(3)])
-    found = measures.of_preferences(chosen, rejected)
-    assert found["val-core/held_out/pair_accuracy"] == pytest.approx((1 + 0 + 0.5 + 0) / 4)
-    assert found["val-core/held_out/log_loss"] == pytest.approx((math.log(4 / 3) + 2 * math.log(4) + math.log(2)) / 4)
-    # certain to 3/4 three times and right once; certain to 1/2 of the tie, which counts half
-    assert found["val-aux/held_out/calibration_error"] == pytest.approx((3 * 0.75 - 1) / 4)
+    chosen, rejected = (
+        np.array([math.log(3), 0.0, 1.0, 0.0]),
+        np.array([0.0, math.log(3), 1.0, math.log(3)]),
+    )
+    found = held_out_measures.preference_metrics(chosen, rejected)
+    assert found["val-core/held_out/pair_accuracy"] == pytest.approx(
+        (1 + 0 + 0.5 + 0) / 4
+    )
+    assert found["val-core/held_out/log_loss"] == pytest.approx(
+        (math.log(4 / 3) + 2 * math.log(4) + math.log(2)) / 4
+    )
+    # certain to 3/4 three times and right once; certain to 1/2 of the tie, which counts
+    # half
+    assert found["val-aux/held_out/calibration_error"] == pytest.approx(
+        (3 * 0.75 - 1) / 4
+    )
     assert found["val-aux/held_out/margin/mean"] == pytest.approx(-math.log(3) / 4)
     assert found["val-aux/held_out/num_pairs"] == 4
-    assert math.isnan(measures.of_preferences(np.array([math.nan]), np.zeros(1))["val-aux/held_out/calibration_error"])
+    assert math.isnan(
+        held_out_measures.preference_metrics(np.array([math.nan]), np.zeros(1))[
+            "val-aux/held_out/calibration_error"
+        ]
+    )
 
 
 def test_rewards_are_per_response_and_advantages_per_token() -> None:
-    kl = {"place": "none", "estimator": None, "coefficient": None, "controller": None, "target": None, "horizon": None}
+    kl = {
+        "place": "none",
+        "estimator": None,
+        "coefficient": None,
+        "controller": None,
+        "target": None,
+        "horizon": None,
+    }
     algorithm = AlgorithmConfig.model_validate({
         "name": "test", "advantage": "gae", "gamma": 1.0, "lam": 1.0, "whiten_advantages": True,
         "policy_loss": "ppo_clip", "clip_low": 0.2, "clip_high": 0.2, "dual_clip": None, "aggregation": "token_mean",
@@ -97,101 +152,191 @@ def test_rewards_are_per_response_and_advantages_per_token() -> None:
     })  # fmt: skip
     rows = rollouts_of([2, 1, 1])
     rewards = rewards_of([1.0, 3.0, 100.0], in_loss=[True, True, False])
-    credit = assign(algorithm, 0.0, rows, rewards, None, None, values_of(rows, [0.0, 0.5, 1.0, 0.0], [0.0] * 3))
-    found = measures.of_credit(held(credit), rows.response_length, None)
-    assert [found[f"critic/rewards/{what}"] for what in ("mean", "max", "min")] == [2, 3, 1]
+    credit = assign_credit(
+        algorithm,
+        0.0,
+        rows,
+        rewards,
+        None,
+        None,
+        values_of(rows, [0.0, 0.5, 1.0, 0.0], [0.0] * 3),
+    )
+    found = measures.credit_metrics(held(credit), rows.response_length, None)
+    assert [found[f"critic/rewards/{what}"] for what in ("mean", "max", "min")] == [
+        2,
+        3,
+        1,
+    ]
     # returns (1, 1, 3), values (0, 0.5, 1), advantages (1, 0.5, 2)
-    assert [found[f"critic/returns/{what}"] for what in ("mean", "max", "min")] == pytest.approx([5 / 3, 3, 1])
-    assert [found[f"critic/values/{what}"] for what in ("mean", "max", "min")] == [0.5, 1, 0]
-    assert [found[f"critic/advantages/{what}"] for what in ("mean", "max", "min")] == pytest.approx([3.5 / 3, 2, 0.5])
-    # Whitened with a mean of 1 and a standard deviation of 0.5, as the policy learns from them.
-    whitened = measures.of_credit(held(credit), rows.response_length, Moments(4, 4, 5))
-    assert [whitened[f"critic/advantages/{what}"] for what in ("mean", "max", "min")] == pytest.approx([1 / 3, 2, -1])
+    assert [
+        found[f"critic/returns/{what}"] for what in ("mean", "max", "min")
+    ] == pytest.approx([5 / 3, 3, 1])
+    assert [found[f"critic/values/{what}"] for what in ("mean", "max", "min")] == [
+        0.5,
+        1,
+        0,
+    ]
+    assert [
+        found[f"critic/advantages/{what}"] for what in ("mean", "max", "min")
+    ] == pytest.approx([3.5 / 3, 2, 0.5])
+    # Whitened with a mean of 1 and a standard deviation of 0.5, as the policy learns
+    # from them.
+    whitened = measures.credit_metrics(
+        held(credit), rows.response_length, Moments(4, 4, 5)
+    )
+    assert [
+        whitened[f"critic/advantages/{what}"] for what in ("mean", "max", "min")
+    ] == pytest.approx([1 / 3, 2, -1])
     residual, returns = np.array([1, 0.5, 2]), np.array([1, 1, 3])
-    assert found["critic/vf_explained_var"] == pytest.approx(1 - residual.var() / returns.var())
+    assert found["critic/vf_explained_var"] == pytest.approx(
+        1 - residual.var() / returns.var()
+    )
 
 
 def test_the_kl_penalty_is_per_token() -> None:
-    """Four responses with 2, 1, 0 and 3 tokens; the last one is not learned from and holds no numbers."""
+    """Four responses with 2, 1, 0 and 3 tokens; the last one is not learned from and
+    holds no numbers.
+    """
     nothing = np.zeros(4, np.float32)
     credit = Credit(
         offsets=np.zeros(5, np.int64), advantages=np.zeros(0, np.float32), in_loss=np.array([True, True, True, False]),
         reward=nothing, kl=np.array([1.0, 0.25, 0.0, math.nan], np.float32), advantage_statistics=np.zeros((4, 4)),
     )  # fmt: skip
-    charge = measures.Charge.of(held(credit), np.array([2, 1, 0, 3], np.int32))
+    charge = measures.ReferenceDivergence.of(
+        held(credit), np.array([2, 1, 0, 3], np.int32)
+    )
     assert charge.metrics(0.5) == {
         "actor/reward_kl_penalty": (0.5 + 0.25) / 2, "actor/reward_kl_per_response": (1.0 + 0.25) / 2,
         "actor/reward_kl_penalty_coeff": 0.5,
     }  # fmt: skip
     assert charge.responses == 2
-    assert measures.Charge.of(held(credit), np.zeros(4, np.int32)).responses == 0
+    assert (
+        measures.ReferenceDivergence.of(held(credit), np.zeros(4, np.int32)).responses
+        == 0
+    )
 
 
 def test_updates_are_averaged_over_tokens_and_norms_over_steps() -> None:
-    def report(tokens: int, loss: float, x: float, norm: float, skipped: str | None = None) -> UpdateReport:
+    def report(
+        tokens: int, loss: float, x: float, norm: float, skipped: str | None = None
+    ) -> UpdateReport:
         terms = {"actor/pg_loss": 2 * loss}
-        return UpdateReport(LossReport(tokens, loss, {"actor/x": x}, terms=terms), StepReport(norm, 0.5, skipped))
+        return UpdateReport(
+            LossReport(tokens, loss, {"actor/x": x}, terms=terms),
+            StepReport(norm, 0.5, skipped),
+        )
 
     first = [report(3, 1.0, 6.0, 2.0), report(1, 0.5, 2.0, 2.0)]  # two ranks
-    second = [report(4, 2.5, 4.0, math.inf, "inf"), report(0, 0.0, 0.0, math.inf, "inf")]
-    found = measures.of_updates("actor", [first, second])
+    second = [
+        report(4, 2.5, 4.0, math.inf, "inf"),
+        report(0, 0.0, 0.0, math.inf, "inf"),
+    ]
+    found = update_measures.update_metrics("actor", [first, second])
     assert found == {
         "actor/x": 12 / 8, "actor/loss": 2.0, "actor/pg_loss": 4.0, "actor/grad_norm": 2.0, "actor/lr": 0.5,
         "actor/skipped_steps": 1.0,
     }  # fmt: skip
-    assert math.isnan(measures.of_updates("actor", [second])["actor/grad_norm"])
+    assert math.isnan(
+        update_measures.update_metrics("actor", [second])["actor/grad_norm"]
+    )
 
 
 def test_utilisation_counts_the_slowest_rank_of_each_step() -> None:
     def report(seconds: float, flops: float, peak: float | None = 1e12) -> UpdateReport:
         memory = DeviceMemory(0, GIB, 2 * GIB)
-        return UpdateReport(LossReport(), StepReport(1.0, 0.1), seconds, flops, peak, memory if peak else None)
+        return UpdateReport(
+            LossReport(),
+            StepReport(1.0, 0.1),
+            seconds,
+            flops,
+            peak,
+            memory if peak else None,
+        )
 
-    # two ranks for 2 s, then for 1 s: 6 rank-seconds; 3 TFLOP of the 6 that the devices could have done
-    found = measures.utilisation("actor", [[report(2, 1e12), report(1, 1e12)], [report(1, 1e12), report(1, 0)]])
+    # two ranks for 2 s, then for 1 s: 6 rank-seconds; 3 TFLOP of the 6 that the devices
+    # could have done
+    found = update_measures.utilisation_metrics(
+        "actor", [[report(2, 1e12), report(1, 1e12)], [report(1, 1e12), report(1, 0)]]
+    )
     assert found == {
         "perf/tflops/actor": 0.5, "perf/mfu/actor": 0.5,
         "actor/perf/max_memory_allocated_gb": 1.0, "actor/perf/max_memory_reserved_gb": 2.0,
     }  # fmt: skip
-    assert measures.utilisation("critic", [[report(2, 1e12, None)]]) == {"perf/tflops/critic": 0.5}
+    assert update_measures.utilisation_metrics("critic", [[report(2, 1e12, None)]]) == {
+        "perf/tflops/critic": 0.5
+    }
 
 
 def test_timings_per_token() -> None:
     timings = {"timing_s/gen": 2.0, "timing_s/update_actor": 1.0, "timing_s/step": 9.0}
     found = measures.per_token_ms(timings, response_tokens=1000, all_tokens=2000)
-    assert found == {"timing_per_token_ms/gen": 2.0, "timing_per_token_ms/update_actor": 0.5}
+    assert found == {
+        "timing_per_token_ms/gen": 2.0,
+        "timing_per_token_ms/update_actor": 0.5,
+    }
 
 
 def test_accuracy_per_data_source() -> None:
-    graded = Graded(np.array([1, 0.5, np.nan], np.float32), np.array([0, 0, 1], np.int8))
-    found = measures.held_out_reward(["a", "b", "a"], graded, 4)
+    scored = ResponseScores(
+        np.array([1, 0.5, np.nan], np.float32), np.array([0, 0, 1], np.int8)
+    )
+    found = held_out_measures.held_out_rewards(["a", "b", "a"], scored, 4)
     assert found == {"val-core/a/reward/mean@4": 1.0, "val-core/b/reward/mean@4": 0.5}
-    found = measures.accuracy(["a", "b", "a"], graded, 4)
+    found = held_out_measures.accuracy(["a", "b", "a"], scored, 4)
     assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
 
 
-def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all() -> None:
+def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all() -> (
+    None
+):
     def report(tokens: int, value: float, peak: float) -> UpdateReport:
         names = ("kl", "k3_kl", "chi2", "difference", "difference_squared", "trainer", "rollout", "trainer_squared",
                  "rollout_squared", "product")  # fmt: skip
-        rows = ("count", "trainer_ppl", "rollout_ppl", "log_ppl_diff", "ppl_ratio", "chi2")
-        sums = {f"{COMPARED}token/{name}": tokens * value for name in names}
-        sums |= {f"{COMPARED}row/{name}": float(tokens) for name in rows}
-        sums |= {APPLIED + name: tokens * value for name in
+        rows = (
+            "count",
+            "trainer_ppl",
+            "rollout_ppl",
+            "log_ppl_diff",
+            "ppl_ratio",
+            "chi2",
+        )
+        sums = {f"{MISMATCH_PREFIX}token/{name}": tokens * value for name in names}
+        sums |= {f"{MISMATCH_PREFIX}row/{name}": float(tokens) for name in rows}
+        sums |= {CORRECTION_PREFIX + name: tokens * value for name in
                  ("ratio", "share", "high", "low", "weight", "deviation_squared", "left_out")}  # fmt: skip
-        peaks = {"weight": peak, "inverse_weight": 4.0, "ratio": 2 * peak, "inverse_ratio": 8.0}
-        maxima = {f"{COMPARED}difference": peak} | {APPLIED + name: value for name, value in peaks.items()}
+        peaks = {
+            "weight": peak,
+            "inverse_weight": 4.0,
+            "ratio": 2 * peak,
+            "inverse_ratio": 8.0,
+        }
+        maxima = {f"{MISMATCH_PREFIX}difference": peak} | {
+            CORRECTION_PREFIX + name: value for name, value in peaks.items()
+        }
         return UpdateReport(LossReport(tokens, 0.0, sums, maxima), StepReport(1.0, 0.1))
 
     first, second = [report(3, 0.5, 0.5), report(1, 0.1, 0.25)], [report(4, 0.9, 2.0)]
-    found = measures.of_mismatch([one.loss for one in first])
+    found = update_measures.step_mismatch_metrics([one.loss for one in first])
     assert found["rollout_corr/kl"] == pytest.approx((1.5 + 0.1) / 4)
     assert found["training/rollout_probs_diff_max"] == 0.5
-    everything = measures.of_updates("actor", [first, second])
-    assert everything["rollout_corr/rollout_is_mean"] == pytest.approx((1.5 + 0.1 + 3.6) / 8)
-    assert (everything["rollout_corr/rollout_is_max"], everything["rollout_corr/rollout_is_min"]) == (2.0, 0.25)
-    assert (everything["rollout_corr/ratio_max"], everything["rollout_corr/ratio_min"]) == (4.0, 0.125)
-    assert not any(name.startswith((COMPARED, APPLIED)) or name in found for name in everything)
-    assert measures.of_mismatch([]) == {}
-    nothing = LossReport(0, 0.0, dict.fromkeys(first[0].loss.sums, 0.0))  # ranks without a row that is learned from
-    assert measures.of_mismatch([nothing, nothing]) == {}
+    everything = update_measures.update_metrics("actor", [first, second])
+    assert everything["rollout_corr/rollout_is_mean"] == pytest.approx(
+        (1.5 + 0.1 + 3.6) / 8
+    )
+    assert (
+        everything["rollout_corr/rollout_is_max"],
+        everything["rollout_corr/rollout_is_min"],
+    ) == (2.0, 0.25)
+    assert (
+        everything["rollout_corr/ratio_max"],
+        everything["rollout_corr/ratio_min"],
+    ) == (4.0, 0.125)
+    assert not any(
+        name.startswith((MISMATCH_PREFIX, CORRECTION_PREFIX)) or name in found
+        for name in everything
+    )
+    assert update_measures.step_mismatch_metrics([]) == {}
+    nothing = LossReport(
+        0, 0.0, dict.fromkeys(first[0].loss.sums, 0.0)
+    )  # ranks without a row that is learned from
+    assert update_measures.step_mismatch_metrics([nothing, nothing]) == {}

@@ -17,7 +17,10 @@ from workers.model_worker import UpdateReport
 
 WHOLE = Sampling(1.0, 1.0, -1, 8)
 LIMIT = ("algorithm.mismatch.limit=0.1", "algorithm.mismatch.metric=rollout_corr/k3_kl")
-TIS = tuple(f"algorithm.correction.{value}" for value in ("form=three_policy", "kind=tis", "level=token", "upper=2.0"))
+TIS = tuple(
+    f"algorithm.correction.{value}"
+    for value in ("form=three_policy", "kind=tis", "level=token", "upper=2.0")
+)
 
 
 def config(*changes: str) -> RLConfig:
@@ -26,42 +29,59 @@ def config(*changes: str) -> RLConfig:
     return found
 
 
-def see(watch: MismatchWatch, value: float, *versions: int | None) -> None:
-    """Step 7 of a trainer that holds version 6, on ranks whose oldest rows are of these versions."""
-    ranks = [UpdateReport(LossReport(), StepReport(1.0, 1e-3), oldest_version=version) for version in versions]
-    watch.see(7, {"rollout_corr/k3_kl": value}, [ranks], 6)
+def observe(watch: MismatchWatch, value: float, *versions: int | None) -> None:
+    """Step 7 of a trainer that holds version 6, on ranks whose oldest rows are of these
+    versions.
+    """
+    ranks = [
+        UpdateReport(LossReport(), StepReport(1.0, 1e-3), oldest_version=version)
+        for version in versions
+    ]
+    watch.observe(7, {"rollout_corr/k3_kl": value}, [ranks], 6)
 
 
 def test_a_run_goes_on_up_to_its_limit_and_stops_beyond_it() -> None:
     watch = MismatchWatch(config(*LIMIT, "algorithm.mismatch.then=stop"), WHOLE)
-    see(watch, 0.1, 6)
-    watch.see(7, {}, [], 6)  # a step without a row to learn from measured nothing
+    observe(watch, 0.1, 6)
+    watch.observe(7, {}, [], 6)  # a step without a row to learn from measured nothing
     with pytest.raises(
-        MismatchError, match=r"step 7: rollout_corr/k3_kl is 0\.11, .*limit = 0\.1: .*weights or kernels"
+        MismatchError,
+        match=r"step 7: rollout_corr/k3_kl is 0\.11, .*limit = 0\.1: .*weights or kernels",
     ):
-        see(watch, 0.11, 6)
+        observe(watch, 0.11, 6)
     with pytest.raises(MismatchError, match="is nan"):
-        see(watch, math.nan, 6)
-    with pytest.raises(MismatchError, match=r"stale version \(tokens of policy version 4, a trainer at 6"):
-        see(watch, 0.2, 6, None, 4)
+        observe(watch, math.nan, 6)
+    with pytest.raises(
+        MismatchError,
+        match=r"stale version \(tokens of policy version 4, a trainer at 6",
+    ):
+        observe(watch, 0.2, 6, None, 4)
 
 
-def test_without_a_limit_nothing_is_too_far_and_a_correction_is_on_from_the_start() -> None:
+def test_without_a_limit_nothing_is_too_far_and_a_correction_is_on_from_the_start() -> (
+    None
+):
     watch = MismatchWatch(config(*TIS), WHOLE)
-    see(watch, math.inf, 1)
+    observe(watch, math.inf, 1)
     assert watch.corrects and not MismatchWatch(config(), WHOLE).corrects
-    assert MismatchWatch(config(*TIS, *LIMIT, "algorithm.mismatch.then=stop"), WHOLE).corrects
+    assert MismatchWatch(
+        config(*TIS, *LIMIT, "algorithm.mismatch.then=stop"), WHOLE
+    ).corrects
 
 
-def test_a_correction_that_waits_is_on_for_good_once_the_limit_is_crossed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_correction_that_waits_is_on_for_good_once_the_limit_is_crossed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     waiting = config(*TIS, *LIMIT, "algorithm.mismatch.then=correct")
     watch = MismatchWatch(waiting, WHOLE)
-    see(watch, 0.1, 6)
+    observe(watch, 0.1, 6)
     assert not watch.corrects and capsys.readouterr().err == ""
-    see(watch, 0.2, 6)
-    see(watch, 0.3, 6)
+    observe(watch, 0.2, 6)
+    observe(watch, 0.3, 6)
     (line,) = capsys.readouterr().err.splitlines()  # said once
-    assert line.startswith("warning: step 7") and line.endswith("algorithm.correction is on from the next step")
+    assert line.startswith("warning: step 7") and line.endswith(
+        "algorithm.correction is on from the next step"
+    )
     assert watch.corrects
     resumed = MismatchWatch(waiting, WHOLE)
     resumed.load_state(watch.state())
@@ -89,4 +109,6 @@ def test_every_cause_that_the_facts_bear_out_is_named(
 ) -> None:
     found = causes(config(*changes), sampling, 6, oldest)
     assert len(found) == len(expected)
-    assert all(one.startswith(start) for one, start in zip(found, expected, strict=True)), found
+    assert all(
+        one.startswith(start) for one, start in zip(found, expected, strict=True)
+    ), found

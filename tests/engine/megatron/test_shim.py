@@ -1,4 +1,4 @@
-"""What answers for CUDA where there is none: who loads it, and that what it answers is right."""
+"""The shim for CUDA: which processes load it, and that its calls behave as on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.megatron import answers, loads
+from tests.engine.megatron import cuda_calls, shim_loading
 from tests.rank_processes import run_ranks
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.tokenizers import character_tokenizer
@@ -32,15 +32,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tie_embeddings=False,
     )  # fmt: skip
     make_tiny("qwen3", root / "qwen3", root / "tokenizer", sizes, seed=1)
-    run_ranks(loads.__name__, [list(LOADED)], root, deadline_s=240)
+    run_ranks(shim_loading.__name__, [list(LOADED)], root, deadline_s=240)
     return root
 
 
 @pytest.mark.parametrize(("kinds", "device"), LOADED)
-def test_only_megatron_without_a_gpu_loads_it(folder: Path, kinds: str, device: str) -> None:
+def test_only_megatron_without_a_gpu_loads_the_shim(
+    folder: Path, kinds: str, device: str
+) -> None:
     found = json.loads((folder / f"found_{kinds}_{device}.json").read_text())
     assert tuple(found) == LOADED[kinds, device]
 
 
-def test_it_answers_as_a_gpu_would(tmp_path: Path) -> None:
-    run_ranks(answers.__name__, [[(0,), (1,)]], tmp_path, deadline_s=120)
+def test_calls_of_cuda_behave_as_on_a_gpu(tmp_path: Path) -> None:
+    run_ranks(cuda_calls.__name__, [[(0,), (1,)]], tmp_path, deadline_s=120)

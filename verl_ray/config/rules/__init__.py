@@ -1,9 +1,11 @@
-"""The rules over several fields, one small function each, in a module per noun; those of every task are listed here.
+"""The rules over several fields, a small function each, in a module per noun.
 
-Invariant: every rule runs, and every problem is reported at once with its key, its value, the rule and what would be
-right. A setting that another one makes meaningless is refused, never ignored. Further rules are named by the type of a
-task's configuration (`own_rules`). Deliberately not here: rules of a single field (`verl_ray.config`), and what only
-the machine knows, such as files and memory (`verl_ray/preflight/findings.py`).
+Invariant: every rule runs, and every problem is reported at once with its key, its
+value, the rule and what would be right. A setting that another one makes meaningless is
+refused, never ignored. The rules of every task are listed here; the type of a task's
+configuration names further ones (`own_rules`). Deliberately not here: rules of a single
+field (`verl_ray.config`), and what only the machine knows, such as files and memory
+(`verl_ray/preflight/findings.py`).
 """
 
 from __future__ import annotations
@@ -13,11 +15,11 @@ from collections.abc import Collection
 from verl_ray.config.rules.backends import (
     adapters_have_a_backend,
     frozen_models_do_not_learn,
-    ranks_can_share_models_out,
+    ranks_fit_the_backend,
 )
 from verl_ray.config.rules.reward import (
-    graders_keep_the_deadline_of_calls,
-    judges_can_be_asked,
+    graders_finish_within_the_stall_limit,
+    judge_settings_work,
     requests_end_before_their_batch,
     rewards_have_a_function,
 )
@@ -27,7 +29,7 @@ from verl_ray.config.rules.roles import (
     schedule_settings_are_used,
     shared_processes_have_equal_ranks,
 )
-from verl_ray.config.rules.rule import Overridden, Rule
+from verl_ray.config.rules.rule import OverriddenKeys, Rule
 from verl_ray.config.rules.run import (
     checkpoints_are_kept,
     evaluation_has_data,
@@ -40,11 +42,24 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 
 
-def broken(config: Config, overridden: Collection[str] = (), *, evaluates: bool = False) -> list[Problem]:
-    """Every rule that `config` breaks; `overridden` are the dotted keys set on the command line, and `evaluates` says
-    that the command is one evaluation instead of training."""
-    keys = Overridden(overridden, evaluates)
-    return [problem for rule in (*RULES, *config.own_rules) for problem in rule(config, keys)]
+def rule_violations(
+    config: Config, overridden: Collection[str] = (), *, evaluates: bool = False
+) -> list[Problem]:
+    """Return the problems of every rule that `config` breaks.
+
+    Args:
+        config: the configuration of any task.
+        overridden: the dotted keys that the user set on the command line.
+        evaluates: whether the command is a single evaluation instead of training.
+    """
+    keys = OverriddenKeys(overridden, evaluates)
+    problems: list[Problem] = []
+
+    # No rule stops the others, so that all problems are reported at once.
+    for rule in (*RULES, *config.own_rules):
+        problems += rule(config, keys)
+
+    return problems
 
 
 RULES: tuple[Rule, ...] = (
@@ -56,13 +71,14 @@ RULES: tuple[Rule, ...] = (
     wandb_settings_are_used,
     schedule_settings_are_used,
     micro_batch_holds_the_longest_row,
-    ranks_can_share_models_out,
+    ranks_fit_the_backend,
     frozen_models_do_not_learn,
     adapter_settings_are_used,
     adapters_have_a_backend,
     shared_processes_have_equal_ranks,
     rewards_have_a_function,
-    graders_keep_the_deadline_of_calls,
-    judges_can_be_asked,
+    graders_finish_within_the_stall_limit,
+    judge_settings_work,
     requests_end_before_their_batch,
 )
+"""The rules of every task."""

@@ -1,7 +1,8 @@
-"""Rules of the algorithm: advantages, losses, the penalty for divergence, and what they need of each other.
+"""Rules of the algorithm: its advantages, its losses, and the penalty for divergence.
 
-Invariant: no algorithm is named; what each needs and reads is what `verl_ray/algorithms` declares. Deliberately not
-here: the declarations, and the formulas.
+Invariant: no algorithm is named. What each choice needs and reads is what
+`verl_ray/algorithms` declares. Deliberately not here: the declarations, and the
+formulas.
 """
 
 from __future__ import annotations
@@ -15,112 +16,232 @@ from verl_ray.algorithms.catalogue import (
     CORRECTIONS,
     KL_ESTIMATORS,
     POLICY_LOSSES,
-    settings,
+    declared_settings,
 )
 from verl_ray.algorithms.row_weights import AGGREGATIONS, HORIZON
-from verl_ray.config.rules.rule import Overridden, iff, resolved
+from verl_ray.config.rules.rule import (
+    OverriddenKeys,
+    follow_reference,
+    set_exactly_when,
+)
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 
-if TYPE_CHECKING:  # which name these rules
+if TYPE_CHECKING:  # it imports this module
     from verl_ray.config.tasks.rl import RLConfig
 
 
-def group_baseline_has_a_group(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    if ADVANTAGES[config.algorithm.advantage].needs_group and config.rollout.group_size < 2:
-        yield Problem(
-            "rollout.group_size",
-            config.rollout.group_size,
-            f"algorithm.advantage={config.algorithm.advantage} compares the responses to one prompt with each other",
-            "Use at least 2 (8 is usual), or algorithm=ppo or algorithm=reinforce_plus_plus.",
+def group_baseline_has_a_group(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if a group baseline has a single response per group."""
+    advantage = config.algorithm.advantage
+    group_size = config.rollout.group_size
+
+    # A single response has no other one to be compared with.
+    if ADVANTAGES[advantage].needs_group and group_size < 2:
+        rule = (
+            f"algorithm.advantage={advantage} compares the responses to one prompt with"
+            " each other"
         )
+        fix = (
+            "Use at least 2 (8 is usual), or algorithm=ppo or"
+            " algorithm=reinforce_plus_plus."
+        )
+        yield Problem("rollout.group_size", group_size, rule, fix)
 
 
-def settings_are_read(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def settings_are_read(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each declared setting that is set and not read, or not set.
+
+    A setting is read when one of the algorithm's choices declares it.
+    """
     algorithm = config.algorithm
     chosen = {key: table[getattr(algorithm, key)] for key, table in CHOICES.items()}
-    for setting, keys in settings().items():
+
+    for setting, choice_keys in declared_settings().items():
+        key = f"algorithm.{setting.name}"
         value = getattr(algorithm, setting.name)
-        readers = [key for key in keys if setting in chosen[key].reads]
-        because = " and ".join(f"algorithm.{key}={chosen[key].name}" for key in readers or keys)
-        if not readers:
-            yield from iff(False, f"algorithm.{setting.name}", value, because, None)
-            continue
-        usual = chosen[readers[0]].reads[setting]
-        if usual is not None:
-            yield from iff(True, f"algorithm.{setting.name}", value, because, resolved(config, usual))
+        readers = [name for name in choice_keys if setting in chosen[name].reads]
 
-
-def critic_is_needed_and_there(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    algorithm = config.algorithm
-    because, needs = f"algorithm.advantage={algorithm.advantage}", ADVANTAGES[algorithm.advantage].needs_critic
-    if needs and algorithm.value_loss is None:
-        fix = "Set algorithm.value_loss={clip: 0.2, aggregation: token_mean}, or another algorithm.advantage."
-        yield Problem("algorithm.value_loss", None, f"{because} needs a critic, which learns by it", fix)
-    if not needs and algorithm.value_loss is not None:
-        fix = "Set algorithm.value_loss=null, or algorithm=ppo."
-        yield Problem("algorithm.value_loss", algorithm.value_loss.model_dump(), f"{because} uses no critic", fix)
-
-
-def kl_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    kl = config.algorithm.kl
-    charged = kl.place != "none"
-    because = f"algorithm.kl.place={kl.place}"
-    usual: dict[str, object] = {"estimator": "k3", "coefficient": 0.001, "controller": "fixed"}
-    for field, value in usual.items():
-        yield from iff(charged, f"algorithm.kl.{field}", getattr(kl, field), because, value)
-
-
-def kl_in_the_loss_has_a_gradient(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    kl = config.algorithm.kl
-    if kl.place == "loss" and kl.estimator is not None and not KL_ESTIMATORS[kl.estimator].has_gradient:
-        rule = f"as a loss, the expected gradient of {kl.estimator} is zero: it would only add noise"
-        yield Problem("algorithm.kl.estimator", kl.estimator, rule, "Use k2 or k3, or algorithm.kl.place=reward.")
-
-
-def losses_without_a_ratio_update_once(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    actor, rows = config.actor, config.data.prompts_per_step * config.rollout.group_size
-    algorithm, correction = config.algorithm, config.algorithm.correction
-    weighed = correction.form == "two_policy" and (correction.kind is None or CORRECTIONS[correction.kind].weighs)
-    if POLICY_LOSSES[algorithm.policy_loss].has_ratio or (weighed and algorithm.mismatch.then != "correct"):
-        return
-    rule = f"{algorithm.policy_loss} has no ratio that would correct a second update on the same rollouts"
-    others = f"algorithm.policy_loss={either(one.name for one in POLICY_LOSSES.values() if one.has_ratio)}"
-    if actor.epochs > 1:
-        yield Problem("actor.epochs", actor.epochs, rule, f"Set it to 1, or use {others}.")
-    if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
-        yield Problem(
-            "actor.mini_batch_size", actor.mini_batch_size, rule, f"Set it to null or {rows}, or use {others}."
+        # A refusal names the choices that read the setting, or those that could.
+        because = " and ".join(
+            f"algorithm.{name}={chosen[name].name}" for name in readers or choice_keys
         )
 
+        if not readers:
+            yield from set_exactly_when(False, key, value, because, None)
+            continue
 
-def kl_controller_is_complete(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    kl = config.algorithm.kl
-    adaptive = kl.controller == "adaptive"
-    if adaptive and kl.place == "loss":
-        rule = "the adaptive controller steers a penalty in the reward, not one in the loss"
-        yield Problem("algorithm.kl.controller", kl.controller, rule, "Use fixed, or algorithm.kl.place=reward.")
-    because = f"algorithm.kl.controller={'null' if kl.controller is None else kl.controller}"
-    yield from iff(adaptive, "algorithm.kl.target", kl.target, because, 6.0)
-    yield from iff(adaptive, "algorithm.kl.horizon", kl.horizon, because, 10_000)
+        # No usual value means that null is a choice, too.
+        usual = chosen[readers[0]].reads[setting]
+        if usual is not None:
+            recommended = follow_reference(config, usual)
+            yield from set_exactly_when(True, key, value, because, recommended)
 
 
-def value_losses_have_no_horizon(config: RLConfig, _: Overridden) -> Iterator[Problem]:
+def critic_matches_the_advantage(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem unless there is a value loss exactly when a critic is needed."""
+    key = "algorithm.value_loss"
+    advantage = config.algorithm.advantage
     value_loss = config.algorithm.value_loss
-    if value_loss is not None and HORIZON in AGGREGATIONS[value_loss.aggregation].reads:
-        key, fix = "algorithm.value_loss.aggregation", "Use token_mean or seq_mean_token_mean."
-        yield Problem(key, value_loss.aggregation, "the value loss has no horizon to normalise by", fix)
+    needs_critic = ADVANTAGES[advantage].needs_critic
+    because = f"algorithm.advantage={advantage}"
+
+    if needs_critic and value_loss is None:
+        rule = f"{because} needs a critic, which learns by it"
+        fix = (
+            "Set algorithm.value_loss={clip: 0.2, aggregation: token_mean}, or another"
+            " algorithm.advantage."
+        )
+        yield Problem(key, None, rule, fix)
+
+    if not needs_critic and value_loss is not None:
+        rule = f"{because} uses no critic"
+        fix = "Set algorithm.value_loss=null, or algorithm=ppo."
+        yield Problem(key, value_loss.model_dump(), rule, fix)
 
 
-def bootstrapping_needs_values(config: RLConfig, _: Overridden) -> Iterator[Problem]:
-    algorithm = config.algorithm
-    if algorithm.truncated == "bootstrap" and not ADVANTAGES[algorithm.advantage].needs_critic:
-        rule = f"a cut response is bootstrapped from a critic, and algorithm.advantage={algorithm.advantage} has none"
-        yield Problem("algorithm.truncated", "bootstrap", rule, "Use score or mask, or algorithm=ppo.")
+def kl_is_complete(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each setting of the penalty that is missing or not used."""
+    kl = config.algorithm.kl
+    is_charged = kl.place != "none"
+    because = f"algorithm.kl.place={kl.place}"
+    usual_values: dict[str, object] = {
+        "estimator": "k3",
+        "coefficient": 0.001,
+        "controller": "fixed",
+    }
+
+    for field, usual in usual_values.items():
+        key = f"algorithm.kl.{field}"
+        value = getattr(kl, field)
+        yield from set_exactly_when(is_charged, key, value, because, usual)
 
 
-def algorithm_name_is_its_group(config: RLConfig, overridden: Overridden) -> Iterator[Problem]:
+def kl_in_the_loss_has_a_gradient(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if the estimator of a KL loss has no gradient in expectation."""
+    kl = config.algorithm.kl
+    if kl.place != "loss" or kl.estimator is None:
+        return
+
+    if not KL_ESTIMATORS[kl.estimator].has_gradient:
+        rule = (
+            f"as a loss, the expected gradient of {kl.estimator} is zero: it would only"
+            " add noise"
+        )
+        fix = "Use k2 or k3, or algorithm.kl.place=reward."
+        yield Problem("algorithm.kl.estimator", kl.estimator, rule, fix)
+
+
+def losses_without_a_ratio_update_once(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if a loss without a ratio has several updates per step."""
+    actor = config.actor
+    policy_loss = config.algorithm.policy_loss
+    rows = config.data.prompts_per_step * config.rollout.group_size
+
+    if POLICY_LOSSES[policy_loss].has_ratio or _correction_weighs_updates(config):
+        return
+
+    rule = (
+        f"{policy_loss} has no ratio that would correct a second update on the same"
+        " rollouts"
+    )
+    with_ratio = [loss.name for loss in POLICY_LOSSES.values() if loss.has_ratio]
+    alternative = f"use algorithm.policy_loss={either(with_ratio)}"
+
+    # Further epochs and smaller mini-batches both make further updates.
+    if actor.epochs > 1:
+        fix = f"Set it to 1, or {alternative}."
+        yield Problem("actor.epochs", actor.epochs, rule, fix)
+
+    if actor.mini_batch_size is not None and actor.mini_batch_size < rows:
+        fix = f"Set it to null or {rows}, or {alternative}."
+        yield Problem("actor.mini_batch_size", actor.mini_batch_size, rule, fix)
+
+
+def _correction_weighs_updates(config: RLConfig) -> bool:
+    """Return whether a correction weighs every update by its ratio to the sampler."""
+    correction = config.algorithm.correction
+    if correction.form != "two_policy":
+        return False
+
+    # A correction that waits for a mismatch is not there from the first step on.
+    if config.algorithm.mismatch.then == "correct":
+        return False
+
+    if correction.kind is None:
+        return True
+    return CORRECTIONS[correction.kind].weights_by_ratio
+
+
+def kl_controller_is_complete(config: RLConfig, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each setting of the controller that is missing or unused."""
+    kl = config.algorithm.kl
+    is_adaptive = kl.controller == "adaptive"
+
+    if is_adaptive and kl.place == "loss":
+        rule = (
+            "the adaptive controller steers a penalty in the reward, not one in the"
+            " loss"
+        )
+        fix = "Use fixed, or algorithm.kl.place=reward."
+        yield Problem("algorithm.kl.controller", kl.controller, rule, fix)
+
+    controller = "null" if kl.controller is None else kl.controller
+    because = f"algorithm.kl.controller={controller}"
+    key = "algorithm.kl.target"
+    yield from set_exactly_when(is_adaptive, key, kl.target, because, 6.0)
+    key = "algorithm.kl.horizon"
+    yield from set_exactly_when(is_adaptive, key, kl.horizon, because, 10_000)
+
+
+def value_losses_have_no_horizon(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if the value loss is aggregated by a horizon."""
+    value_loss = config.algorithm.value_loss
+    if value_loss is None:
+        return
+
+    aggregation = value_loss.aggregation
+    if HORIZON in AGGREGATIONS[aggregation].reads:
+        key = "algorithm.value_loss.aggregation"
+        rule = "the value loss has no horizon to normalise by"
+        fix = "Use token_mean or seq_mean_token_mean."
+        yield Problem(key, aggregation, rule, fix)
+
+
+def bootstrapping_needs_values(
+    config: RLConfig, _: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if cut responses are bootstrapped and there is no critic."""
+    advantage = config.algorithm.advantage
+    if config.algorithm.truncated != "bootstrap":
+        return
+
+    if not ADVANTAGES[advantage].needs_critic:
+        rule = (
+            "a cut response is bootstrapped from a critic, and"
+            f" algorithm.advantage={advantage} has none"
+        )
+        fix = "Use score or mask, or algorithm=ppo."
+        yield Problem("algorithm.truncated", "bootstrap", rule, fix)
+
+
+def algorithm_is_chosen_as_a_group(
+    config: RLConfig, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem if the user set the algorithm's name instead of choosing it."""
+    # The name comes with the YAML file of the choice.
     if overridden.under("algorithm.name"):
         name = config.algorithm.name
         rule = "the name is a label and changes nothing"
-        yield Problem("algorithm.name", name, rule, f"Choose an algorithm with algorithm={name}.")
+        fix = f"Choose an algorithm with algorithm={name}."
+        yield Problem("algorithm.name", name, rule, fix)

@@ -1,1 +1,4 @@
-"""The configurations of the tasks that `verl-ray check` reads without importing a trainer, one file each."""
+"""The configuration types of the project's own tasks, one file each.
+
+They are apart from the trainers so that `verl-ray check` does not import these.
+"""

@@ -1,4 +1,7 @@
-"""A reward model, from pairs of a better and a worse response: `train --config-name reward_model`."""
+"""Training of a reward model: `train --config-name reward_model`.
+
+It learns from pairs of a better and a worse response to the same prompt.
+"""
 
 from __future__ import annotations
 
@@ -13,22 +16,29 @@ from verl_ray.config.section import NonNegativeFloat, Positive, Section
 
 
 class PreferenceConfig(Section):
+    """The loss on pairs, and their number and size."""
+
     batch_size: Positive
     """Pairs per optimizer step, over all ranks."""
     max_tokens: Positive
     """The longest row, prompt and response together, in tokens."""
     margin: NonNegativeFloat | Literal["record"]
-    """By how much the chosen response should score higher; record = each pair's own `margin`."""
+    """Margin by which the chosen response should score higher; record = each pair's own
+    `margin`."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)]
-    """How often the preference is taken to be the wrong way round."""
+    """Probability with which a pair is taken to be the wrong way round."""
 
 
 class PreferenceEvaluationConfig(Section):
+    """The evaluation on held-out pairs."""
+
     num_pairs: Positive | None
     """The first N held-out pairs; null = all."""
 
 
 class RewardModelConfig(Config):
+    """A run that trains a reward model on pairs of responses."""
+
     data: PreferenceDataConfig
     reward: SupervisedRole
     preference: PreferenceConfig
@@ -42,13 +52,13 @@ class RewardModelConfig(Config):
         return "value"
 
     @property
-    def drawn_per_step(self) -> int:
-        """Pairs."""
+    def examples_per_step(self) -> int:
+        """Number of pairs per step."""
         return self.preference.batch_size
 
     @property
     def rows_per_step(self) -> int:
-        """Two rows per pair."""
+        """Number of rows per step, two for each pair."""
         return 2 * self.preference.batch_size
 
     @property
@@ -57,7 +67,7 @@ class RewardModelConfig(Config):
 
     @property
     def rows_per_unit(self) -> int:
-        """The rows of a pair."""
+        """Number of rows of a pair."""
         return 2
 
     @property

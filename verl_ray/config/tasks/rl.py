@@ -7,30 +7,43 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl_ray.config.algorithm import AlgorithmConfig
-from verl_ray.config.drawing import DrawingConfig
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import HELD_OUT, FunctionReward, Reward, SingleReward
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
+from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.rules.rl import RL_RULES
-from verl_ray.config.section import NonNegative, Positive, PositiveFloat, Section, Temperature
+from verl_ray.config.section import (
+    NonNegative,
+    Positive,
+    PositiveFloat,
+    Section,
+    Temperature,
+)
 
 
 class EvaluationConfig(Section):
+    """The evaluation on held-out problems."""
+
     num_prompts: Positive | None
     """The first N held-out problems; null = all."""
     group_size: Positive
     """Responses per problem; the metric is acc/mean@N."""
     temperature: Temperature
-    """0 = greedy."""
+    """Temperature of the sampling; 0 = greedy."""
     samples: NonNegative
     """Rollouts of each evaluation written to samples/ and the tracker's table."""
-    functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])] | None
-    """Grade held-out responses by these functions instead of the reward; null = by the reward."""
+    functions: (
+        Annotated[dict[str, str], Field(examples=["{default: exact_match}"])] | None
+    )
+    """Grade held-out responses by these functions instead of the reward; null = by the
+    reward."""
     deadline_s: PositiveFloat
-    """How long one held-out response may take to grade, where evaluation.functions does it."""
+    """Longest time to grade one held-out response by evaluation.functions."""
 
 
-class RLConfig(DrawingConfig):
+class RLConfig(RolloutTaskConfig):
+    """A run of reinforcement learning from scored rollouts."""
+
     critic: TrainedRole
     reference: ReferenceRole
     reward: Reward
@@ -38,34 +51,31 @@ class RLConfig(DrawingConfig):
     algorithm: AlgorithmConfig
     prepare: PrepareConfig | None
 
-    own_rules = (*DrawingConfig.own_rules, *RL_RULES)
+    own_rules = (*RolloutTaskConfig.own_rules, *RL_RULES)
+
+    # --------------------------------------------------------------------------- models
 
     @property
     def model_roles(self) -> dict[str, ModelRole]:
         roles: dict[str, ModelRole] = {"actor": self.actor}
+
         if self.has_critic:
             roles["critic"] = self.critic
         if self.has_reference:
             roles["reference"] = self.reference
-        return roles | {name: one.model_role for name, one in self.graders.items() if one.model_role is not None}
+
+        # Some graders are models on a training backend.
+        for name, grader in self.graders.items():
+            model_role = grader.as_model_role
+            if model_role is not None:
+                roles[name] = model_role
+
+        return roles
 
     def head_of(self, role: str) -> Literal["policy", "value"]:
-        return "value" if role == "critic" or role in self.graders else "policy"
-
-    @property
-    def optimizers(self) -> dict[str, OptimizerConfig]:
-        found = {"actor.optimizer": self.actor.optimizer, "critic.optimizer": self.critic.optimizer}
-        if self.prepare is not None:
-            found["prepare.warm_start.optimizer"] = self.prepare.warm_start.optimizer
-        return found
-
-    def learning_steps(self, role: str) -> int:
-        waits = self.algorithm.critic_warmup_steps if role == "actor" else 0
-        return self.run.total_steps - waits
-
-    @property
-    def preparation(self) -> PrepareConfig | None:
-        return self.prepare
+        if role == "critic" or role in self.graders:
+            return "value"
+        return "policy"
 
     @property
     def has_critic(self) -> bool:
@@ -79,21 +89,65 @@ class RLConfig(DrawingConfig):
 
     @property
     def reference_is_base(self) -> bool:
-        """Whether the actor without its adapter is the reference, so that nobody holds a second copy of it."""
-        adapted = self.actor.lora.rank > 0 and self.reference.model.path == self.actor.model.path
-        return adapted and self.algorithm.kl.place != "none"
+        """Whether the actor without its adapter is the reference.
+
+        If so, no process holds a second copy of the model.
+        """
+        same_model = self.reference.model.path == self.actor.model.path
+        has_adapter = self.actor.lora.rank > 0
+        needs_reference = self.algorithm.kl.place != "none"
+        return needs_reference and has_adapter and same_model
+
+    @property
+    def optimizers(self) -> dict[str, OptimizerConfig]:
+        """Every optimizer that has settings, also of a critic that is not created."""
+        optimizers = {
+            "actor.optimizer": self.actor.optimizer,
+            "critic.optimizer": self.critic.optimizer,
+        }
+
+        if self.prepare is not None:
+            warm_start = self.prepare.warm_start
+            optimizers["prepare.warm_start.optimizer"] = warm_start.optimizer
+
+        return optimizers
+
+    def learning_steps(self, role: str) -> int:
+        if role == "actor":
+            # The critic learns alone in the first steps.
+            return self.run.total_steps - self.algorithm.critic_warmup_steps
+        return self.run.total_steps
+
+    # --------------------------------------------------------------- inputs and graders
+
+    @property
+    def preparation(self) -> PrepareConfig | None:
+        return self.prepare
 
     @property
     def graders(self) -> dict[str, SingleReward]:
-        return self.reward.by_key("reward")
+        return self.reward.sources_by_key("reward")
 
-    def graders_at_work(self, *, learns: bool) -> dict[str, SingleReward]:
-        """The reward's components, and HELD_OUT; without learning, only those that held-out problems need."""
-        wanted = self.evaluation
-        if wanted.functions is None:
+    def active_graders(self, *, learns: bool) -> dict[str, SingleReward]:
+        """Return the reward's sources, and the grader of held-out problems.
+
+        A single evaluation needs only the latter, if held-out problems have a grader of
+        their own (`HELD_OUT`).
+        """
+        evaluation = self.evaluation
+        if evaluation.functions is None:
             return self.graders
+
+        # Only the functions and their deadline are settings.
         held_out = FunctionReward(
-            kind="function", num_ranks=1, processes_per_rank=1, deadline_s=wanted.deadline_s,
-            functions=wanted.functions, normalise="none", clip=None, max_failed_fraction=1.0,
-        )  # fmt: skip
-        return (self.graders if learns else {}) | {HELD_OUT: held_out}
+            kind="function",
+            num_ranks=1,
+            processes_per_rank=1,
+            deadline_s=evaluation.deadline_s,
+            functions=evaluation.functions,
+            normalise="none",
+            clip=None,
+            max_failed_fraction=1.0,
+        )
+        sources = self.graders if learns else {}
+        return sources | {HELD_OUT: held_out}

@@ -9,20 +9,30 @@ from verl_ray.config.section import Fraction, Positive, Section
 
 
 class SupervisedConfig(Section):
+    """The rows of a step, and when the run stops."""
+
     batch_size: Positive
     """Rows per optimizer step, over all ranks."""
     max_tokens: Positive
     """The longest row, prompt and response together, in tokens."""
     stop_at_accuracy: Fraction | None
-    """Stop once held-out greedy accuracy reaches this; null = train for run.total_steps."""
+    """Stop once held-out greedy accuracy reaches this; null = train for
+    run.total_steps."""
 
 
 class SupervisedEvaluationConfig(Section):
+    """The evaluation on held-out rows.
+
+    Greedy accuracy and loss are read from one forward pass.
+    """
+
     num_prompts: Positive | None
-    """The first N held-out rows; null = all. Greedy accuracy and loss are read from one forward pass."""
+    """The first N held-out rows; null = all."""
 
 
 class SFTConfig(Config):
+    """A run that fine-tunes the actor on rows with given responses."""
+
     actor: SupervisedRole
     sft: SupervisedConfig
     evaluation: SupervisedEvaluationConfig
@@ -34,8 +44,8 @@ class SFTConfig(Config):
         return {"actor": self.actor}
 
     @property
-    def drawn_per_step(self) -> int:
-        """Rows."""
+    def examples_per_step(self) -> int:
+        """Number of rows per step."""
         return self.sft.batch_size
 
     @property
@@ -43,6 +53,10 @@ class SFTConfig(Config):
         return self.sft.max_tokens, "sft.max_tokens"
 
     @property
-    def why_no_evaluation(self) -> tuple[str, str]:
-        rule = "an evaluation generates responses and grades them, which a supervised run has no settings for"
-        return rule, "Use --config-name ppo or grpo, with the model's directory as model.path."
+    def evaluation_refusal(self) -> tuple[str, str]:
+        rule = (
+            "an evaluation generates responses and grades them, which a supervised run"
+            " has no settings for"
+        )
+        fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
+        return rule, fix

@@ -1,11 +1,19 @@
-"""The `megatron` backend: megatron-core's layers, schedules and distributed optimizer behind the engines' contract."""
+"""The `megatron` backend: megatron-core's layers, schedules and distributed optimizer
+behind the contract of engines.
+"""
 
 import warnings
 
-# What it says at every start, of kernels that are not used here and of torch's functions that will be renamed.
-for _words in (
-    "(Transformer Engine and )?Apex (is|are) not installed", "Transformer Engine and Apex are not installed",
-    "full scope is deprecated", "When using (async grad allreduce|sequence parallelism) it is recommended",
-    "The .grad attribute of a Tensor that is not a leaf", "`torch.distributed.", "`sequence_parallel` is set to `True`",
-):  # fmt: skip
-    warnings.filterwarnings("ignore", message=_words)
+# Warnings of every start: about kernels that are not used here, and about functions of
+# torch that will be renamed.
+_EXPECTED_WARNINGS = (
+    "(Transformer Engine and )?Apex (is|are) not installed",
+    "Transformer Engine and Apex are not installed",
+    "full scope is deprecated",
+    "When using (async grad allreduce|sequence parallelism) it is recommended",
+    "The .grad attribute of a Tensor that is not a leaf",
+    "`torch.distributed.",
+    "`sequence_parallel` is set to `True`",
+)
+for _message in _EXPECTED_WARNINGS:
+    warnings.filterwarnings("ignore", message=_message)

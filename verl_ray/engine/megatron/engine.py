@@ -1,9 +1,12 @@
-"""The `megatron` backend: megatron-core computes, reduces, clips and steps; this drives it as the contract says.
+"""The `megatron` backend: megatron-core computes, reduces, clips and steps; this module
+drives it according to the contract.
 
-Invariant: whatever the layout, results are those of the plain engine; weights and state leave and enter under the names
-of the model as transformers has it, so any layout, and any other backend, goes on from there.
-Deliberately not here: the model (`model.py`), which models (`supported.py`), who holds what (`weight_map.py`), groups
-(`layout.py`), the form of a checkpoint (`state.py`), and how buffers are moved (`residence.py`).
+Invariant: whatever the layout, results are those of the plain engine. Weights and state
+enter and leave under the names of the model as transformers has it, so any layout and
+any other backend can continue from them. Deliberately not here: the model (`model.py`),
+which models are supported (`supported.py`), weights of this rank (`weights.py`),
+process groups (`layout.py`), schedules (`schedule.py`), the form of a checkpoint
+(`state.py`), and how buffers are offloaded (`buffers.py`).
 """
 
 from __future__ import annotations
@@ -11,14 +14,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from megatron.core import tensor_parallel
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from torch import Tensor, nn
 
 from verl_ray.algorithms.objectives import Objective
@@ -26,221 +31,250 @@ from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
-from verl_ray.engine.collect import collected
-from verl_ray.engine.megatron.experts import RoutedRows, reported
-from verl_ray.engine.megatron.layout import Axis, layout_of
-from verl_ray.engine.megatron.model import Stage, has_experts, padded_vocabulary, transformer_config
-from verl_ray.engine.megatron.optimizer import clip_and_step, make_optimizer, restore, shards_of
-from verl_ray.engine.megatron.residence import Buffers
-from verl_ray.engine.megatron.state import held_state
-from verl_ray.engine.megatron.supported import require_complete, require_mapped
-from verl_ray.engine.megatron.weight_map import Mapped, Region, Sizes, WeightMap, share
-from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
-from verl_ray.engine.module_engine import adam, manifest_of
-from verl_ray.engine.offload import Offload, tensor_held
+from verl_ray.engine.collect import collect_whole
+from verl_ray.engine.megatron.buffers import MegatronBuffers
+from verl_ray.engine.megatron.expert_balance import ExpertBalance
+from verl_ray.engine.megatron.layout import parallel_layout_of
+from verl_ray.engine.megatron.model import Stage
+from verl_ray.engine.megatron.model_config import has_experts, transformer_config
+from verl_ray.engine.megatron.optimizer import (
+    OptimizerShard,
+    clip_and_step,
+    make_optimizer,
+    reload_optimizer,
+    shards_of,
+)
+from verl_ray.engine.megatron.schedule import Schedule
+from verl_ray.engine.megatron.state import (
+    load_step_counters,
+    optimizer_state,
+    torch_param_groups,
+)
+from verl_ray.engine.megatron.supported import require_complete, require_supported
+from verl_ray.engine.megatron.weights import (
+    BoxReader,
+    computing_boxes,
+    main_boxes,
+    map_parameters,
+    parameter_shapes,
+    read_main_weights,
+    read_slices,
+    read_weights,
+    slices_by_tensor,
+)
+from verl_ray.engine.micro_batches import Loss, MicroBatches
+from verl_ray.engine.model_manifest import build_manifest
+from verl_ray.engine.offload import Offload, offloadable
 from verl_ray.engine.packed_engine import PackedEngine
-from verl_ray.models.names import Box, pieces
+from verl_ray.engine.random_stream import RandomStream
 from verl_ray.models.role_model import PackedRows, build_role_model
-from verl_ray.models.weights import CheckpointReader, check_fit, fill_box
-from verl_ray.ops.outputs import Outputs, TokenOutputs
+from verl_ray.models.tensor_sources import CheckpointReader
+from verl_ray.ops.outputs import RequestedOutputs, TokenOutputs
 from verl_ray.parallel.sharding_manager import PackedTokens, ShardingManager
 from verl_ray.parallel.ulysses import UlyssesManager
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
 
-Held = tuple[str, Box, Callable[[], Tensor]]
-"""A box of one of the model's parameters, by its name, and what stands there, which may move meanwhile."""
-
-Parts = dict[str, list[tuple[Slice, Callable[[], Tensor], Box]]]
-"""By name in a checkpoint: a slice, and the box of what is held where it stands."""
-
 
 class MegatronEngine(PackedEngine):
-    def __init__(self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int) -> None:
+    """An engine whose model is partitioned by megatron-core."""
+
+    def __init__(
+        self, spec: EngineSpec, *, device: torch.device, rank: int, world_size: int
+    ) -> None:
         assert isinstance(spec.backend, MegatronBackend)
-        backend = spec.backend
-        self.spec, self.device, self.rank, self.world_size = spec, device, rank, world_size
-        self.layout = layout = layout_of(backend)
-        self.peers, self.topology = backend.peers, layout.topology
-        self.dtype = getattr(torch, backend.dtype)
-        self.sharding = ShardingManager() if layout.cp.size == 1 else UlyssesManager(layout.groups.cp)
-        self.forward_is_collective = backend.expert_parallel * backend.expert_tensor_parallel > 1
-        self.micro_batch_multiple = layout.pp.size if layout.chunks > 1 else 1
-        self._routed_batches: list[RoutedRows] = []
-        self._token_multiple = layout.cp.size * (layout.tp.size if backend.sequence_parallel else 1)
+        self.spec = spec
+        self.device = device
+        self.rank = rank
+        self.world_size = world_size
+        self._use_layout(spec.backend)
 
         source = CheckpointReader(spec.model_path)
-        self.described = build_role_model(source, spec.model_path, spec.head, new_head=spec.new_head)
-        require_mapped(spec, self.described)
-        self._manifest = _in_dtype(manifest_of(self.described)[0], backend.dtype)
-        self._shapes = {name: tuple(value.shape) for name, value in self.described.hf.named_parameters()}
-        self.describe(self.described)
-        layers = range(self._config.num_hidden_layers) if self._routed else ()
-        self._expert_layers = [layer + 1 for layer in layers if has_experts(self._config, layer)]
-        self._tied = spec.head == "policy" and self._config.tie_word_embeddings
-        with layout.entered():
-            self._core = transformer_config(self.described, backend, self.dtype)
-            self._stages = [
-                Stage(self.described, self._core, layout, chunk).to(device) for chunk in range(layout.chunks)
-            ]
-            for name, parameter in (named for stage in self._stages for named in stage.named_parameters()):
-                if ".experts." in name:
-                    # megatron-core says so only where experts are shared out: else their gradients would be summed
-                    # over the ranks that hold copies of the rest, which are others
-                    setattr(parameter, "allreduce", False)  # noqa: B010
-            self._modules: list[Any] = list(self._stages)
+        # The model as transformers has it, without values: the names and shapes of all
+        # that enters and leaves.
+        self._template = build_role_model(
+            source, spec.model_path, spec.head, new_head=spec.new_head
+        )
+        require_supported(spec, self._template)
+        manifest, _ = build_manifest(self._template)
+        self._manifest = _in_dtype(manifest, spec.backend.dtype)
+        self._shapes = parameter_shapes(self._template)
+        self.describe(self._template)
+
+        self._optimizer: Any = None
+        with self.layout.installed():
+            self._build_modules(spec.backend)
+            reader = BoxReader(self._template, source, spec.seed)
+            read_weights(self._mapped, reader)
             if spec.optimizer is not None:
-                config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
-                self._modules = [DistributedDataParallel(self._core, config, stage) for stage in self._stages]
-            self._mapped = dict(self._map())
-            for parameter, mapped in self._mapped.items():
-                # megatron-core marks what it draws; unmarked ones are left out of the norm but on the first rank
-                setattr(parameter, "tensor_model_parallel", not mapped.replicated)  # noqa: B010
-            self._fill(source)
-            self._optimizer: Any = (
-                None if spec.optimizer is None else make_optimizer(spec.optimizer, self._modules, self.dtype)
-            )
+                self._optimizer = make_optimizer(
+                    spec.optimizer, self._modules, self.dtype
+                )
         if self._optimizer is not None:
-            self._zero_gradients()  # their memory holds anything yet
+            # The memory of gradients is not initialized yet.
+            self._zero_gradients()
             if self.dtype != torch.float32:
-                self._fill_main(source)
+                read_main_weights(self._shards(), reader)
         require_complete(spec, self._shapes, self._mapped.values(), world_size)
-        self._owned = self._by_piece(self._regions_owned())
+
         self.offload = Offload(device)
-        self.buffers = Buffers([] if spec.optimizer is None else self._modules, self.offload)
+        wrapped_modules = self._modules if self._optimizer is not None else []
+        self.buffers = MegatronBuffers(wrapped_modules, self.offload)
+        sent_boxes = computing_boxes(self._mapped, self.layout, self.buffers)
+        self._sent_slices = slices_by_tensor(sent_boxes, self._shapes)
+        self._expert_balance = self._make_expert_balance()
+        self._schedule = Schedule(
+            self._stages,
+            self._modules,
+            sharding=self.sharding,
+            token_multiple=self._token_multiple,
+            balance=self._expert_balance,
+        )
         self.steps = 0
-        self._rng = self._seeded(spec.seed)
-        self._random_states = tensor_parallel.get_cuda_rng_tracker().get_states()
+        self.random_stream = RandomStream(device, rank, spec.seed)
+        self._tracker_states = tensor_parallel.get_cuda_rng_tracker().get_states()
 
-    # ----------------------------------------------------------------------------------------------- building
+    # ------------------------------------------------------------------------- building
 
-    def _map(self) -> Iterator[tuple[nn.Parameter, Mapped]]:
-        """This rank's parameters, and what they are."""
-        hf, attention = self._config, cast(Any, self.described.layers[0]).self_attn
-        padded = padded_vocabulary(hf.vocab_size, self.layout.tp.size)
-        sizes = Sizes.of(hf, head_size=attention.head_dim, padded_vocabulary=padded)
-        weights = WeightMap(sizes, self.layout, tied=self._tied)
-        for stage in self._stages:
-            numbers = [layer.layer_number - 1 for layer in stage.decoder.layers]
-            for name, parameter in stage.named_parameters():
-                inside = name.split(".")
-                layer = numbers[int(inside[2])] if name.startswith("decoder.layers.") else None
-                yield parameter, weights.of(name, layer)
+    def _use_layout(self, backend: MegatronBackend) -> None:
+        """Set the attributes that follow from the layout. Collective."""
+        layout = parallel_layout_of(backend)
+        self.layout = layout
+        self.topology = layout.topology
+        self.peers = backend.peers
+        self.dtype = getattr(torch, backend.dtype)
 
-    @torch.no_grad()
-    def _fill(self, source: CheckpointReader) -> None:
-        """Each parameter from the tensors that it is made of, of which only this rank's part is read."""
-        new, unused = self.described.heads_of_others
-        check_fit(self.described.hf, source, new=new, unused=unused)
+        self.sharding = ShardingManager()
+        if layout.cp.size > 1:
+            self.sharding = UlyssesManager(layout.groups.cp)
+
+        expert_ranks = backend.expert_parallel * backend.expert_tensor_parallel
+        self.forward_is_collective = expert_ranks > 1
+        if layout.chunks > 1:
+            # The interleaved schedule requires it.
+            self.micro_batch_multiple = layout.pp.size
+
+        # The tokens of a micro-batch are cut into as many equal slices.
+        self._token_multiple = layout.cp.size
+        if backend.sequence_parallel:
+            self._token_multiple *= layout.tp.size
+
+    def _build_modules(self, backend: MegatronBackend) -> None:
+        """Build this rank's chunks of the model, without values. Collective."""
+        self._core_config = transformer_config(self._template, backend, self.dtype)
+        self._stages = [
+            Stage(self._template, self._core_config, self.layout, chunk).to(self.device)
+            for chunk in range(self.layout.chunks)
+        ]
+
+        for name, parameter in self._named_parameters():
+            if ".experts." in name:
+                # megatron-core sets this mark only if experts are distributed. Without
+                # it their gradients would be summed over the ranks that hold copies of
+                # the other parameters, which are not those that hold copies of experts.
+                setattr(parameter, "allreduce", False)  # noqa: B010
+
+        self._modules: list[Any] = list(self._stages)
+        if self.spec.optimizer is not None:
+            config = DistributedDataParallelConfig(
+                grad_reduce_in_fp32=True, use_distributed_optimizer=True
+            )
+            self._modules = [
+                DistributedDataParallel(self._core_config, config, stage)
+                for stage in self._stages
+            ]
+
+        self._mapped = map_parameters(self._template, self._stages, self.layout)
         for parameter, mapped in self._mapped.items():
-            rows = 0
-            for region in mapped.regions:
-                self._read(self._rows(parameter, region), region.box, region.name, source)
-                rows += region.shape[0]
-            parameter[rows:].zero_()  # words that only fill up
+            # megatron-core sets this mark only on parameters that it initializes. The
+            # gradient norm of ranks other than the first would leave out the others.
+            setattr(parameter, "tensor_model_parallel", not mapped.replicated)  # noqa: B010
 
-    def _fill_main(self, source: CheckpointReader) -> None:
-        """What learns, where that is not what computes: megatron-core made it from values already rounded."""
-        for one in shards_of(self._optimizer, self._mapped):
-            for name, box, run in one.parts():
-                self._read(one.main[run].view(_sides(box)), box, name, source)
+    def _make_expert_balance(self) -> ExpertBalance | None:
+        """Return the balance of the experts; None in a model without."""
+        if not self._routed:
+            return None
 
-    def _read(self, local: Tensor, box: Box, name: str, source: CheckpointReader) -> None:
-        """A box of the model's parameter of this name into `local`."""
-        new, _ = self.described.heads_of_others
-        fill_box(local, box, name, self._shapes[name], source, new=new, seed=self.spec.seed)
+        config = self._config
+        layers = [
+            layer + 1
+            for layer in range(config.num_hidden_layers)
+            if has_experts(config, layer)
+        ]
+        if not layers:
+            return None
+        return ExpertBalance(
+            self.layout,
+            layers,
+            config.num_experts,
+            coefficient=self._balance_coefficient,
+            metric=self._balance_metric,
+            sliced_tokens=self._core_config.sequence_parallel,
+        )
 
-    # --------------------------------------------------------------------------------------------- computation
+    def _named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield all parameters of this rank by names that differ between its stages."""
+        for number, stage in enumerate(self._stages):
+            for name, parameter in stage.named_parameters():
+                yield f"stage {number}: {name}", parameter
 
-    def forward(self, rows: Rows, outputs: Outputs) -> ForwardResult:
-        with self.layout.entered():
+    def _shards(self) -> Iterator[OptimizerShard]:
+        """Yield what this rank's optimizer steps."""
+        return shards_of(self._optimizer, self._mapped)
+
+    # ---------------------------------------------------------------------- computation
+
+    def forward(self, rows: Rows, outputs: RequestedOutputs) -> ForwardResult:
+        with self.layout.installed():
             return super().forward(rows, outputs)
 
     def forward_backward(self, rows: TrainingBatch, objective: Objective) -> LossReport:
-        with self.layout.entered():
+        with self.layout.installed():
             return super().forward_backward(rows, objective)
 
     def optimizer_step(self) -> StepReport:
-        with self.layout.entered():
+        with self.layout.installed():
             return super().optimizer_step()
 
-    def _outputs_of(self, batches: MicroBatches, outputs: Outputs) -> list[TokenOutputs]:
-        def told(stage: Stage, hidden: Tensor, rows: PackedRows) -> TokenOutputs:
-            return self.sharding.postprocess(stage.head(hidden, rows, outputs))
+    def _compute_outputs(
+        self, batches: MicroBatches, outputs: RequestedOutputs
+    ) -> list[TokenOutputs]:
+        return self._schedule.forward(batches, outputs)
 
-        def step(batches: Iterator[MicroBatch], stage: Stage) -> tuple[Tensor, Callable[..., TokenOutputs]]:
-            batch = next(batches)
-            hidden = stage(batch.packed)
-            return hidden, lambda hidden, non_loss_data: told(stage, hidden, batch.packed)
+    def _accumulate_gradients(
+        self, batches: MicroBatches, outputs: RequestedOutputs, loss: Loss
+    ) -> None:
+        self._schedule.forward_backward(batches, outputs, loss, self.device)
 
-        found: list[TokenOutputs] = self._schedule(batches, step, forward_only=True)
-        return found
-
-    def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
-        self._routed_batches.clear()
-        no_tokens = torch.zeros((), dtype=torch.int, device=self.device)  # megatron-core would divide by their sum
-
-        def step(batches: Iterator[MicroBatch], module: Any) -> tuple[Tensor, Callable[[Tensor], Any]]:
-            batch = next(batches)
-            stage, routed = module.module, self._routed_rows(batch, outputs) if self._expert_layers else None
-
-            def loss_of(hidden: Tensor) -> tuple[Tensor, Tensor, None]:
-                told = self.sharding.postprocess(stage.head(hidden, batch.packed, outputs))
-                return loss(batch, told), no_tokens, None
-
-            return module(batch.packed, routed), loss_of
-
-        self._schedule(batches, step, forward_only=False)
-
-    def _routed_rows(self, batch: MicroBatch, outputs: Outputs) -> RoutedRows:
-        """What routers must know; kept until the call is reported."""
-        assert batch.weight is not None
-        ends, tokens = batch.packed.ends, batch.packed.input_ids.shape[1]
-        own = share(tokens, self.layout.tp if self._core.sequence_parallel else Axis(1, 0))
-        row = torch.bucketize(torch.arange(tokens, device=self.device), ends)[own]
-        losses = torch.bincount(batch.row_of_losses(outputs), minlength=len(ends)).float()
-        found = RoutedRows(
-            row=row,
-            length=torch.diff(ends, prepend=ends.new_full((1,), -1)).float()[:, None],
-            weight=self._balance * batch.weight * losses,
-            counted=(batch.weight != 0) * losses,
-            group=self.layout.groups.tp,
-            layers=len(self._expert_layers),
-        )
-        self._routed_batches.append(found)
-        return found
-
-    def _reported(self, report: LossReport) -> LossReport:
-        if not self._expert_layers:
+    def _complete_report(self, report: LossReport) -> LossReport:
+        if self._expert_balance is None:
             return report
-        found = reported(self._routed_batches, self._expert_layers, self._config.num_experts, self.layout.groups.mp)
-        name = f"{self.spec.role}/expert_balance_loss"
-        sums = report.sums | {name: found.counted}
-        return dataclasses.replace(report, loss=report.loss + found.loss, sums=sums, expert_load=found.load.numpy())
-
-    def _schedule(self, batches: MicroBatches, step: Callable[..., Any], *, forward_only: bool) -> Any:
-        """megatron-core's own: one after another, 1F1B, or interleaved."""
-        modules = list(self._stages) if forward_only else self._modules
-        several = len(modules) > 1
-        return get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(batches) for _ in modules] if several else iter(batches),
-            model=modules,
-            num_microbatches=len(batches),
-            seq_length=self._token_multiple,  # varying lengths are told from stage to stage
-            micro_batch_size=1,
-            forward_only=forward_only,
-            collect_non_loss_data=forward_only,
-        )
+        return self._expert_balance.complete(report)
 
     def _own_part(self, rows: PackedTokens) -> PackedRows:
-        return super()._own_part(rows.filled_up(self._token_multiple))
+        return super()._own_part(rows.padded_to_multiple(self._token_multiple))
 
-    def _norm(self) -> float:
+    @contextlib.contextmanager
+    def _own_random_numbers(self) -> Iterator[None]:
+        # megatron-core's tracker has streams of its own.
+        tracker = tensor_parallel.get_cuda_rng_tracker()
+        previous = tracker.get_states()
+        tracker.set_states(self._tracker_states)
+        with super()._own_random_numbers():
+            try:
+                yield
+            finally:
+                self._tracker_states = tracker.get_states()
+                tracker.set_states(previous)
+
+    # ------------------------------------------------------------------------ gradients
+
+    def _gradient_norm(self) -> float:
+        # Sums over copies of the model, tied embeddings and slices of tokens.
         finalize_model_grads(self._modules)
         self._optimizer.prepare_grads()
         return float(self._optimizer.get_grad_norm())
 
-    def _step(self, norm: float, rate: float) -> None:
+    def _clip_and_step(self, norm: float, rate: float) -> None:
         assert self.spec.optimizer is not None
         clip_and_step(self._optimizer, norm, self.spec.optimizer.max_grad_norm, rate)
 
@@ -249,145 +283,116 @@ class MegatronEngine(PackedEngine):
             module.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for parameter, mapped in self._mapped.items():
             yield mapped.regions[0].name, cast(Any, parameter).main_grad
 
-    @contextlib.contextmanager
-    def _rng_stream(self) -> Iterator[None]:
-        tracker = tensor_parallel.get_cuda_rng_tracker()
-        before = tracker.get_states()
-        tracker.set_states(self._random_states)
-        with super()._rng_stream():
-            try:
-                yield
-            finally:
-                self._random_states = tracker.get_states()
-                tracker.set_states(before)
-
-    # -------------------------------------------------------------------------------------------- weights, state
-
-    def _regions_owned(self) -> Iterator[Held]:
-        """What this rank sends: in the type that computes, as rollouts do."""
-        layout = self.layout
-        for parameter, mapped in self._mapped.items():
-            first_copy = layout.expert_dp.rank == 0 if mapped.expert else layout.dp.rank == layout.cp.rank == 0
-            for region in mapped.regions if mapped.owned and first_copy else ():
-                yield region.name, region.box, functools.partial(self._rows, parameter, region)
-
-    def _rows(self, parameter: Tensor, region: Region) -> Tensor:
-        """The region's rows of a parameter, in the shape of the region's box."""
-        rows = slice(region.first_row, region.first_row + region.shape[0])
-        return self._values(parameter)[rows].view(_sides(region.box))
-
-    def _values(self, parameter: Tensor) -> Tensor:
-        """Of a parameter; while its memory on the device is given back, those on the host."""
-        if parameter.untyped_storage().nbytes():
-            return parameter.detach()
-        return self.buffers.on_host(parameter)
-
-    def _main_owned(self) -> Iterator[Held]:
-        """What this rank exports: in float32, as it learns."""
-        for one in shards_of(self._optimizer, self._mapped):
-            for name, box, run in one.parts() if one.mapped.owned else ():
-                yield name, box, functools.partial(one.main[run].view, _sides(box))
-
-    def _by_piece(self, held: Iterable[Held]) -> Parts:
-        found: Parts = defaultdict(list)
-        for name, box, value in held:
-            for piece in pieces(name, self._shapes[name], box):
-                here, there = piece.overlap(box)
-                if all(side.start < side.stop for side in there):
-                    place = Slice(piece.name, tuple(side.start for side in there), tuple(_sides(there)))
-                    found[piece.name].append((place, value, here))
-        return found
+    # -------------------------------------------------------------------------- weights
 
     @torch.no_grad()
-    def shards(self, names: Iterable[str], *, apart: bool = False) -> Iterator[tuple[Slice, Tensor]]:
-        return _parts(self._owned, names)
+    def shards(
+        self, names: Iterable[str], *, separate_adapter: bool = False
+    ) -> Iterator[tuple[Slice, Tensor]]:
+        return read_slices(self._sent_slices, names)
 
     @property
-    def _exported(self) -> Sequence[Parameter]:
-        return self._manifest.sent if self._optimizer is None else _in_dtype(self._manifest, "float32").sent
+    def _exported_parameters(self) -> Sequence[Parameter]:
+        manifest = self._manifest
+        if self._optimizer is not None:
+            # The main weights are exported.
+            manifest = _in_dtype(manifest, "float32")
+        return manifest.sent
 
-    def _whole_parameters(self) -> Iterator[Tensor]:
-        owned = self._owned if self._optimizer is None else self._by_piece(self._main_owned())
-        return collected(self._exported, functools.partial(_parts, owned), self.device)
+    def _gathered_parameters(self) -> Iterator[Tensor]:
+        slices = self._sent_slices
+        if self._optimizer is not None:
+            slices = slices_by_tensor(main_boxes(self._shards()), self._shapes)
+
+        shards = functools.partial(read_slices, slices)
+        return collect_whole(self._exported_parameters, shards, self.device)
+
+    # ---------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps, self._rng_key: self._rng}
-        state |= {self._tracked_key(name): value for name, value in self._random_states.items()}
-        if self._optimizer is None:
+        state: dict[str, Any] = {
+            "steps": self.steps,
+            self.random_stream.key: self.random_stream.state,
+        }
+        for name, stream in self._tracker_states.items():
+            state[self._tracker_key(name)] = stream
+
+        config = self.spec.optimizer
+        if config is None:
             return state
-        held = held_state(shards_of(self._optimizer, self._mapped), self._shapes, self._manifest)
-        held["optimizer"]["param_groups"] = self._groups()
-        return state | held
+
+        of_optimizer = optimizer_state(self._shards(), self._shapes, self._manifest)
+        rate = next(iter(self._optimizer.param_groups))["lr"]
+        of_optimizer["optimizer"]["param_groups"] = torch_param_groups(
+            self._template, config, rate
+        )
+        return state | of_optimizer
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """The tensors of `state` are this engine's own, so they are here already."""
+        # The tensors of `state` are this engine's own, so their values are in place.
         self.steps = int(state["steps"])
-        self._load_rng(state)
-        for name in self._random_states:
-            found = state.get(self._tracked_key(name))
-            if found is not None:  # else it stays as megatron-core seeded it
-                self._random_states[name] = found
+        self.random_stream.restore(state, self.steps)
+        for name in self._tracker_states:
+            stream = state.get(self._tracker_key(name))
+            # Another type of device has no such stream. It then remains as
+            # megatron-core seeded it.
+            if stream is not None:
+                self._tracker_states[name] = stream
+
         if self._optimizer is None:
             return
-        steps = state["optimizer"]["state"]
-        for one in shards_of(self._optimizer, self._mapped):
-            # each shard counts for itself: one counter for all would be raised once per shard
-            for name, _, _ in one.parts():
-                one.held["step"].copy_(steps[f"hf.{name}"]["step"])
-        with self.layout.entered():
+
+        load_step_counters(self._shards(), state["optimizer"]["state"])
+        with self.layout.installed():
+            # The weights that compute follow the main weights.
             for part in self._optimizer.chained_optimizers:
                 part._copy_main_params_to_model_params()
             for module in self._modules:
                 module.start_param_sync(force_sync=True)
 
-    def _tracked_key(self, name: str) -> str:
-        """Of a random stream of megatron-core's tracker."""
+    def _tracker_key(self, name: str) -> str:
+        """Return a checkpoint's key of a random stream of megatron-core's tracker."""
         return random_key(self.rank, self.device.type, name)
 
-    def _groups(self) -> list[dict[str, Any]]:
-        """The settings of the optimizer as torch keeps them, for backends that read this state."""
-        assert self.spec.optimizer is not None
-        names = {id(value): f"hf.{name}" for name, value in self.described.hf.named_parameters()}
-        groups = adam(self.described.parameters(), self.spec.optimizer).param_groups
-        rate = next(iter(self._optimizer.param_groups))["lr"]
-        return [group | {"lr": rate, "params": [names[id(value)] for value in group["params"]]} for group in groups]
+    def _move_state(self, params: torch.device, optimizer: torch.device) -> None:
+        weights_to_host = params.type == "cpu"
+        optimizer_to_host = optimizer.type == "cpu"
 
-    def _move(self, params: torch.device, optimizer: torch.device) -> None:
-        to_host = {"params": params.type == "cpu", "optimizer": optimizer.type == "cpu"}
         if self._optimizer is None:
-            weights = [tensor_held(name, value) for name, value in self._weights()]
-            self.offload.to_host(weights) if to_host["params"] else self.offload.to_device(weights)
+            weights = [
+                offloadable(name, value) for name, value in self._named_parameters()
+            ]
+            if weights_to_host:
+                self.offload.to_host(weights)
+            else:
+                self.offload.to_device(weights)
             return
-        if to_host["optimizer"]:
+
+        if optimizer_to_host:
             self._optimizer.offload_to_cpu()
-        self.buffers.weights_to_host() if to_host["params"] else self.buffers.weights_to_device()
-        if to_host["params"] or to_host["optimizer"]:  # no step follows
+
+        if weights_to_host:
+            self.buffers.weights_to_host()
+        else:
+            self.buffers.weights_to_device()
+
+        # No step can follow while a part of the state is on the host.
+        if weights_to_host or optimizer_to_host:
             self.buffers.release_gradients()
         else:
             self.buffers.renew_gradients()
-        if not to_host["optimizer"]:
-            restore(self._optimizer)
 
-    def _weights(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """All parameters of this rank, by names that differ between its stages."""
-        for number, stage in enumerate(self._stages):
-            for name, parameter in stage.named_parameters():
-                yield f"stage {number}: {name}", parameter
-
-
-def _parts(owned: Parts, names: Iterable[str]) -> Iterator[tuple[Slice, Tensor]]:
-    for name in names:
-        for place, value, here in owned.get(name, ()):
-            yield place, value()[here].view(place.shape)
+        if not optimizer_to_host:
+            reload_optimizer(self._optimizer)
 
 
 def _in_dtype(manifest: Manifest, dtype: str) -> Manifest:
-    return Manifest(tuple(dataclasses.replace(parameter, dtype=dtype) for parameter in manifest.parameters))
-
-
-def _sides(box: Box) -> list[int]:
-    return [side.stop - side.start for side in box]
+    """Return the manifest of the same tensors in another type."""
+    parameters = [
+        dataclasses.replace(parameter, dtype=dtype) for parameter in manifest.parameters
+    ]
+    return Manifest(tuple(parameters))

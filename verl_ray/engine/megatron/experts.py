@@ -1,93 +1,114 @@
-"""Experts on the ranks of a layout: the balance loss and the load of each, from routers that see slices of tokens.
+"""Layers with experts whose routers see only slices of tokens, and add their balance.
 
-Invariant: as `models/experts.py` defines them, of whole rows; a slice adds its part, and the parts of all ranks add up
-to the whole. Routers are on all stages and the loss is on the last, so the gradient of the balance enters where the
-router is, and what is reported is summed over the ranks of one copy of the model.
-Deliberately not here: the formula's sources, and what the balance is weighted with.
+Invariant: the balance is that of `models/experts.py`, of whole rows. Each slice adds
+its part, and the parts of all ranks add up to the whole. Routers are on all stages
+while the loss is on the last, so the gradient of the balance enters at the router.
+Deliberately not here: the formula's sources, the weight of the balance, and its sum
+over ranks (`expert_balance.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 
-from verl_ray.models.experts import by_row
+from verl_ray.models.experts import sum_by_row
+
+if not moe_utils.HAVE_TE:
+    # megatron-core 0.16.1 reads this name, with or without a GPU, but only defines it
+    # if TransformerEngine is installed.
+    moe_utils.te_general_gemm = None
+
+
+class RouterSums(NamedTuple):
+    """Results of one router for a micro-batch, from this rank's tokens.
+
+    Attributes:
+        load: float32 [experts], how many choices fell on each expert.
+        counted: float32 scalar, the balance as metrics count it.
+        weighted: float32 scalar, the balance as it is added to the loss.
+    """
+
+    load: Tensor
+    counted: Tensor
+    weighted: Tensor
 
 
 @dataclass(frozen=True)
 class RoutedRows:
-    """The rows of a micro-batch that is learned from, as this rank's routers see them, and what they found."""
+    """The rows of a micro-batch that is learned from, as this rank's routers see them.
 
-    row: Tensor  # int64 [tokens of this rank]: which row each is of; the number of rows for tokens of none
-    length: Tensor  # float32 [rows, 1]
-    weight: Tensor  # float32 [rows]: what a row's balance, a mean over layers, weighs in the loss
-    counted: Tensor  # float32 [rows]: losses of the row that metrics count
-    group: dist.ProcessGroup  # of the ranks that see the other tokens
-    layers: int  # with experts, in the whole model
-    found: dict[int, tuple[Tensor, Tensor, Tensor]] = field(default_factory=dict)
-    """By the layer's number, from 1: load [experts], and the balance as it is counted and as it is weighed. A layer
-    that is computed again finds the same again."""
+    Attributes:
+        row: int64 [tokens of this rank], the row of each token; the number of rows for
+            tokens that belong to none.
+        length: float32 [rows, 1], tokens of each row.
+        weight: float32 [rows], the weight in the loss of a row's balance, which is a
+            mean over layers.
+        counted: float32 [rows], losses of the row that metrics count.
+        group: The ranks that see the other tokens.
+        layers: Number of layers with experts in the whole model.
+        sums: The results of this rank's routers, by the number of the layer, from 1. A
+            layer that is computed again replaces its results by equal ones.
+    """
+
+    row: Tensor
+    length: Tensor
+    weight: Tensor
+    counted: Tensor
+    group: dist.ProcessGroup
+    layers: int
+    sums: dict[int, RouterSums] = field(default_factory=dict)
 
 
 class Router(TopKRouter):
-    """Adds the gradient of the balance of the rows that it is told of."""
+    """A router that adds the gradient of its rows' balance."""
 
     rows: RoutedRows | None = None
+    """The rows of the next call; None in a pass that nothing is learned from."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         weights, chosen = super().routing(logits, padding_mask=padding_mask)
         rows = self.rows
         if rows is None:
             return weights, chosen
-        number = len(rows.length)
-        probabilities = torch.softmax(logits.view(-1, logits.shape[-1]).float(), -1)
-        picked = by_row(chosen.float(), rows.row, number)
+
+        num_experts = logits.shape[-1]
+        num_rows = len(rows.length)
+
+        # Choices of whole rows: those of the other ranks' tokens are added.
+        picked = sum_by_row(chosen.float(), rows.row, num_rows)
         load = picked.sum(0)
         if dist.get_world_size(rows.group) > 1:
             dist.all_reduce(picked, group=rows.group)
-        mass = by_row(probabilities, rows.row, number)
-        balance = logits.shape[-1] * (picked * mass).sum(-1) / rows.length[:, 0] ** 2 / rows.layers
+
+        # Probabilities stay those of this rank's tokens: the balance is linear in them,
+        # so the ranks' parts add up.
+        probabilities = torch.softmax(logits.view(-1, num_experts).float(), -1)
+        mass = sum_by_row(probabilities, rows.row, num_rows)
+        squared_length = rows.length[:, 0] ** 2
+        balance = num_experts * (picked * mass).sum(-1) / squared_length / rows.layers
         loss = (rows.weight * balance).sum()
-        told = balance.detach()
-        rows.found[self.layer_number] = load, (told * rows.counted).sum(), loss.detach()
+
+        counted = (balance.detach() * rows.counted).sum()
+        rows.sums[self.layer_number] = RouterSums(load, counted, loss.detach())
         return MoEAuxLossAutoScaler.apply(weights, loss), chosen
 
 
 class ExpertLayer(TransformerLayer):
-    """Tells its router of the rows at hand, also when it is computed again for another micro-batch's backward pass."""
+    """A layer that passes the rows of a call on to its router.
+
+    It does so as well when it is computed again for the backward pass, which may be
+    after another micro-batch's forward pass.
+    """
 
     def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Any:
         self.mlp.router.rows = packed_seq_params.routed
         return super().forward(*args, packed_seq_params=packed_seq_params, **kwargs)
-
-
-@dataclass(frozen=True)
-class ExpertReport:
-    """What the routers of a call found, over the ranks of one copy of the model."""
-
-    load: Tensor  # float64 [layers with experts, experts], on the host
-    counted: float  # the balance, as metrics count it
-    loss: float  # what it added to the loss
-
-
-def reported(batches: list[RoutedRows], numbers: list[int], experts: int, group: dist.ProcessGroup) -> ExpertReport:
-    """Sum over micro-batches and the ranks of `group`. `numbers`: of the layers with experts, from 1."""
-    load = torch.zeros(len(numbers), experts, dtype=torch.float64)
-    sums = torch.zeros(2, dtype=torch.float64)
-    found = [(number, *one) for batch in batches for number, one in batch.found.items()]
-    if found:
-        of_layers = torch.tensor([numbers.index(number) for number, *_ in found])
-        told = torch.stack([torch.cat([one[1], one[2][None], one[3][None]]) for one in found]).double().cpu()
-        load.index_add_(0, of_layers, told[:, :-2])
-        sums += told[:, -2:].sum(0)
-    flat = torch.cat([load.flatten(), sums])
-    if dist.get_world_size(group) > 1:
-        dist.all_reduce(flat, group=group)
-    return ExpertReport(flat[:-2].view_as(load), float(flat[-2]), float(flat[-1]))

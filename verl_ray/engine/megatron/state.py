@@ -1,7 +1,9 @@
-"""What megatron-core's optimizer holds, as state that any layout and any other backend reads.
+"""The state of megatron-core's optimizer in a form that does not depend on the layout.
 
-Invariant: weights and moments stand under the names of the model as transformers has it, as boxes of whole parameters,
-in float32, as they learn. Deliberately not here: random streams and counters, and the settings of the optimizer.
+Invariant: weights and moments have the names of the model as transformers has it. Each
+is a set of boxes of a whole parameter, in float32, the type in which it learns. So any
+layout and any other backend can read the state. Deliberately not here: random streams
+and the engine's counter of steps.
 """
 
 from __future__ import annotations
@@ -14,38 +16,99 @@ import torch
 from torch import Tensor
 
 from verl_ray.checkpoint.slices import Slices
-from verl_ray.engine.megatron.optimizer import MOMENTS, Shard
+from verl_ray.config.roles import OptimizerConfig
+from verl_ray.engine.adamw import build_adamw
+from verl_ray.engine.megatron.boxes import shape_of_box
+from verl_ray.engine.megatron.optimizer import MOMENTS, OptimizerShard
+from verl_ray.models.names import Box
+from verl_ray.models.role_model import RoleModel
 from verl_ray.weight_sync.manifest import Manifest
 
+BoxValues = list[tuple[Box, Tensor]]
+"""Boxes of a parameter, each with the values that this rank holds there."""
 
-def held_state(shards: Iterable[Shard], shapes: Mapping[str, tuple[int, ...]], manifest: Manifest) -> dict[str, Any]:
-    """`model` and `optimizer.state` of what this rank holds; the tensors are the optimizer's own.
+
+def optimizer_state(
+    shards: Iterable[OptimizerShard],
+    shapes: Mapping[str, tuple[int, ...]],
+    manifest: Manifest,
+) -> dict[str, Any]:
+    """Return `model` and `optimizer.state`, as far as this rank holds them.
+
+    The tensors are the optimizer's own, so loading into them restores it.
 
     Args:
-        shapes: of all parameters of the model, by name.
+        shards: What this rank's optimizer steps.
+        shapes: The shapes of all parameters of the model, by name.
+        manifest: The tensors of the model, for the names of tied parameters.
     """
-    model: dict[str, list[Any]] = defaultdict(list)
-    moments: dict[str, dict[str, list[Any]]] = {name: defaultdict(list) for name in MOMENTS}
+    weights: dict[str, BoxValues] = defaultdict(list)
+    moments: dict[str, dict[str, BoxValues]] = {
+        kind: defaultdict(list) for kind in MOMENTS
+    }
     steps: dict[str, Tensor] = {}
     saved: dict[str, bool] = {}
-    for one in shards:
-        for name, box, run in one.parts():
-            sides = [side.stop - side.start for side in box]
-            model[name].append((box, one.main[run].view(sides)))
+
+    for shard in shards:
+        for name, box, elements in shard.parts():
+            shape = shape_of_box(box)
+            weights[name].append((box, shard.main[elements].view(shape)))
             for kind in MOMENTS:
-                moments[kind][name].append((box, one.held[kind][run].view(sides)))
-            steps[name] = one.held["step"]
-            saved[name] = one.mapped.owned
+                values = shard.state[kind][elements].view(shape)
+                moments[kind][name].append((box, values))
+            steps[name] = shard.state["step"]
+            saved[name] = shard.mapped.owned
 
-    def slices(name: str, parts: list[Any]) -> Slices:
-        return Slices(shapes[name], torch.float32, parts, saved=saved[name])
+    def slices_of(name: str, values: BoxValues) -> Slices:
+        return Slices(shapes[name], torch.float32, values, saved=saved[name])
 
-    weights = {f"hf.{name}": slices(name, parts) for name, parts in model.items()}
+    model = {f"hf.{name}": slices_of(name, values) for name, values in weights.items()}
     for parameter in manifest.parameters:
-        if parameter.tied_to in model:
-            weights[f"hf.{parameter.name}"] = slices(parameter.tied_to, model[parameter.tied_to])
-    of_optimizer = {
-        f"hf.{name}": {"step": steps[name].clone(), **{kind: slices(name, moments[kind][name]) for kind in MOMENTS}}
-        for name in model
-    }
-    return {"model": weights, "optimizer": {"state": of_optimizer}}
+        source = parameter.tied_to
+        if source in weights:
+            model[f"hf.{parameter.name}"] = slices_of(source, weights[source])
+
+    optimizer: dict[str, dict[str, Any]] = {}
+    for name in weights:
+        parameter_state: dict[str, Any] = {"step": steps[name].clone()}
+        for kind in MOMENTS:
+            parameter_state[kind] = slices_of(name, moments[kind][name])
+        optimizer[f"hf.{name}"] = parameter_state
+
+    return {"model": model, "optimizer": {"state": optimizer}}
+
+
+def load_step_counters(
+    shards: Iterable[OptimizerShard], state: Mapping[str, Mapping[str, Tensor]]
+) -> None:
+    """Copy the step counters of a loaded state into those of the shards.
+
+    Each shard counts for itself: the step would raise a shared counter once per shard.
+
+    Args:
+        shards: What this rank's optimizer steps.
+        state: The loaded `optimizer.state`.
+    """
+    for shard in shards:
+        for name, _, _ in shard.parts():
+            shard.state["step"].copy_(state[f"hf.{name}"]["step"])
+
+
+def torch_param_groups(
+    model: RoleModel, config: OptimizerConfig, rate: float
+) -> list[dict[str, Any]]:
+    """Return the optimizer's settings as torch keeps them.
+
+    Backends that use torch's AdamW find them in the state.
+
+    Args:
+        model: The model as transformers has it, without values.
+        config: The settings of AdamW.
+        rate: The present learning rate.
+    """
+    names = {id(value): f"hf.{name}" for name, value in model.hf.named_parameters()}
+    groups = []
+    for group in build_adamw(model.parameters(), config).param_groups:
+        parameters = [names[id(value)] for value in group["params"]]
+        groups.append(group | {"lr": rate, "params": parameters})
+    return groups

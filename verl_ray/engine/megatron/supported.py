@@ -1,7 +1,8 @@
-"""Which models have a place in megatron-core's, as it is driven here.
+"""Checks that megatron-core, as it is driven here, has a place for a model.
 
-Invariant: a model that is let through is computed as transformers computes it, and none of its parameters is left out.
-Deliberately not here: what of a configuration decides it alone (`verl_ray/config/rules`, `verl_ray/preflight`).
+Invariant: a model that passes is computed as transformers computes it, and none of its
+parameters is missing. Deliberately not here: checks that need the configuration alone
+(`verl_ray/config/rules`, `verl_ray/preflight`).
 """
 
 from __future__ import annotations
@@ -12,61 +13,84 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from verl_ray.engine.base import EngineSpec
-from verl_ray.engine.megatron.weight_map import Mapped
+from verl_ray.engine.megatron.weight_map import MappedParameter
 from verl_ray.errors import EngineError, ModelError
 from verl_ray.models.families import ACTIVATIONS_IN_MEGATRON, IN_MEGATRON
 from verl_ray.models.role_model import RoleModel
 
+_SHOWN_NAMES = 5
+"""The most parameters that an error names."""
 
-def require_mapped(spec: EngineSpec, described: RoleModel) -> None:
-    """What `check` says of models too, before anything starts.
+
+def require_supported(spec: EngineSpec, model: RoleModel) -> None:
+    """Refuse a model, or an adapter, that megatron-core cannot compute here.
+
+    `verl-ray check` reports the same for models before anything starts.
 
     Raises:
-        EngineError: an adapter was asked for.
-        ModelError: megatron-core has no place for the model, or does not compute what it does.
+        EngineError: The role has an adapter.
+        ModelError: megatron-core has no place for the model, or would compute it
+            differently.
     """
-    family = described.hf.config.model_type
     if spec.lora is not None:
         raise EngineError(
-            f"{spec.role}.lora.rank = {spec.lora.rank}: megatron takes no adapter here; set it to 0, or take fsdp "
-            f"or engine as {spec.role}.backend"
+            f"{spec.role}.lora.rank = {spec.lora.rank}: the megatron backend has no"
+            f" adapters; set it to 0, or take fsdp or engine as {spec.role}.backend"
         )
+
+    config = model.hf.config
+    family = config.model_type
     if family not in IN_MEGATRON:
         raise ModelError(
-            f"model.path: {spec.model_path} is a {family!r} model, which has no place in megatron's; those of "
-            f"{', '.join(IN_MEGATRON)} have"
+            f"model.path: {spec.model_path} is a {family!r} model, which has no place"
+            f" in megatron's; those of {', '.join(IN_MEGATRON)} have"
         )
 
-    activation = described.hf.config.hidden_act
+    activation = config.hidden_act
     if activation not in ACTIVATIONS_IN_MEGATRON:
         raise ModelError(
-            f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron computes "
-            f"{ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as {spec.role}.backend"
+            f"model.path: {spec.model_path} has hidden_act={activation!r}; megatron"
+            f" computes {ACTIVATIONS_IN_MEGATRON[0]} here, so take fsdp or engine as"
+            f" {spec.role}.backend"
         )
-    factor = cast(Any, described.backbone.rotary_emb).attention_scaling
+
+    rotary: Any = cast(Any, model.backbone.rotary_emb)
+    factor = rotary.attention_scaling
     if factor != 1:
         raise ModelError(
-            f"model.path: {spec.model_path} scales attention by {factor} with its rotary positions, which megatron "
-            f"does not here; take fsdp or engine as {spec.role}.backend"
+            f"model.path: {spec.model_path} scales attention by {factor} with its"
+            " rotary positions, which megatron does not here; take fsdp or engine as"
+            f" {spec.role}.backend"
         )
 
 
-def require_complete(spec: EngineSpec, names: Collection[str], mapped: Iterable[Mapped], world_size: int) -> None:
-    """Every parameter of the model must be on some rank: one without a place would be lost in silence. Collective.
+def require_complete(
+    spec: EngineSpec,
+    names: Collection[str],
+    mapped: Iterable[MappedParameter],
+    world_size: int,
+) -> None:
+    """Refuse a model of which a parameter is on no rank. Collective.
+
+    Without this check such a parameter would be lost silently.
 
     Args:
-        names: all parameters of the model.
-        mapped: what this rank holds.
+        spec: The engine's specification, for messages.
+        names: All parameters of the model.
+        mapped: The parameters that this rank holds.
+        world_size: Number of ranks.
 
     Raises:
-        ModelError: some are on no rank; names them.
+        ModelError: Some parameters are on no rank; the message names them.
     """
-    held = {region.name for one in mapped for region in one.regions}
-    everyone: list[set[str]] = [held] * world_size
+    own = {region.name for parameter in mapped for region in parameter.regions}
+    per_rank: list[set[str]] = [own] * world_size
     if world_size > 1:
-        dist.all_gather_object(everyone, held)
-    if missing := sorted(set(names).difference(*everyone)):
+        dist.all_gather_object(per_rank, own)
+
+    missing = sorted(set(names).difference(*per_rank))
+    if missing:
         raise ModelError(
-            f"model.path: {spec.model_path} has {missing[:5]}, which have no place in megatron's model; take "
-            f"fsdp or engine as {spec.role}.backend"
+            f"model.path: {spec.model_path} has {missing[:_SHOWN_NAMES]}, which have no"
+            f" place in megatron's model; take fsdp or engine as {spec.role}.backend"
         )

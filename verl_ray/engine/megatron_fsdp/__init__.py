@@ -1,1 +1,3 @@
-"""The `megatron_fsdp` backend: NVIDIA's package megatron-fsdp behind the engine contract."""
+"""The `megatron_fsdp` backend: NVIDIA's package megatron-fsdp behind the contract of
+engines.
+"""

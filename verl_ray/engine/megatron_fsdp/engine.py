@@ -1,9 +1,11 @@
-"""The `megatron_fsdp` backend: parameters, gradients and optimizer state in the sharded buffers of megatron-fsdp.
+"""The `megatron_fsdp` backend: parameters, gradients and optimizer state in the sharded
+buffers of megatron-fsdp.
 
-Invariant: what is computed is the plain engine's; the package's hooks gather parameters before a module computes,
-release them behind it, and sum and scatter gradients; between computations this rank's shards are DTensors that are cut
-between rows, unevenly, and say where. Deliberately not here: building them (`sharding.py`), and the package's import
-(`package.py`).
+Invariant: what is computed is what the plain engine computes. The package's hooks
+gather parameters before a module computes, release them afterwards, and sum and scatter
+gradients. Between computations this rank's shards are DTensors that are cut between
+rows, unevenly, and carry their positions. Deliberately not here: building them
+(`sharding.py`), and the package's import (`package.py`).
 """
 
 from __future__ import annotations
@@ -20,22 +22,28 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.engine.megatron_fsdp import residence
+from verl_ray.engine.megatron_fsdp import shared_storage
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
 from verl_ray.engine.micro_batches import Loss, MicroBatches
 from verl_ray.engine.module_engine import ModuleEngine
-from verl_ray.engine.offload import Held
+from verl_ray.engine.offload import OffloadableTensor
 from verl_ray.models import lora
 from verl_ray.models.role_model import RoleModel
-from verl_ray.models.weights import TensorSource, fill, own_box
-from verl_ray.ops.outputs import Outputs
+from verl_ray.models.tensor_sources import TensorSource
+from verl_ray.models.weights import fill, own_box
+from verl_ray.ops.outputs import RequestedOutputs
 from verl_ray.weight_sync.manifest import Manifest
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
+_WEIGHT_BUFFERS = ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf")
+"""The attributes of the package's groups of parameters that may hold weights."""
+
 
 class MegatronFsdpEngine(ModuleEngine):
+    """An engine whose model is sharded by megatron-fsdp."""
+
     forward_is_collective = True
 
     @property
@@ -44,21 +52,27 @@ class MegatronFsdpEngine(ModuleEngine):
         assert isinstance(self.spec.backend, MegatronFsdpBackend)
         return self.spec.backend
 
-    # ----------------------------------------------------------------------------------------------- building
+    # ------------------------------------------------------------------------- building
 
     def shard(self, model: RoleModel) -> None:
         for parameter in model.parameters():
             parameter.data = parameter.data.to(self.dtype)
-        self._sharded, self._adam = fully_shard(model, self.spec.optimizer, self.backend, self.device)
-        held = self._sharded.param_and_grad_buffer.optimizer_named_parameters
-        self._parameters: dict[str, DTensor] = {name.removeprefix("hf."): value for name, value in held}
+
+        self._sharded, self._adamw = fully_shard(
+            model, self.spec.optimizer, self.backend, self.device
+        )
+        named_shards = self._sharded.param_and_grad_buffer.optimizer_named_parameters
+        self._parameters: dict[str, DTensor] = {
+            name.removeprefix("hf."): value for name, value in named_shards
+        }
         for value in self._parameters.values():
             uneven_dtensor.update_uneven_dtensor_chunk_metadata(value)
-        self._manifest = self._in_their_types(self._manifest)
+
+        self._manifest = self._in_sent_types(self._manifest)
 
     @torch.no_grad()
     def fill(self, source: TensorSource) -> None:
-        new, unused = self.model.heads_of_others
+        new, unused = self.model.head_differences
         new = new | lora.initial_scales(self.model.hf)
         fill(self.model.hf, source, new=new, unused=unused, seed=self.spec.seed)
         self._install()
@@ -66,171 +80,277 @@ class MegatronFsdpEngine(ModuleEngine):
     def wrap(self, model: RoleModel) -> nn.Module:
         return self._sharded
 
-    def learner(self, config: OptimizerConfig) -> torch.optim.AdamW:
-        assert self._adam is not None
-        return self._adam
+    def build_optimizer(self, config: OptimizerConfig) -> torch.optim.AdamW:
+        assert self._adamw is not None
+        return self._adamw
 
-    def _in_their_types(self, manifest: Manifest) -> Manifest:
-        """What learns, or is merged with what learns, is sent in float32; the rest in the type that it computes in."""
-        exact = {name for name, value in self._parameters.items() if value.requires_grad}
-        exact |= {name for name in self._parameters if name.endswith(lora.BASE_WEIGHT)}
+    def _in_sent_types(self, manifest: Manifest) -> Manifest:
+        """Return the manifest with the types in which tensors are sent.
 
-        def typed(name: str) -> str:
-            return "float32" if self._places[name][0] in exact else self.spec.backend.dtype
+        A parameter that learns, or that an adapter is merged into, is sent in float32;
+        any other in the type in which it computes.
+        """
+        exact = {
+            name
+            for name, value in self._parameters.items()
+            if value.requires_grad or name.endswith(lora.BASE_WEIGHT)
+        }
 
-        return Manifest(
-            tuple(dataclasses.replace(one, dtype=typed(one.tied_to or one.name)) for one in manifest.parameters)
-        )
+        parameters = []
+        for parameter in manifest.parameters:
+            origin = self._origins[parameter.tied_to or parameter.name]
+            dtype: str = self.spec.backend.dtype
+            if origin.parameter in exact:
+                dtype = "float32"
+            parameters.append(dataclasses.replace(parameter, dtype=dtype))
+        return Manifest(tuple(parameters))
 
-    # --------------------------------------------------------------------------------------------- computation
+    # ---------------------------------------------------------------------- computation
 
-    def _accumulate(self, batches: MicroBatches, outputs: Outputs, loss: Loss) -> None:
+    def _accumulate_gradients(
+        self, batches: MicroBatches, outputs: RequestedOutputs, loss: Loss
+    ) -> None:
+        last = len(batches) - 1
         for i, batch in enumerate(batches):
-            with self.summing(last=i == len(batches) - 1):
+            with self.gradient_sync(last=i == last):
                 value = loss(batch, self._run(batch, outputs))
-                # the package would find these two moments by itself if what the model returns were a tensor
+                # The package recognizes these two moments by itself only if the output
+                # of the model is a tensor.
                 self._sharded.pre_backward()
                 value.backward()
                 self._sharded.post_backward()
 
     @contextlib.contextmanager
-    def summing(self, last: bool) -> Iterator[None]:
-        """The hooks sum what is shared out in every micro-batch; the rest, and over groups of ranks, in the last."""
+    def gradient_sync(self, last: bool) -> Iterator[None]:
+        # The hooks sum sharded gradients in every micro-batch. Other gradients, and
+        # sums over groups of ranks, wait for the last one.
         self._sharded.is_last_microbatch = last and self.backend.overlap_grad_reduce
         yield
 
-    def _norm(self) -> float:
-        sharded, ranks = self._sharded, self._sharded.dist_index
-        if not self.backend.overlap_grad_reduce:
-            raw = [value for value in sharded.raw_param.values() if value.requires_grad]
-            sharded.grad_reduce_pipeline.reduce_gradients(raw, outer_fsdp_group_grad_reduce=ranks.use_hybrid_fsdp)
-        sharded.finish_grad_sync()
-        norm = torch.nn.utils.get_total_norm([gradient for _, gradient in self._gradients() if gradient is not None])
-        squares = norm.to(self.device) ** 2
-        if self.backend.sharding != "none":
-            shared_out_to_all = self.backend.outer_sharding != "none"
-            dist.all_reduce(squares, group=ranks.get_dp_group() if shared_out_to_all else ranks.get_fsdp_group())
-        return float(squares.sqrt())
+    def _gradient_norm(self) -> float:
+        sharded = self._sharded
+        ranks = sharded.dist_index
 
-    def _step(self, norm: float, rate: float) -> None:
+        if not self.backend.overlap_grad_reduce:
+            # No hook has summed them.
+            learning = [
+                value for value in sharded.raw_param.values() if value.requires_grad
+            ]
+            sharded.grad_reduce_pipeline.reduce_gradients(
+                learning, outer_fsdp_group_grad_reduce=ranks.use_hybrid_fsdp
+            )
+        sharded.finish_grad_sync()
+
+        norm = torch.nn.utils.get_total_norm(self._own_gradients())
+        squared_norm = norm.to(self.device) ** 2
+        if self.backend.sharding != "none":
+            # The ranks that hold the other shards.
+            group = ranks.get_fsdp_group()
+            if self.backend.outer_sharding != "none":
+                group = ranks.get_dp_group()
+            dist.all_reduce(squared_norm, group=group)
+        return float(squared_norm.sqrt())
+
+    def _clip_and_step(self, norm: float, rate: float) -> None:
         assert self.optimizer is not None and self.spec.optimizer is not None
+
         limit = self.spec.optimizer.max_grad_norm
-        if limit is not None:
-            found = [gradient for _, gradient in self._gradients() if gradient is not None]
-            if found:  # a rank may hold nothing of what learns
-                torch._foreach_mul_(found, min(1.0, limit / (norm + 1e-6)))
+        gradients = self._own_gradients()
+        # A rank may hold no part of any parameter that learns.
+        if limit is not None and gradients:
+            torch._foreach_mul_(gradients, min(1.0, limit / (norm + 1e-6)))
+
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step(sync_grad_before_optimizer_step=False)  # type: ignore[call-arg]
         for parameter in self._parameters.values():
             if parameter.requires_grad and parameter.grad is None:
-                self.optimizer.state[parameter]["step"] += 1  # this rank holds nothing of it, and counts as the others
+                # This rank holds no part of the parameter, and so has not stepped it.
+                self.optimizer.state[parameter]["step"] += 1
         self._install()
 
     def _install(self) -> None:
-        """From now on, what is in the shards computes."""
+        """Make the weights that compute those of the shards."""
         self._sharded.install_optimized_model_weights()
         self._sharded.synchronize_param_gather()
         if not self.backend.overlap_param_gather:
             self._sharded.start_param_sync(force_sync=True)
 
-    def _gradients(self) -> Iterator[tuple[str, Tensor | None]]:
+    def _named_gradients(self) -> Iterator[tuple[str, Tensor | None]]:
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            yield name, gradient.to_local() if isinstance(gradient, DTensor) else None
+            if isinstance(gradient, DTensor):
+                yield name, gradient.to_local()
+            else:
+                yield name, None
 
-    # -------------------------------------------------------------------------------------------- weights, state
+    def _own_gradients(self) -> list[Tensor]:
+        """Return this rank's parts of all gradients that it has a part of."""
+        return [
+            gradient for _, gradient in self._named_gradients() if gradient is not None
+        ]
+
+    # -------------------------------------------------------------------------- weights
 
     def parameters(self) -> Mapping[str, Tensor]:
         return self._parameters
 
-    def whole(self, value: Tensor) -> Tensor:
-        found: Tensor = uneven_dtensor.uneven_dtensor_to_full_tensor(value)
-        return found
+    def gather(self, value: Tensor) -> Tensor:
+        whole: Tensor = uneven_dtensor.uneven_dtensor_to_full_tensor(value)
+        return whole
 
-    def _leaving(self, name: str, parameters: Mapping[str, Tensor], *, merges: bool) -> Tensor:
-        """Collective where there is an adapter: a weight and its B are cut apart, so B comes whole, as A does."""
-        local = self._own(self._parameters[name])
+    def _outgoing_value(
+        self, name: str, parameters: Mapping[str, Tensor], *, merge_adapter: bool
+    ) -> Tensor:
+        # Collective if there is an adapter.
+        weight = self._parameters[name]
+        local = _local_part(weight)
         prefix = name.removesuffix(lora.BASE_WEIGHT)
-        if merges and self.spec.lora is not None and prefix != name:
-            a, b = (self.whole(self._parameters[f"{prefix}.lora_{side}.{lora.ADAPTER}.weight"]) for side in "AB")
-            rows, scale = own_box(self._parameters[name])[0], self.spec.lora.alpha / self.spec.lora.rank
+        is_adapted = prefix != name
+
+        config = self.spec.lora
+        if merge_adapter and config is not None and is_adapted:
+            # A weight and its B are cut at different rows, so both A and B are
+            # gathered.
+            a = self._gathered_factor(prefix, "A")
+            b = self._gathered_factor(prefix, "B")
+            rows = own_box(weight)[0]
+            scale = config.alpha / config.rank
             local = torch.addmm(local.float(), b[rows], a, alpha=scale)
-        return self._cut_alike(name, local)
+        return self._sharded_like(name, local)
 
-    @staticmethod
-    def _own(value: DTensor) -> Tensor:
-        """This rank's part."""
-        return value._local_tensor.detach()
+    def _gathered_factor(self, prefix: str, letter: str) -> Tensor:
+        """Return a factor of an adapter, A or B, of the weight with this prefix."""
+        name = f"{prefix}.lora_{letter}.{lora.ADAPTER}.weight"
+        return self.gather(self._parameters[name])
 
-    def _cut_alike(self, name: str, local: Tensor) -> DTensor:
-        """A DTensor of the parameter's shape, cut as it is, of which this rank holds `local`."""
-        of = self._parameters[name]
-        made = DTensor(local, of._spec, requires_grad=False)  # from_local would bring it to the mesh's device
-        for says in ("__create_chunk_list__", "__create_write_items__"):
-            setattr(made._local_tensor, says, getattr(of._local_tensor, says))
-        return made
+    def _sharded_like(self, name: str, local: Tensor) -> DTensor:
+        """Return a DTensor that is cut like a parameter.
+
+        Args:
+            name: The parameter.
+            local: This rank's part of the DTensor.
+        """
+        parameter = self._parameters[name]
+        # `DTensor.from_local` would move it to the device of the mesh.
+        sharded = DTensor(local, parameter._spec, requires_grad=False)
+        # The package puts functions that return the positions on the local tensor.
+        for function in ("__create_chunk_list__", "__create_write_items__"):
+            positions = getattr(parameter._local_tensor, function)
+            setattr(sharded._local_tensor, function, positions)
+        return sharded
+
+    # ---------------------------------------------------------------------------- state
 
     def state(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"steps": self.steps, self._rng_key: self._rng}
+        stream = self.random_stream
+        state: dict[str, Any] = {"steps": self.steps, stream.key: stream.state}
         if self.optimizer is None:
             return state
-        learned = {name: value for name, value in self._parameters.items() if value.requires_grad}
-        model = {f"hf.{name}": self._cut_alike(name, self._own(value)) for name, value in learned.items()}
+
+        learning = {
+            name: value
+            for name, value in self._parameters.items()
+            if value.requires_grad
+        }
+        model = {
+            f"hf.{name}": self._sharded_like(name, _local_part(value))
+            for name, value in learning.items()
+        }
         for parameter in self._manifest.parameters:
-            if f"hf.{parameter.tied_to}" in model:
-                model[f"hf.{parameter.name}"] = model[f"hf.{parameter.tied_to}"]
-        of_optimizer = {}
-        for name, value in learned.items():
-            held = self.optimizer.state[value]
-            moments = {kind: self._cut_alike(name, self._own(held[kind])) for kind in MOMENTS}
-            of_optimizer[f"hf.{name}"] = {"step": held["step"], **moments}
-        names = {id(value): f"hf.{name}" for name, value in learned.items()}
-        groups = [
-            group | {"params": [names[id(value)] for value in group["params"]]} for group in self.optimizer.param_groups
-        ]
-        return state | {"model": model, "optimizer": {"state": of_optimizer, "param_groups": groups}}
+            source = f"hf.{parameter.tied_to}"
+            if source in model:
+                model[f"hf.{parameter.name}"] = model[source]
+
+        return state | {
+            "model": model,
+            "optimizer": {
+                "state": self._optimizer_state(self.optimizer, learning),
+                "param_groups": _named_groups(self.optimizer, learning),
+            },
+        }
+
+    def _optimizer_state(
+        self, optimizer: torch.optim.AdamW, learning: Mapping[str, DTensor]
+    ) -> dict[str, dict[str, Any]]:
+        """Return the step counter and moments of every parameter that learns."""
+        states: dict[str, dict[str, Any]] = {}
+        for name, value in learning.items():
+            own = optimizer.state[value]
+            state: dict[str, Any] = {"step": own["step"]}
+            for kind in MOMENTS:
+                state[kind] = self._sharded_like(name, _local_part(own[kind]))
+            states[f"hf.{name}"] = state
+        return states
 
     @torch.no_grad()
     def load_state(self, state: dict[str, Any]) -> None:
-        """The tensors of `state` are this engine's own, so they are here already."""
+        # The tensors of `state` are this engine's own, so their values are in place.
         self.steps = int(state["steps"])
-        self._load_rng(state)
+        self.random_stream.restore(state, self.steps)
         if self.optimizer is not None:
             self._install()
 
+    # -------------------------------------------------------------------------- offload
+
     def before_offload(self) -> None:
         if self.backend.sharding != "none":
-            self._sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)  # what is gathered
-        residence.release(self._gradient_buffers())
+            # Release the parameters that are gathered.
+            self._sharded.all_gather_pipeline.reset(preserve_non_fsdp_units=False)
+        shared_storage.release(self._gradient_buffers())
 
-    def held_weights(self) -> list[Held]:
+    def offloadable_weights(self) -> list[OffloadableTensor]:
         buffer = self._sharded.param_and_grad_buffer
-        held = [(name, value._local_tensor) for name, value in self._parameters.items()]
+        tensors: list[tuple[str, Tensor]] = [
+            (name, value._local_tensor) for name, value in self._parameters.items()
+        ]
         for number, group in enumerate(buffer.parameter_groups):
-            for kind in ("model_weight_buffer", "main_weight_buffer", "hfsdp_helper_wbuf"):
-                one = getattr(group, kind)
-                if one is not None:
-                    held.append((f"{kind} {number}", one.data))
-        known = {tensor.untyped_storage().data_ptr() for _, tensor in held}
-        # the parameters that compute look into a buffer unless that is gathered first
-        raw = (value for value in buffer.params if value.untyped_storage().data_ptr() in known)
-        return residence.held_together([*held, *(("", value) for value in raw)])
+            for kind in _WEIGHT_BUFFERS:
+                weights = getattr(group, kind)
+                if weights is not None:
+                    tensors.append((f"{kind} {number}", weights.data))
 
-    def held_moments(self) -> list[Held]:
+        # Parameters that compute are views of these storages, unless they have to be
+        # gathered first.
+        addresses = {tensor.untyped_storage().data_ptr() for _, tensor in tensors}
+        for parameter in buffer.params:
+            if parameter.untyped_storage().data_ptr() in addresses:
+                tensors.append(("", parameter))
+        return shared_storage.offloadable_storages(tensors)
+
+    def offloadable_moments(self) -> list[OffloadableTensor]:
         if self.optimizer is None:
             return []
+
         names = {id(value): name for name, value in self._parameters.items()}
         moments = [
             (f"{kind} of {names[id(parameter)]}", state[kind]._local_tensor)
             for parameter, state in self.optimizer.state.items()
             for kind in MOMENTS
         ]
-        return residence.held_together(moments)
+        return shared_storage.offloadable_storages(moments)
 
     def after_reload(self) -> None:
-        residence.renew(self._gradient_buffers())
+        shared_storage.renew(self._gradient_buffers())
         self._install()
 
     def _gradient_buffers(self) -> list[Tensor]:
-        return [whole for whole in self._sharded.param_and_grad_buffer.buffer.values() if whole.numel()]
+        buffers = self._sharded.param_and_grad_buffer.buffer.values()
+        return [buffer for buffer in buffers if buffer.numel()]
+
+
+def _local_part(value: DTensor) -> Tensor:
+    """Return this rank's part of a sharded tensor, detached."""
+    return value._local_tensor.detach()
+
+
+def _named_groups(
+    optimizer: torch.optim.AdamW, learning: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with names in place of parameters."""
+    names = {id(value): f"hf.{name}" for name, value in learning.items()}
+    groups = []
+    for group in optimizer.param_groups:
+        parameters = [names[id(value)] for value in group["params"]]
+        groups.append(group | {"params": parameters})
+    return groups

@@ -1,12 +1,15 @@
-"""`fully_shard`: a model without memory, and its optimizer, become what megatron-fsdp holds and drives.
+"""A model without memory, and its optimizer, turned into megatron-fsdp's sharded form.
 
-Invariant: no rank has more memory than its own buffers and one bucket while it is built; gradients are summed over
-ranks, never averaged; the optimizer has its groups, and has taken no step. Deliberately not here: values (the engine
-fills the shards), and when what is gathered and reduced (the package's hooks, and the engine for the rest).
+Invariant: while a model is built, no rank has more memory than its own buffers and one
+bucket. Gradients are summed over ranks, never averaged. The optimizer has its parameter
+groups, and has taken no step. Deliberately not here: values (the engine fills the
+shards), and when parameters are gathered and gradients reduced (the package's hooks,
+and the engine for the rest).
 
-The package's own `fully_shard` puts all parameters into one group of the optimizer, so that norms decay like matrices,
-and takes a step with gradients of 0, which decays the weights and leaves Adam one step ahead. Here the optimizer is
-made from the sharded parameters, in its own groups, and that step is taken at a rate of 0 and not counted.
+The package's own `fully_shard` puts all parameters into one group of the optimizer, so
+that norms decay like matrices. It also takes a step with gradients of 0, which decays
+the weights and leaves Adam one step ahead. Here the optimizer is made from the sharded
+parameters, in its own groups, and that step is taken at a rate of 0 and not counted.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
+from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.megatron_fsdp.package import (
     DistributedDataParallelConfig,
     FSDPDistributedIndex,
@@ -31,63 +36,104 @@ from verl_ray.engine.megatron_fsdp.package import (
     MixedPrecisionPolicy,
     fully_shard_optimizer,
 )
-from verl_ray.engine.module_engine import adam
 from verl_ray.models.role_model import RoleModel
 from verl_ray.models.weights import materialize
 
 STRATEGIES = {
-    "none": "no_shard", "optimizer": "optim", "optimizer_gradients": "optim_grads", "all": "optim_grads_params",
-}  # fmt: skip
-"""What the package calls them."""
+    "none": "no_shard",
+    "optimizer": "optim",
+    "optimizer_gradients": "optim_grads",
+    "all": "optim_grads_params",
+}
+"""The package's name of each choice of `sharding`."""
 
 
 def fully_shard(
-    model: RoleModel, optimizer: OptimizerConfig | None, backend: MegatronFsdpBackend, device: torch.device
+    model: RoleModel,
+    optimizer: OptimizerConfig | None,
+    backend: MegatronFsdpBackend,
+    device: torch.device,
 ) -> tuple[MegatronFSDP, torch.optim.AdamW | None]:
-    """The module to call, whose parameters have memory on `device` but no values yet, and the optimizer of those that
-    learn. `model`'s parameters are on the meta device, in the type of the computation."""
-    alone = backend.sharding == "none"
-    if alone:
+    """Return the sharded module, and the optimizer of the parameters that learn.
+
+    The module's parameters have memory on the device, but no values yet.
+
+    Args:
+        model: The model on the meta device, in the type of the computation.
+        optimizer: The settings of the optimizer; None for a model that does not learn.
+        backend: The settings of the sharding.
+        device: The device of the shards.
+    """
+    is_sharded = backend.sharding != "none"
+    if not is_sharded:
         materialize(model.hf, device)
         model.hf.tie_weights()
+
+    # Only with sharding=all a layer is gathered for its own computation alone.
+    units: list[type[nn.Module]] = []
+    if backend.sharding == "all":
+        units = list({type(layer) for layer in model.layers})
+
     dtype = next(model.parameters()).dtype
-    with contextlib.nullcontext() if alone else _left_empty(model):
+    with _left_empty(model) if is_sharded else contextlib.nullcontext():
         module = MegatronFSDP(
             model,
-            _ranks(backend, device.type),
-            DistributedDataParallelConfig(
-                data_parallel_sharding_strategy=STRATEGIES[backend.sharding],
-                outer_dp_sharding_strategy=STRATEGIES[backend.outer_sharding],
-                # Without it the package sums gradients twice: in its hooks, and again when it is asked to finish. What
-                # the setting means, the engine does: it keeps the hooks from it.
-                overlap_grad_reduce=True,
-                overlap_param_gather=backend.overlap_param_gather,
-                bucket_size=backend.bucket_size,
-                suggested_communication_unit_size=backend.bucket_size,
-                fsdp_double_buffer=backend.double_buffer,
-            ),
-            MixedPrecisionPolicy(
-                main_params_dtype=None if dtype == torch.float32 else torch.float32,  # None: those that compute
-                main_grads_dtype=torch.float32,
-                grad_comm_dtype=None if backend.reduce_in_float32 else torch.bfloat16,
-            ),
-            fsdp_unit_modules=list({type(layer) for layer in model.layers}) if backend.sharding == "all" else [],
+            _rank_groups(backend, device.type),
+            _communication_settings(backend),
+            _precision_settings(backend, dtype),
+            fsdp_unit_modules=units,
             device=device,
-            calculate_per_token_loss=True,  # sums: the weights of a loss hold the global denominators
-            init_model_with_meta_device=not alone,
+            # Gradients are summed: the weights of a loss hold the global denominators.
+            calculate_per_token_loss=True,
+            init_model_with_meta_device=is_sharded,
         )
+
     if optimizer is None:
         return module, None
-    return module, shard_optimizer(adam(model.parameters(), optimizer))
+    return module, shard_optimizer(build_adamw(model.parameters(), optimizer))
+
+
+def _communication_settings(
+    backend: MegatronFsdpBackend,
+) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        data_parallel_sharding_strategy=STRATEGIES[backend.sharding],
+        outer_dp_sharding_strategy=STRATEGIES[backend.outer_sharding],
+        # Otherwise the package sums gradients twice: in its hooks, and again when it is
+        # told to finish. The engine implements the setting: it disables the hooks.
+        overlap_grad_reduce=True,
+        overlap_param_gather=backend.overlap_param_gather,
+        bucket_size=backend.bucket_size,
+        suggested_communication_unit_size=backend.bucket_size,
+        fsdp_double_buffer=backend.double_buffer,
+    )
+
+
+def _precision_settings(
+    backend: MegatronFsdpBackend, dtype: torch.dtype
+) -> MixedPrecisionPolicy:
+    # None: the weights that compute are also the main weights.
+    main_dtype = None if dtype == torch.float32 else torch.float32
+    return MixedPrecisionPolicy(
+        main_params_dtype=main_dtype,
+        main_grads_dtype=torch.float32,
+        grad_comm_dtype=None if backend.reduce_in_float32 else torch.bfloat16,
+    )
 
 
 def shard_optimizer(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
-    """The optimizer of a sharded module's parameters, which from now on installs what it steps; as it was, but for its
-    methods."""
+    """Replace the methods of a sharded module's optimizer by the package's.
+
+    From now on a step also installs the weights that it has computed. The groups, rates
+    and states of the optimizer remain as they were.
+    """
     rates = [group["lr"] for group in optimizer.param_groups]
+
+    # The package takes a step. At a rate of 0 it changes nothing but the counters.
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     fully_shard_optimizer(optimizer, preproc_state_dict_for_dcp_ckpt=False)
+
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
     for state in optimizer.state.values():
@@ -95,14 +141,27 @@ def shard_optimizer(optimizer: torch.optim.AdamW) -> torch.optim.AdamW:
     return optimizer
 
 
-def _ranks(backend: MegatronFsdpBackend, device_type: str) -> FSDPDistributedIndex:
-    """Groups of ranks. Experts are nobody's in particular: the package looks for theirs by the name."""
-    world = dist.get_world_size()
-    inner = backend.shard_size or world
-    mesh, whole = _mesh(device_type, world // inner, inner)
+# ------------------------------------------------------------------------------- ranks
+
+
+def _rank_groups(
+    backend: MegatronFsdpBackend, device_type: str
+) -> FSDPDistributedIndex:
+    """Return the groups of ranks that share, and of those that hold copies.
+
+    The package looks for the mesh of experts by its name; here it is the same.
+    """
+    world_size = dist.get_world_size()
+    group_size = backend.shard_size or world_size
+    mesh, all_ranks = _device_mesh(device_type, world_size // group_size, group_size)
+
     hybrid: Mapping[str, Any] = {}
-    if inner < world:
-        hybrid = {"dp_outer_dim": "outer", "hybrid_fsdp_group": whole, "hybrid_fsdp_expt_group": whole}
+    if group_size < world_size:
+        hybrid = {
+            "dp_outer_dim": "outer",
+            "hybrid_fsdp_group": all_ranks,
+            "hybrid_fsdp_expt_group": all_ranks,
+        }
     return FSDPDistributedIndex(
         mesh,
         dp_shard_dim="shard",
@@ -114,41 +173,92 @@ def _ranks(backend: MegatronFsdpBackend, device_type: str) -> FSDPDistributedInd
 
 
 @functools.cache
-def _mesh(device_type: str, outer: int, inner: int) -> tuple[DeviceMesh, Any]:
-    """The package wants a dim of tensor-parallel ranks. And the group of all ranks, where there are groups of them."""
-    if outer == 1:
-        return init_device_mesh(device_type, (inner, 1), mesh_dim_names=("shard", "tp")), None
-    mesh = init_device_mesh(device_type, (outer, inner, 1), mesh_dim_names=("outer", "shard", "tp"))
-    return mesh, mesh["outer", "shard"]._flatten("all").get_group()
+def _device_mesh(
+    device_type: str, num_groups: int, group_size: int
+) -> tuple[DeviceMesh, Any]:
+    """Return the mesh of the ranks, and the group of all ranks.
+
+    The package requires a dimension of tensor-parallel ranks, here of size 1. With one
+    group the second result is None.
+    """
+    if num_groups == 1:
+        mesh = init_device_mesh(
+            device_type, (group_size, 1), mesh_dim_names=("shard", "tp")
+        )
+        return mesh, None
+
+    mesh = init_device_mesh(
+        device_type,
+        (num_groups, group_size, 1),
+        mesh_dim_names=("outer", "shard", "tp"),
+    )
+    all_ranks = mesh["outer", "shard"]._flatten("all").get_group()
+    return mesh, all_ranks
+
+
+# --------------------------------------------------------- building without values
+
+
+@dataclass(frozen=True)
+class _Attribute:
+    """An attribute of a module that holds a parameter."""
+
+    module: nn.Module
+    name: str
 
 
 @contextlib.contextmanager
 def _left_empty(model: nn.Module) -> Iterator[None]:
-    """The package gives memory to one bucket after the other, and asks each module to set its parameters anew then.
-    They stay as they are; what the package undoes, ties between parameters and computed buffers, is restored."""
-    holders: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    """Let the package allocate one bucket after the other, without setting values.
+
+    The package calls `reset_parameters` of each module whose bucket it has allocated.
+    Within the context that method sets no values. It only restores what the allocation
+    undoes: ties between parameters, and computed buffers.
+    """
+    holders: dict[int, list[_Attribute]] = defaultdict(list)
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
-            holders[id(parameter)].append((module, name))
-    modules = {module for held in holders.values() for module, _ in held}
-
-    def restore(module: nn.Module, places: list[tuple[nn.Module, str, str]], buffers: dict[str, Tensor]) -> None:
-        for other, other_name, name in places:
-            setattr(other, other_name, getattr(module, name))
-        for name, value in buffers.items():
-            getattr(module, name).copy_(value)
+            holders[id(parameter)].append(_Attribute(module, name))
+    modules = {
+        holder.module for attributes in holders.values() for holder in attributes
+    }
 
     for module in modules:
-        places = [
-            (other, other_name, name)
+        ties = {
+            name: [
+                holder
+                for holder in holders[id(parameter)]
+                if holder.module is not module
+            ]
             for name, parameter in module.named_parameters(recurse=False)
-            for other, other_name in holders[id(parameter)]
-            if other is not module
-        ]
-        kept = {name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)}
-        module.reset_parameters = functools.partial(restore, module, places, kept)  # type: ignore[assignment]
+        }
+        buffers = {
+            name: buffer.clone() for name, buffer in module.named_buffers(recurse=False)
+        }
+        reset = functools.partial(_restore, module, ties, buffers)
+        module.reset_parameters = reset  # type: ignore[assignment]
+
     try:
         yield
     finally:
         for module in modules:
             del module.reset_parameters
+
+
+def _restore(
+    module: nn.Module,
+    ties: Mapping[str, list[_Attribute]],
+    buffers: Mapping[str, Tensor],
+) -> None:
+    """Restore a module's ties and buffers after the allocation of its parameters.
+
+    Args:
+        module: The module.
+        ties: For each of its parameters, the attributes of other modules that hold it.
+        buffers: The values of its buffers.
+    """
+    for name, holders in ties.items():
+        for holder in holders:
+            setattr(holder.module, holder.name, getattr(module, name))
+    for name, values in buffers.items():
+        getattr(module, name).copy_(values)

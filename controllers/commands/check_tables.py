@@ -1,0 +1,148 @@
+"""The tables of the command `check`: the sizes of a step, the roles, and every `auto`.
+
+Invariant: a table shows only values of the configuration. Deliberately not here: the
+table of memory (`verl_ray/preflight/memory_table.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.table import Table
+
+from verl_ray.config.algebra import RoleBatch, batch_algebra
+from verl_ray.config.resolve import Resolution
+from verl_ray.config.schema import Config
+
+# Stands for a number that a role does not have.
+_NONE = "-"
+
+_BATCH_COLUMNS = (
+    "role",
+    "ranks",
+    "rows per rank",
+    "mini-batch",
+    "per rank",
+    "updates per step",
+    "micro-batch tokens",
+)
+_ROLE_COLUMNS = (
+    "role",
+    "backend",
+    "dtype",
+    "ranks",
+    "placement",
+    "model, functions or service",
+)
+_AUTO_COLUMNS = ("key", "value", "because")
+
+
+def batch_table(config: Config) -> Table:
+    """Return the sizes of one step, a row per role."""
+    sizes = batch_algebra(config)
+    title = (
+        f"one step: {config.step_in_words}, each of up to {sizes.max_row_tokens} tokens"
+    )
+    table = Table(title=title, title_justify="left")
+
+    role_column, *number_columns = _BATCH_COLUMNS
+    table.add_column(role_column, justify="left", overflow="fold")
+    for heading in number_columns:
+        table.add_column(heading, justify="right", overflow="fold")
+
+    for role in sizes.roles:
+        table.add_row(*_batch_cells(role))
+
+    return table
+
+
+def _batch_cells(role: RoleBatch) -> list[str]:
+    mini_batch = _NONE
+    if role.mini_batch_size is not None:
+        mini_batch = str(role.mini_batch_size)
+
+    per_rank = _NONE
+    if role.mini_batch_size_per_rank is not None:
+        per_rank = str(role.mini_batch_size_per_rank)
+
+    # A role that does not learn makes no updates.
+    updates = str(role.updates_per_step or _NONE)
+
+    return [
+        role.role,
+        str(role.ranks),
+        str(role.rows_per_rank),
+        mini_batch,
+        per_rank,
+        updates,
+        f"<= {role.micro_batch_tokens_per_rank}",
+    ]
+
+
+def role_table(config: Config) -> Table:
+    """Return the roles of a run: models on backends, graders of texts, and engines."""
+    table = _plain_table("roles", _ROLE_COLUMNS)
+
+    # A single role shares no process.
+    has_others = len(config.model_roles) + len(config.engines) > 1
+    placement = "separate"
+    if has_others and config.shares_processes:
+        placement = "colocated"
+
+    for name, role in config.model_roles.items():
+        table.add_row(
+            name,
+            role.backend.description(role.num_ranks),
+            role.backend.dtype,
+            str(role.num_ranks),
+            placement,
+            role.model.path,
+        )
+
+    for name, grader in config.graders.items():
+        # Other graders are models or engines, which have rows as such.
+        if grader.cpu_ranks is not None:
+            table.add_row(
+                name,
+                grader.kind,
+                _NONE,
+                str(grader.cpu_ranks),
+                "CPU only",
+                grader.source_in_words,
+            )
+
+    for name, engine in config.engines.items():
+        settings = engine.config
+        is_judge = name in config.judges
+        table.add_row(
+            name,
+            "vllm",
+            settings.dtype,
+            f"{settings.num_replicas} x {settings.tensor_parallel}",
+            "separate" if is_judge else placement,
+            engine.path,
+        )
+
+    return table
+
+
+def auto_table(resolutions: Sequence[Resolution]) -> Table:
+    """Return what each `auto` becomes on this machine, and why."""
+    title = "auto: what these settings become here"
+    table = _plain_table(title, _AUTO_COLUMNS)
+
+    for resolution in resolutions:
+        # Without quotes a value reads as the user would type it.
+        value = json.dumps(resolution.value).replace('"', "")
+        table.add_row(resolution.key, value, resolution.because)
+
+    return table
+
+
+def _plain_table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for heading in columns:
+        table.add_column(heading, overflow="fold")
+
+    return table

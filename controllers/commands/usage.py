@@ -1,0 +1,158 @@
+"""The help texts of `verl-ray`, and the parser of the commands that take overrides.
+
+Invariant: the listed root configs and choices are the files under `configs`.
+Deliberately not here: flags of `export` and of the benchmarks, which parse their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import textwrap
+from dataclasses import dataclass
+
+from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
+
+EXIT_CODES = """\
+exit codes:
+  0    done
+  1    the run failed; the message names the cause
+  2    the configuration cannot run; the message lists every problem
+  130  stopped by Ctrl-C, SIGTERM or SIGHUP; `train` with the same run.dir goes on
+       from its newest checkpoint
+
+stopping:
+  At the first signal the run prints what happens next. It finishes a step whose
+  update has begun and drops any other step. It saves the last finished step (never
+  with run.checkpoint_every=0), and its last line is the command that goes on.
+  A second signal ends the run at once; the message lists the steps that are lost.
+"""
+
+OVERRIDES = """\
+overrides (Hydra's grammar, no flags):
+  key=value                       model.path=/models/qwen3 rollout.group_size=16
+  GROUP=CHOICE                    algorithm=grpo placement=separate backend=fsdp;
+                                  all choices are below
+  backend@critic.backend=engine   the backend of one role;
+                                  `backend@reward.backend=fsdp` with reward=model
+  backend.dtype=bfloat16          a setting of the backend, for every role
+"""
+
+USAGE = f"""\
+usage: verl-ray <command> [--config-name NAME] [--config-dir DIR] [overrides]
+
+commands:
+  train     train a model
+  evaluate  measure a model on held-out problems or pairs
+  check     validate a configuration in a second, without starting anything
+  export    write a role of a checkpoint as a Hugging Face directory
+  bench     measure speed
+
+`verl-ray <command> --help` says more about each.
+
+{EXIT_CODES}"""
+
+
+@dataclass(frozen=True)
+class CommandHelp:
+    """The help of a command that takes overrides."""
+
+    about: str
+    examples: str
+
+
+HELP = {
+    "train": CommandHelp(
+        about=(
+            "Train a model. Everything the run writes goes to run.dir"
+            " (outputs/<run.name>): config.yaml, metrics.jsonl, samples/, checkpoints/,"
+            " wandb/, logs/."
+        ),
+        examples="""\
+examples:
+  verl-ray train
+  verl-ray train --config-name grpo model.path=/models/qwen3 \\
+      data.train_path=train.jsonl data.validation_path=test.jsonl
+  verl-ray train run.dir=outputs/first run.total_steps=300
+
+The last one goes on from the newest checkpoint in outputs/first.
+""",
+    ),
+    "evaluate": CommandHelp(
+        about=(
+            "Measure a model, or with run.resume=PATH a checkpoint, on"
+            " data.validation_path: a policy on held-out problems, with the sampling of"
+            " the evaluation section; a reward model on held-out pairs."
+        ),
+        examples="""\
+examples:
+  verl-ray evaluate --config-name grpo model.path=/models/qwen3 \\
+      data.train_path=train.jsonl data.validation_path=test.jsonl \\
+      evaluation.num_prompts=200
+  verl-ray evaluate --config-name reward_model model.path=outputs/mine/model \\
+      data.train_path=pairs.jsonl data.validation_path=held_out.jsonl
+""",
+    ),
+    "check": CommandHelp(
+        about=(
+            "Validate a configuration without starting anything. Prints all problems at"
+            " once, each with its key, value, rule and fix; or the sizes of one step,"
+            " the roles and what they need."
+        ),
+        examples="""\
+examples:
+  verl-ray check
+  verl-ray check --config-name ppo model.path=/models/qwen3 \\
+      data.train_path=a.jsonl data.validation_path=null run.evaluate_every=0 \\
+      rollout.group_size=3
+""",
+    ),
+}
+"""The commands that take overrides, with their help."""
+
+
+def parser_of(command: str) -> argparse.ArgumentParser:
+    """Return the parser of a command that takes overrides."""
+    command_help = HELP[command]
+
+    # Raw text keeps the columns of choices, and an abbreviation would turn a misspelt
+    # option into another one.
+    parser = argparse.ArgumentParser(
+        prog=f"verl-ray {command}",
+        usage=f"verl-ray {command} [--config-name NAME] [--config-dir DIR] [overrides]",
+        description=textwrap.fill(command_help.about, WIDTH),
+        epilog=f"{_choices()}\n{command_help.examples}\n{EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config-name",
+        default="quickstart",
+        metavar="NAME",
+        help="root config (quickstart)",
+    )
+    parser.add_argument(
+        "--config-dir",
+        metavar="DIR",
+        help="folder with root configs or groups of your own",
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="overrides, as below",
+    )
+    return parser
+
+
+def _choices() -> str:
+    """Return what a configuration is composed of, as text.
+
+    The parts are root configs, overrides, and the choices of every group.
+    """
+    roots = formatted_choices(root_configs(), "  ")
+    parts = [f"root configs (--config-name):\n{roots}\n", OVERRIDES]
+
+    for group, choices in groups().items():
+        parts.append(f"choices of {group}:\n{formatted_choices(choices, '  ')}\n")
+
+    return "\n".join(parts)

@@ -1,0 +1,367 @@
+"""The plan of a job's processes: which there are, and which roles run in them.
+
+Invariant: the plan is a pure function of the configuration and the shape of the
+cluster; nothing is started.
+
+Deliberately not here: starting the plan (`build.py`), and placing its processes on
+nodes (`verl_ray/cluster/placement.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from controllers.devices.device_sharing import SharingPlan
+from verl_ray.cluster.packing import Resources
+from verl_ray.cluster.placement import ProcessSet, share_cpus
+from verl_ray.cluster.processes import Role
+from verl_ray.cluster.session import Session
+from verl_ray.config.resolve import resolve
+from verl_ray.config.reward import SingleReward
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
+from verl_ray.engine.base import EngineSpec
+from verl_ray.preflight.facts import facts_of
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.judge import JudgeWorker
+from workers.reference import ReferenceWorker
+from workers.reward import RewardWorker
+from workers.reward_model import RewardModelGrader, RewardModelWorker
+from workers.rollout import RolloutSpec, RolloutWorker
+
+ROLLOUT = "rollout"
+"""Name of the rollout role and of its process set."""
+
+SHARED = "shared"
+"""Name of the bundle group that colocated processes share."""
+
+CPUS_PER_RANK = 1.0
+"""Cores that a rank requests before the cores of a node are shared out."""
+
+C = TypeVar("C", bound=Config)
+
+Workers = Mapping[str, Callable[..., Any]]
+WORKERS: Workers = {
+    "actor": ActorWorker,
+    "critic": CriticWorker,
+    "reference": ReferenceWorker,
+    "reward": RewardModelWorker,
+}
+"""Classes of the roles that run a model, by the names that tasks give them."""
+
+
+@dataclass(frozen=True)
+class ClusterShape:
+    """The cores and GPUs of each node that can hold a process."""
+
+    cores: tuple[int, ...]
+    gpus_per_node: tuple[int, ...]
+
+    @classmethod
+    def of(cls, session: Session) -> ClusterShape:
+        """Return the shape of the session's cluster."""
+        # The head of a cluster often has no CPU, so that nothing runs there.
+        nodes = [node.total for node in session.resources() if node.total.get("CPU")]
+        cores = tuple(max(1, int(node["CPU"])) for node in nodes)
+        gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
+        return cls(cores, gpus)
+
+    @property
+    def gpus(self) -> int:
+        """Number of GPUs of all nodes."""
+        return sum(self.gpus_per_node)
+
+    @property
+    def nodes(self) -> list[Resources]:
+        """Resources of each node, by Ray's names."""
+        shapes = zip(self.cores, self.gpus_per_node, strict=True)
+        return [{"CPU": float(cores), "GPU": float(gpus)} for cores, gpus in shapes]
+
+
+def resolve_on(
+    config: C,
+    shape: ClusterShape,
+    *,
+    checkpoint: str | None = None,
+    learns: bool = True,
+) -> C:
+    """Return the configuration with every `auto` replaced by its value on a cluster.
+
+    Args:
+        config: Configuration of the job.
+        shape: Shape of the cluster.
+        checkpoint: Path of the checkpoint that the run continues from, if any.
+        learns: Whether the job trains. False stands for an evaluation alone.
+    """
+    facts = facts_of(
+        config,
+        cores=shape.cores,
+        gpus=shape.gpus_per_node,
+        checkpoint=checkpoint,
+        learns=learns,
+    )
+    return resolve(config, facts)
+
+
+@dataclass(frozen=True)
+class ProcessPlan:
+    """The processes and roles of a job, and what the user should know about them."""
+
+    sets: tuple[ProcessSet, ...]
+    roles: Mapping[str, Role[Any]]
+    warnings: tuple[str, ...]
+
+    devices: int
+    """Number of devices that compute with models (`count_devices`)."""
+
+
+def plan_processes(
+    config: Config,
+    shape: ClusterShape,
+    workers: Workers = WORKERS,
+    *,
+    learns: bool = True,
+) -> ProcessPlan:
+    """Return the process sets and roles of a job.
+
+    With placement=colocated, the model roles of one backend share a process per rank;
+    different backends never share one. The rollout engine has its own processes in the
+    same bundles. Functions, services and judges have bundles of their own; functions
+    and services need no device.
+
+    Args:
+        config: Resolved configuration of the job.
+        shape: Shape of the cluster.
+        workers: Class of each role that runs a model, by the role's name.
+        learns: Whether the job trains. False stands for an evaluation alone.
+    """
+    graders = config.active_graders(learns=learns)
+    models = {
+        name: role
+        for name, role in config.model_roles.items()
+        if learns or name == config.evaluated_role or name in graders
+    }
+    # These graders run no model on a training backend.
+    own_graders = {
+        name: grader for name, grader in graders.items() if name not in models
+    }
+    homes = _trainer_sets_of(config, models)
+
+    gpu = 1 if shape.gpus else 0
+    sets = [
+        *_trainer_sets(config, models, homes, gpu),
+        *_rollout_sets(config, gpu),
+        *_grader_sets(config, own_graders, gpu),
+    ]
+
+    roles = _roles(config, models, graders, homes, workers)
+
+    shared, warning = share_cpus(sets, shape.nodes)
+    warnings: tuple[str, ...] = ()
+    # A shortage of cores slows only models that compute on them.
+    if warning is not None and not gpu:
+        warnings = (warning,)
+
+    computing = [
+        process_set
+        for process_set in sets
+        if not _needs_no_device(process_set.name, own_graders)
+    ]
+    return ProcessPlan(tuple(shared), roles, warnings, count_devices(computing))
+
+
+def _roles(
+    config: Config,
+    models: Mapping[str, ModelRole],
+    graders: Mapping[str, SingleReward],
+    homes: Mapping[str, str],
+    workers: Workers,
+) -> dict[str, Role[Any]]:
+    """Return the roles of a job by name, each with its class and arguments."""
+    roles: dict[str, Role[Any]] = {}
+    for name, role in models.items():
+        # A model that grades is a component of the reward role, see below.
+        if name in graders:
+            continue
+        spec = engine_spec(name, role, config)
+        roles[name] = Role(name, homes[name], workers[name], (spec,))
+
+    task = config.rollout_task
+    if task is None:
+        return roles
+
+    roles[ROLLOUT] = Role(ROLLOUT, ROLLOUT, RolloutWorker, (rollout_spec(task),))
+    for name, grader in graders.items():
+        # Only a grader with a model shares the processes of trainers.
+        home = homes.get(name, name)
+        roles[name] = grader_role(name, grader, home, task)
+    return roles
+
+
+def _needs_no_device(name: str, own_graders: Mapping[str, SingleReward]) -> bool:
+    """Return whether this process set holds functions or services that score."""
+    return name in own_graders and own_graders[name].cpu_ranks is not None
+
+
+def _trainer_sets_of(config: Config, models: Mapping[str, ModelRole]) -> dict[str, str]:
+    """Return the name of the process set of each role that runs a model."""
+    if not config.shares_processes:
+        return {name: name for name in models}
+    return {name: f"{role.backend.kind} trainer" for name, role in models.items()}
+
+
+def _bundle_group(config: Config, process_set: str) -> str:
+    """Return the bundle group of a set of trainers or of the rollout engine."""
+    if config.shares_processes:
+        return SHARED
+    return process_set
+
+
+def _trainer_sets(
+    config: Config,
+    models: Mapping[str, ModelRole],
+    homes: Mapping[str, str],
+    gpu: int,
+) -> Iterator[ProcessSet]:
+    """Yield the process sets of the roles that run a model on a training backend."""
+    # Roles that share a process set have equally many ranks.
+    num_ranks = {homes[name]: role.num_ranks for name, role in models.items()}
+
+    for home, ranks in num_ranks.items():
+        yield ProcessSet(
+            home,
+            num_ranks=ranks,
+            cpus_per_rank=CPUS_PER_RANK,
+            gpus_per_rank=gpu,
+            bundle_group=_bundle_group(config, home),
+            threads_per_rank=config.run.threads["trainers"],
+            process_group=True,
+        )
+
+
+def _rollout_sets(config: Config, gpu: int) -> Iterator[ProcessSet]:
+    """Yield the process set of the rollout engine, if the job has one."""
+    task = config.rollout_task
+    if task is None:
+        return
+
+    sharing = SharingPlan.of(task, on_gpus=bool(gpu))
+    yield ProcessSet(
+        ROLLOUT,
+        num_ranks=task.rollout.num_replicas,
+        cpus_per_rank=CPUS_PER_RANK,
+        gpus_per_rank=gpu * task.rollout.tensor_parallel,
+        bundle_group=_bundle_group(config, ROLLOUT),
+        threads_per_rank=config.run.threads["engines"],
+        process_group=False,
+        replicas=True,
+        built_first=sharing.engines_start_first,
+    )
+
+
+def _grader_sets(
+    config: Config, graders: Mapping[str, SingleReward], gpu: int
+) -> Iterator[ProcessSet]:
+    """Yield the process sets of graders that run no model on a training backend."""
+    for name, grader in graders.items():
+        # A judge is a vLLM engine, whatever it is used for.
+        threads = config.run.threads["graders"]
+        if name in config.judges:
+            threads = config.run.threads["engines"]
+
+        yield ProcessSet(
+            name,
+            num_ranks=grader.num_processes,
+            cpus_per_rank=CPUS_PER_RANK,
+            gpus_per_rank=gpu * grader.devices_per_process,
+            bundle_group=name,
+            threads_per_rank=threads,
+            process_group=False,
+        )
+
+
+def count_devices(sets: Sequence[ProcessSet]) -> int:
+    """Return the number of devices that processes with models compute on.
+
+    Processes that share a GPU count it once. Without GPUs, a rank stands for a device,
+    and ranks that would share a GPU count once, too.
+    """
+    devices: dict[str, int] = {}
+    for process_set in sets:
+        group = process_set.bundle_group
+        in_set = process_set.num_ranks * max(process_set.gpus_per_rank, 1)
+        # Processes in one bundle group share devices, rank by rank.
+        devices[group] = max(devices.get(group, 0), in_set)
+    return sum(devices.values())
+
+
+# ----------------------------------------------------------------- arguments of workers
+
+
+def grader_role(
+    name: str, grader: SingleReward, home: str, config: RolloutTaskConfig
+) -> Role[Any]:
+    """Return one component of the reward role, in the process set `home`."""
+    policy = config.actor.model.path
+
+    model = config.model_roles.get(name)
+    if model is not None:
+        spec = engine_spec(name, model, config)
+        has_template = resolved(config.data.apply_chat_template)
+        return Role(name, home, RewardModelGrader, (spec, policy, has_template))
+
+    if grader.as_judge is not None:
+        return Role(name, home, JudgeWorker, (grader, policy, config.run.seed))
+    return Role(name, home, RewardWorker, (grader, policy))
+
+
+def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
+    """Return what the engine of a model role is built from."""
+    learner = role.as_learner
+    optimizer = None
+    expert_balance = None
+    if learner is not None:
+        optimizer = learner.optimizer
+        expert_balance = learner.expert_balance
+
+    # The learning rate follows optimizer steps, of which a training step has several.
+    updates_per_step = role.updates_per_step(config.rows_per_step)
+    schedule_steps = config.learning_steps(name) * updates_per_step
+
+    return EngineSpec(
+        role=name,
+        model_path=role.model.path,
+        head=config.head_of(name),
+        backend=role.backend,
+        optimizer=optimizer,
+        new_head=learner is not None,
+        lora=role.adapter,
+        expert_balance=expert_balance,
+        schedule_steps=schedule_steps,
+        seed=config.run.seed,
+    )
+
+
+def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
+    """Return what a rollout engine is built from."""
+    longest_row = config.data.max_prompt_tokens + config.rollout.max_response_tokens
+
+    # Replicas receive the model once, and then the adapter alone.
+    lora = None
+    if config.sends_adapter_alone:
+        lora = config.actor.lora
+
+    return RolloutSpec(
+        config.actor.model.path,
+        config.rollout,
+        longest_row,
+        config.run.seed,
+        config.run.name,
+        lora,
+        config.rollout.freed_by_sleep,
+    )

@@ -1,0 +1,214 @@
+"""The optimizer steps of one training step: their rows, their losses, their calls.
+
+Invariant: which rows go into which optimizer step depends on the run's seed, the number
+of the training step and the epoch alone. A loss is divided by the global denominators
+of its optimizer step, whatever rows a rank has. Deliberately not here: micro-batches,
+which each rank cuts for itself, and the weights of rows in a loss
+(`verl_ray/algorithms/row_weights.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from controllers.watch import measures, update_measures
+from controllers.watch.measures import Metrics
+from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+from verl_ray.algorithms.row_weights import HORIZON
+from verl_ray.cluster.calls import Call
+from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.algorithm import AlgorithmConfig, ValueLossConfig
+from verl_ray.config.roles import TrainedRole
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.batch import Batch, Int64
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Credit, LogProbs, Rollouts, Values
+from verl_ray.ops.masked import Moments
+from workers.actor import ActorWorker
+from workers.critic import CriticWorker
+from workers.model_worker import MiniBatch, UpdateReport
+
+B = TypeVar("B", bound=Batch)
+
+UpdateCalls = list[Call[list[UpdateReport]]]
+"""One call per optimizer step, each with one report per data-parallel rank."""
+
+
+@dataclass(frozen=True)
+class ModelOutputs:
+    """Outputs of the models for the rollouts; None where the algorithm needs none."""
+
+    old_log_probs: Sharded[LogProbs] | None
+    """Log-probs of the actor before it learns from the rollouts."""
+    reference_log_probs: Sharded[LogProbs] | None
+    values: Sharded[Values] | None
+
+
+@dataclass(frozen=True)
+class LearnerBatch:
+    """Everything that one training step learns from."""
+
+    number: int
+    """Number of the training step, from 1."""
+    rollouts: Sharded[Rollouts]
+    credit: Sharded[Credit]
+    outputs: ModelOutputs
+
+
+def start_critic_updates(
+    config: RLConfig,
+    critic: WorkerGroup[CriticWorker] | None,
+    batch: LearnerBatch,
+) -> UpdateCalls:
+    """Start the critic's optimizer steps; none where there is no critic."""
+    loss = config.algorithm.value_loss
+    values = batch.outputs.values
+    if critic is None or loss is None or values is None:
+        return []
+
+    # The ranks queue the calls: each update starts from the parameters of the last one.
+    objective = ValueObjective(loss)
+    calls: UpdateCalls = []
+    for rows, mini_batch in cut_mini_batches(config, config.critic, loss, batch):
+        call = critic.scatter(
+            CriticWorker.update,
+            batch.rollouts.select(rows),
+            batch.credit.select(rows),
+            values.select(rows),
+            mini_batch,
+            objective,
+        )
+        calls.append(call)
+    return calls
+
+
+def start_actor_updates(
+    config: RLConfig,
+    actor: WorkerGroup[ActorWorker],
+    batch: LearnerBatch,
+    objective: PolicyObjective,
+) -> UpdateCalls:
+    """Start the actor's optimizer steps; none while only the critic learns."""
+    algorithm = config.algorithm
+    outputs = batch.outputs
+    if batch.number <= algorithm.critic_warmup_steps:
+        return []
+
+    # Moments of the whole training step: every mini-batch is whitened in the same way.
+    whitening = whitening_moments(algorithm, batch.rollouts, batch.credit)
+
+    calls: UpdateCalls = []
+    for rows, mini_batch in cut_mini_batches(config, config.actor, algorithm, batch):
+        call = actor.scatter(
+            ActorWorker.update,
+            batch.rollouts.select(rows),
+            batch.credit.select(rows),
+            _select(outputs.old_log_probs, rows),
+            _select(outputs.reference_log_probs, rows),
+            mini_batch,
+            whitening,
+            objective,
+        )
+        calls.append(call)
+    return calls
+
+
+def mismatch_of_updates(
+    reports: Sequence[Sequence[UpdateReport]],
+    outputs: ModelOutputs,
+) -> Metrics:
+    """Return how far trainer and sampler differ, as the actor's updates report it.
+
+    Args:
+        reports: Reports by optimizer step and data-parallel rank.
+        outputs: The outputs that the updates read.
+    """
+    # Without old log-probs an update compares its fresh log-probs. From the second
+    # update on these also hold what earlier updates learned.
+    if outputs.old_log_probs is None:
+        reports = reports[:1]
+    losses = [report.loss for ranks in reports for report in ranks]
+    return update_measures.step_mismatch_metrics(losses)
+
+
+def whitening_moments(
+    algorithm: AlgorithmConfig,
+    rollouts: Sharded[Rollouts],
+    credit: Sharded[Credit],
+) -> Moments | None:
+    """Return the moments of all advantages of the step; None without whitening.
+
+    They come from the sums that each shard reports with its credit.
+    """
+    if not algorithm.whiten_advantages:
+        return None
+
+    learned = credit.row("in_loss")
+    response_length = rollouts.row("response_length")
+    tokens = int(response_length[learned].sum())
+    statistics = credit.row("advantage_statistics")[learned]
+    return measures.moments(statistics, tokens)
+
+
+def cut_mini_batches(
+    config: RLConfig,
+    role: TrainedRole,
+    loss: AlgorithmConfig | ValueLossConfig,
+    batch: LearnerBatch,
+) -> Iterator[tuple[Int64, MiniBatch]]:
+    """Yield the rows of each optimizer step, and the global denominators of its loss.
+
+    Rows are shuffled where there is more than one optimizer step. A mini-batch without
+    a row to learn from is left out: momentum alone would move the parameters.
+
+    Args:
+        config: Configuration of the run.
+        role: Settings of the role that learns.
+        loss: Settings of its loss, which say how it is aggregated.
+        lesson: The training step.
+
+    Yields:
+        Row numbers, int64 [rows of the mini-batch], and what the loss must know of the
+        whole mini-batch.
+    """
+    row_count = len(batch.rollouts)
+    size = role.mini_batch_size or row_count
+    shuffles = size < row_count or role.epochs > 1
+
+    # Response tokens of each row that are learned from, [rows].
+    response_length = batch.rollouts.row("response_length")
+    learned_tokens = np.where(batch.credit.row("in_loss"), response_length, 0)
+
+    # Only some aggregations use this setting; for the others it is None.
+    horizon: int | None = getattr(config.algorithm, HORIZON.name)
+
+    for epoch in range(role.epochs):
+        order = np.arange(row_count)
+        if shuffles:
+            seed = [config.run.seed, batch.number, epoch]
+            order = np.random.default_rng(seed).permutation(row_count)
+
+        for start in range(0, row_count, size):
+            rows = order[start : start + size]
+            tokens = learned_tokens[rows]
+            if not tokens.any():
+                continue
+
+            mini_batch = MiniBatch(
+                total_tokens=int(tokens.sum()),
+                total_rows=int(np.count_nonzero(tokens)),
+                aggregation=loss.aggregation,
+                horizon=horizon,
+            )
+            yield rows, mini_batch
+
+
+def _select(batch: Sharded[B] | None, rows: Int64) -> Sharded[B] | None:
+    """Return these rows of a batch, or None where there is no batch."""
+    if batch is None:
+        return None
+    return batch.select(rows)

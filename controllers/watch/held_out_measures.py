@@ -1,0 +1,121 @@
+"""Metrics of evaluations on held-out rows.
+
+Invariant: pure functions of the scores of held-out responses.
+
+Deliberately not here: generating and scoring these responses
+(`controllers/rollouts/evaluator.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import nan
+
+import numpy as np
+import numpy.typing as npt
+
+from controllers.watch.measures import Metrics, spread
+from verl_ray.rewards.shaping import ResponseScores
+
+Float64s = npt.NDArray[np.float64]
+
+CALIBRATION_BINS = 10
+
+
+def accuracy(
+    sources: Sequence[str], scores: ResponseScores, group_size: int
+) -> Metrics:
+    """Return val-core/<data source>/acc/mean@N, the mean score per data source.
+
+    Failed scores count as wrong.
+
+    Args:
+        sources: Data source of each response, [rows].
+        scores: Scores from 0 to 1 of the responses.
+        group_size: Number of responses per prompt.
+    """
+    names = np.array(sources)
+    values = np.where(scores.ok, scores.score, 0)
+
+    metrics: Metrics = {}
+    for name in sorted(set(sources)):
+        mean = float(values[names == name].mean())
+        metrics[f"val-core/{name}/acc/mean@{group_size}"] = mean
+    return metrics
+
+
+def held_out_rewards(
+    sources: Sequence[str], scores: ResponseScores, group_size: int
+) -> Metrics:
+    """Return val-core/<data source>/reward/mean@N, the mean score per data source.
+
+    These scores are not confined to 0 to 1, so failed ones are left out.
+
+    Args:
+        sources: Data source of each response, [rows].
+        scores: Scores of the responses.
+        group_size: Number of responses per prompt.
+    """
+    names = np.array(sources)
+
+    metrics: Metrics = {}
+    for name in sorted(set(sources)):
+        values = scores.score[(names == name) & scores.ok]
+        mean = nan
+        if len(values):
+            mean = float(values.mean())
+        metrics[f"val-core/{name}/reward/mean@{group_size}"] = mean
+    return metrics
+
+
+def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
+    """Return how well a reward model ranks held-out pairs of responses.
+
+    pair_accuracy is how often the chosen response scores higher; a tie counts half.
+    log_loss is that of the preferences (log 2 for a coin). calibration_error is the
+    mean distance of certainty and accuracy over ten bins of certainty from 1/2 to 1,
+    weighted by pairs (arXiv:1706.04599, section 2). If a score is not finite, log_loss
+    and calibration_error are NaN.
+
+    Args:
+        chosen: Score of the better response of each pair, float64 [pairs].
+        rejected: Score of the other response, float64 [pairs].
+    """
+    # 1 if the chosen response scores higher, 1/2 for a tie, else 0.
+    difference = chosen - rejected
+    right = (1 + np.sign(difference)) / 2
+
+    log_loss = nan
+    calibration_error = nan
+    if np.isfinite(difference).all():
+        log_loss = float(np.logaddexp(0, -difference).mean())
+        calibration_error = _calibration_error(difference, right)
+
+    return {
+        "val-core/held_out/pair_accuracy": float(right.mean()),
+        "val-core/held_out/log_loss": log_loss,
+        "val-aux/held_out/calibration_error": calibration_error,
+        "val-aux/held_out/num_pairs": float(len(right)),
+        **spread("val-aux/held_out/margin", difference),
+        **spread("val-aux/held_out/chosen", chosen),
+        **spread("val-aux/held_out/rejected", rejected),
+        "val-aux/held_out/std": float(np.concatenate([chosen, rejected]).std()),
+    }
+
+
+def _calibration_error(difference: Float64s, right: Float64s) -> float:
+    """Return the expected calibration error of a reward model.
+
+    Args:
+        difference: Score of the chosen less that of the rejected response, [pairs].
+        right: 1 where the chosen response scores higher, 1/2 for a tie, [pairs].
+    """
+    # Beyond 700, exp overflows in float64; the certainty is 1 long before.
+    distance = np.abs(np.clip(difference, -700, 700))
+    certainty = 1 / (1 + np.exp(-distance))
+
+    # The last bin includes a certainty of exactly 1.
+    scaled = (certainty - 0.5) * (2 * CALIBRATION_BINS)
+    bins = np.minimum(scaled.astype(np.int64), CALIBRATION_BINS - 1)
+    gaps = np.bincount(bins, right - certainty, minlength=CALIBRATION_BINS)
+    return float(np.abs(gaps).sum() / len(right))

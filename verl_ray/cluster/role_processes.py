@@ -1,0 +1,181 @@
+"""The processes of one role: their status, their failures and their restarts.
+
+Invariant: once a group has failed, it gives out no process for further calls until it
+is restarted. Deliberately not here: calls on workers (`group.py`), and how processes
+start (`processes.py`).
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any, cast
+
+import ray
+
+from verl_ray.cluster import failures
+from verl_ray.cluster.concurrency_groups import CONTROL
+from verl_ray.cluster.members import Member
+from verl_ray.cluster.messages import Status
+from verl_ray.cluster.processes import Processes, Restart
+from verl_ray.cluster.waiting import wait
+from verl_ray.data.batch import Int64
+from verl_ray.data.packing import balance, estimated_work
+from verl_ray.errors import DeadlineExceeded, WorkerDied, WorkerError
+from verl_ray.parallel.topology import Topology
+
+
+class RoleProcesses:
+    """The processes that hold the ranks of one role."""
+
+    def __init__(self, role: str, processes: Processes) -> None:
+        self.role = role
+        self._processes = processes
+        self._failure: WorkerError | None = None
+        self._failed_incarnation = 0
+
+    # ----------------------------------------------------------------------- properties
+
+    @property
+    def incarnation(self) -> int:
+        """Number of the present incarnation: 1 at first, plus one for each restart."""
+        return self._processes.incarnation
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds for which a process may make no progress while a call is pending."""
+        return self._processes.stall_s
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes of this role."""
+        return len(self._processes.ranks)
+
+    @property
+    def dp_size(self) -> int:
+        """Number of data-parallel ranks, over which `scatter` splits rows."""
+        return self.topologies[0].dp_size
+
+    def partition(self, lengths: Int64) -> list[Int64]:
+        """Row numbers of each data-parallel rank, in near equal shares of work.
+
+        Args:
+            lengths: Lengths of the rows in tokens, int64 [rows]. The workers' model
+                determines how much work a row of some length is.
+        """
+        work = estimated_work(lengths, self.topologies[0].quadratic)
+        return balance(work, self.dp_size)
+
+    def members(self) -> list[Member]:
+        """Processes of the group, by rank."""
+        return [replace(member, role=self.role) for member in self._processes.members]
+
+    @property
+    def topologies(self) -> list[Topology]:
+        """Topology of each rank."""
+        return self._processes.topologies[self.role]
+
+    # ---------------------------------------------------------------- the control group
+
+    def status(self) -> list[Status]:
+        """Present activity of each rank, also while it is busy."""
+        return cast(list[Status], self._query("status"))
+
+    def stacks(self) -> list[str]:
+        """Python stacks of each rank, also while it is busy or stuck."""
+        return cast(list[str], self._query("stacks"))
+
+    def check_heartbeat(
+        self, interval_s: float, deadline_s: float, limit: str
+    ) -> Status | None:
+        """Last status of a group of one process, requested at regular intervals.
+
+        The method returns at once while the process is well.
+
+        Args:
+            interval_s: Seconds between two requests.
+            deadline_s: Seconds that the process may take to reply.
+            limit: Setting and value that define `deadline_s`, for the message.
+
+        Returns:
+            The last reply; None before the first.
+
+        Raises:
+            WorkerDied: The process has ended.
+            DeadlineExceeded: The process has not replied for `deadline_s` seconds.
+        """
+        (member,) = self.members()
+        try:
+            if not member.heartbeat.poll(interval_s, deadline_s):
+                since = time.monotonic() - member.heartbeat.unanswered_s
+                raise failures.stalled(
+                    [member], "the control group", limit, since=since, mute=True
+                )
+        except ray.exceptions.RayError as error:
+            raise failures.died(member, "status", error) from error
+        return member.heartbeat.status
+
+    def _query(self, method: str) -> list[Any]:
+        """Results of a control method on all ranks, by rank."""
+        requests = []
+        for member in self._processes.members:
+            control = getattr(member.actor, method).options(concurrency_group=CONTROL)
+            requests.append(control.remote())
+
+        # A busy or stuck process replies too, unless it is stopped or something holds
+        # its interpreter lock.
+        replied = wait(requests, len(requests), self.stall_s)
+        silent = [
+            member
+            for member, request in zip(self.members(), requests, strict=True)
+            if request not in replied
+        ]
+        if silent:
+            limit = f"run.stall_s = {self.stall_s:g}"
+            raise failures.stalled(silent, method, limit, mute=True)
+        return cast(list[Any], ray.get(requests))
+
+    # ------------------------------------------------------------ failures and restarts
+
+    def restart(self) -> Restart:
+        """Start new processes for this group and every group that shares them.
+
+        Each of these groups gets the next incarnation. The method returns at once; the
+        group may be called once the restart is complete.
+        """
+        return self._processes.restart()
+
+    def kill(self) -> None:
+        """Kill the processes at once, also those of a restart that is under way."""
+        self._processes.kill()
+
+    def owns(self, error: WorkerError) -> bool:
+        """Whether the error is about a process of this group."""
+        return error.role == self.role and error.rank in self._processes.ranks
+
+    def fail(self, error: WorkerError) -> None:
+        """Refuse further calls of this incarnation, with this error as the reason."""
+        self._failure = error
+        self._failed_incarnation = self.incarnation
+        # After any other failure the processes can still close their workers.
+        if isinstance(error, WorkerDied | DeadlineExceeded):
+            self._processes.broken = True
+
+    def _usable_members(self) -> list[Member]:
+        """Processes of the group; raise its first failure again if it has failed."""
+        failure = self._failure
+        if failure is None or self._failed_incarnation != self.incarnation:
+            return self.members()
+
+        message = (
+            "the group failed earlier and was not restarted; first failure:"
+            f" {failure.message}"
+        )
+        raise type(failure)(
+            message,
+            role=failure.role,
+            rank=failure.rank,
+            node=failure.node,
+            detail=failure.detail,
+            output=failure.output,
+        ) from failure

@@ -1,0 +1,236 @@
+"""Problems of single fields, made of the errors that pydantic reports.
+
+Invariant: every problem names the key as the user writes it, the value, the rule that
+it breaks, and what would be right. Deliberately not here: when a tree is validated
+(`load.py`), and rules over several fields (`rules`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import get_args
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+from verl_ray.config.keys import known_fields, value_keys
+from verl_ray.config.renamed import new_name
+from verl_ray.config.suggest import closest, did_you_mean, either
+from verl_ray.errors import Problem
+
+# The names of these sections are the user's own, so no field is declared for them.
+_NAMED_SECTIONS = re.compile(r"^(reward\.components)\.[^.]+")
+
+_BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
+_SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
+_LENGTH_ERRORS = {"missing", "too_long"}
+_CHOICE_ERRORS = {"union_tag_invalid", "union_tag_not_found"}
+
+
+def field_problems(
+    errors: Sequence[ErrorDetails], tree: Mapping[str, object], kind: type[BaseModel]
+) -> list[Problem]:
+    """Return one problem per key.
+
+    Args:
+        errors: the errors of one validation.
+        tree: the plain values that were validated.
+        kind: the type of the configuration.
+    """
+    # Pydantic reports one error per member of a union; they are alternatives to one
+    # value, so they belong to one problem.
+    by_key: dict[str, list[ErrorDetails]] = {}
+    for error in errors:
+        key = _key(error, tree)
+        by_key.setdefault(key, []).append(error)
+
+    return [
+        _problem(key, alternatives, kind)
+        for key, alternatives in by_key.items()
+        if not _has_inner_error(key, by_key)
+    ]
+
+
+def _has_inner_error(key: str, by_key: Mapping[str, object]) -> bool:
+    """Return whether another error is inside the section at `key`, and more precise."""
+    return any(other.startswith(f"{key}.") for other in by_key)
+
+
+def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
+    """Return the dotted key of an error.
+
+    Pydantic's location also names members of unions, which are no part of the tree. It
+    also names positions that a list lacks, where the list itself is what is wrong.
+    """
+    node: object = tree
+    parts: list[str] = []
+    location = error["loc"]
+    is_missing = error["type"] == "missing"
+
+    for position, part in enumerate(location):
+        is_last = position == len(location) - 1
+
+        if isinstance(node, Mapping) and part in node:
+            node = node[part]
+        elif isinstance(node, list):
+            if is_missing:
+                break
+            node = node[int(part)]
+        elif not (is_missing and is_last):
+            # A member of a union, such as the name of a class.
+            continue
+
+        parts.append(str(part))
+
+    return ".".join(parts)
+
+
+def _problem(
+    key: str, alternatives: Sequence[ErrorDetails], kind: type[BaseModel]
+) -> Problem:
+    """Return the problem of one key, from the errors of each type it might have had."""
+    first = alternatives[0]
+    error_type = first["type"]
+    value = first["input"]
+
+    # A list that is too short has "missing" entries, so it is looked at first.
+    if error_type in _LENGTH_ERRORS and isinstance(value, list):
+        expected = _expected_list(key, kind)
+        return Problem(key, value, "this list has the wrong length", f"Use {expected}.")
+
+    if error_type == "missing":
+        fix = "Set it; the YAML holds every value."
+        return Problem(key, None, "this key has no value", fix)
+
+    if error_type in _SECTION_ERRORS:
+        rule = "this is a section of keys, not a value"
+        return Problem(key, value, rule, _how_to_set_section(key, value, kind))
+
+    if error_type == "extra_forbidden":
+        suggestion = did_you_mean(key, value_keys(kind), "key")
+        return Problem(key, value, "no such key", new_name(key) or suggestion)
+
+    if error_type in _CHOICE_ERRORS:
+        fix = f"Use {first['ctx']['expected_tags']}."
+        return Problem(f"{key}.kind", value, "no such choice", fix)
+
+    return _bad_value(key, alternatives, kind)
+
+
+def _bad_value(
+    key: str, alternatives: Sequence[ErrorDetails], kind: type[BaseModel]
+) -> Problem:
+    """Return the problem of a value of the wrong type or out of range."""
+    value = alternatives[0]["input"]
+    expected: list[str] = []
+    near: list[str] = []
+
+    for error in alternatives:
+        if error["type"] == "tuple_type":
+            expected.append(_expected_list(key, kind))
+        else:
+            expected.append(_expected_value(error))
+
+        near += closest(str(value), _choices(error))
+
+    hint = f"Did you mean {either(near)}? " if near else ""
+
+    # Members of a union may expect the same.
+    distinct = dict.fromkeys(expected)
+    fix = f"{hint}Use {either(distinct)}."
+    return Problem(key, value, _broken_rule(value, alternatives), fix)
+
+
+def _broken_rule(value: object, alternatives: Sequence[ErrorDetails]) -> str:
+    """Return what is wrong with a value that fits none of the alternatives."""
+    error_types = {error["type"] for error in alternatives}
+
+    if "finite_number" in error_types:
+        return "this is not a finite number"
+    if error_types & _BOUND_ERRORS:
+        return "this number is out of range"
+    if "literal_error" in error_types and isinstance(value, str):
+        return "there is no such choice"
+    return f"this is the wrong type ({type(value).__name__})"
+
+
+# ------------------------------------------------------------------ what would be right
+
+
+def _expected_list(key: str, kind: type[BaseModel]) -> str:
+    """Return what the list at `key` holds, with an example of it."""
+    field = _field(key, kind)
+    items = get_args(field.annotation)
+    is_open = Ellipsis in items
+    size = "" if is_open else f" of {len(items)} numbers"
+    examples = either(field.examples or [])
+    return f"a list{size}, e.g. {examples}"
+
+
+def _how_to_set_section(key: str, value: object, kind: type[BaseModel]) -> str:
+    """Return how to set what is inside the section at `key`."""
+    examples = _field(key, kind).examples
+    key = _NAMED_SECTIONS.sub(r"\1", key)
+    if examples:
+        return f"Use a section, e.g. '{key}={either(examples)}'."
+
+    inner_keys = [
+        name
+        for name in value_keys(kind)
+        if name.startswith(f"{key}.") and not name.endswith(".kind")
+    ]
+
+    # A text in place of a model's section is most likely the model's path.
+    if isinstance(value, str) and f"{key}.path" in inner_keys:
+        return f"Did you mean {key}.path={value}?"
+    return f"Set the keys inside it, e.g. {inner_keys[0]}=..."
+
+
+def _expected_value(error: ErrorDetails) -> str:
+    """Return what would be right, with the nearest value where the rule is a bound."""
+    context = error.get("ctx", {})
+    value = error["input"]
+
+    match error["type"]:
+        case "greater_than":
+            bound = context["gt"]
+            nearest = f"; the nearest is {bound + 1}" if isinstance(value, int) else ""
+            return f"a number above {bound}{nearest}"
+        case "greater_than_equal":
+            return f"a number of at least {context['ge']}"
+        case "less_than_equal":
+            return f"a number of at most {context['le']}"
+        case "literal_error":
+            return either(_choices(error))
+        case "int_type" | "int_from_float" | "int_parsing":
+            if isinstance(value, float) and value.is_integer():
+                return f"the whole number {value:.0f}"
+            return "a whole number"
+        case "float_type" | "float_parsing" | "finite_number":
+            return "a finite number"
+        case "bool_type" | "bool_parsing":
+            return "true or false"
+        case "string_type":
+            return "a text"
+        case "dict_type":
+            return "a section of keys"
+        case "none_required":
+            return "null"
+        case _:
+            # Pydantic's own words, for the types that no field has so far.
+            return error["msg"].removeprefix("Input should be ").lower()
+
+
+def _choices(error: ErrorDetails) -> list[str]:
+    """Return the names that pydantic lists as allowed, if it lists any."""
+    context = error.get("ctx", {})
+    expected = str(context.get("expected", ""))
+    return re.findall(r"'([^']+)'", expected)
+
+
+def _field(key: str, kind: type[BaseModel]) -> FieldInfo:
+    """Return the field at a dotted key, also inside a section that the user named."""
+    fields = dict(known_fields(kind))
+    return fields[_NAMED_SECTIONS.sub(r"\1", key)]

@@ -1,0 +1,322 @@
+"""Records of a data set: prompts, demonstrations and preferences, typed.
+
+Invariant: a record is checked where it is read, so an error names the file, the line
+and the field; what leaves this module is typed. Deliberately not here: file formats
+(`files.py`) and tokens (`prompts.py`, `conversations.py`).
+
+Fields of each kind of record, where `?` marks an optional one::
+
+    prompt      {"prompt": text or messages, "answer": text,
+                 "data_source": text?, "extra": object?}
+    supervised  {"prompt": text or messages, "response": text}
+                or {"messages": messages}
+    preference  {"prompt": text or messages, "chosen": text, "rejected": text,
+                 "margin": number?}
+                or {"chosen": messages, "rejected": messages, "margin": number?}
+
+Messages are a list of {"role": text, "content": text}. The messages of `chosen` and
+`rejected` are the whole conversation, and differ in the last message alone, the
+response. Further fields are ignored, so one file can serve all three kinds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from verl_ray.data.files import Fields, read_rows
+from verl_ray.errors import DataError
+
+Message = dict[str, object]
+Content = tuple[str, str] | list[Message]
+"""A (prompt, response) pair of plain texts, or a conversation with assistant turns."""
+
+_EXCERPT_LENGTH = 40  # characters of a value that an error shows
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRecord:
+    """One problem: the input of the model, and what its response is compared with."""
+
+    where: str
+    prompt: str | list[Message]
+    answer: str
+    data_source: str
+    extra: str
+    """A JSON object, as text."""
+
+
+@dataclass(frozen=True, slots=True)
+class SupervisedRecord:
+    """One demonstration of what the model should write."""
+
+    where: str
+    content: Content
+
+
+@dataclass(frozen=True, slots=True)
+class PreferenceRecord:
+    """Two responses to one prompt, of which the first is better.
+
+    A conversation ends with its response.
+    """
+
+    where: str
+    chosen: Content
+    rejected: Content
+    margin: float | None
+    """Least difference of the scores, chosen minus rejected; None without the field."""
+
+
+def read_prompts(path: str | Path) -> list[PromptRecord]:
+    """Read all prompt records of a file or folder, in its order.
+
+    Raises:
+        DataError: the path, a line or a field is not what it should be.
+    """
+    # A record without a data source has the name of its file.
+    path = Path(path)
+    return [
+        _prompt_record(where, fields, default_source=path.stem)
+        for where, fields in read_rows(path)
+    ]
+
+
+def read_supervised(path: str | Path) -> list[SupervisedRecord]:
+    """Read all supervised records of a file or folder, in its order.
+
+    Raises:
+        DataError: the path, a line or a field is not what it should be.
+    """
+    rows = read_rows(Path(path))
+    return [_supervised_record(where, fields) for where, fields in rows]
+
+
+def read_preferences(path: str | Path) -> list[PreferenceRecord]:
+    """Read all preference records of a file or folder, in its order.
+
+    Raises:
+        DataError: the path, a line or a field is not what it should be, or two
+            conversations have different prompts.
+    """
+    rows = read_rows(Path(path))
+    return [_preference_record(where, fields) for where, fields in rows]
+
+
+def require_text(fields: Fields, name: str, where: str) -> str:
+    """Return the text of a field.
+
+    Raises:
+        DataError: the field is missing or holds something else.
+    """
+    value = fields.get(name)
+    if value is None:
+        raise DataError(f"{where}: {_missing((name,), fields)}")
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {name} is {_excerpt(value)}, expected text (a JSON string)"
+        )
+    return value
+
+
+# --------------------------------------------------------------------- kinds of records
+
+
+def _prompt_record(where: str, fields: Fields, default_source: str) -> PromptRecord:
+    _refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
+    prompt = _prompt(fields, where)
+
+    extra = fields.get("extra")
+    if extra is None:
+        extra = {}
+    if not isinstance(extra, dict):
+        raise DataError(
+            f"{where}: extra is {_excerpt(extra)}, expected an object (or no such"
+            " field)"
+        )
+    try:
+        extra_text = json.dumps(extra, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise DataError(
+            f"{where}: extra holds a value that JSON cannot ({error})"
+        ) from None
+
+    source = default_source
+    if fields.get("data_source") is not None:
+        source = require_text(fields, "data_source", where)
+    answer = require_text(fields, "answer", where)
+    return PromptRecord(where, prompt, answer, source, extra_text)
+
+
+def _supervised_record(where: str, fields: Fields) -> SupervisedRecord:
+    # A null counts as a missing field: Parquet has nulls where a record has no value.
+    if fields.get("messages") is not None:
+        messages = _messages(fields["messages"], "messages", where)
+        if not any(message["role"] == "assistant" for message in messages):
+            raise DataError(f"{where}: messages has no assistant turn to learn from")
+        return SupervisedRecord(where, messages)
+
+    if fields.get("prompt") is None:
+        raise DataError(f"{where}: {_missing(('prompt', 'messages'), fields)}")
+    prompt = _prompt(fields, where)
+    response = require_text(fields, "response", where)
+    return SupervisedRecord(where, _content(prompt, response))
+
+
+def _preference_record(where: str, fields: Fields) -> PreferenceRecord:
+    _refuse_misspelt(where, tuple(fields), ("margin",))
+    margin = _margin(fields, where)
+
+    if isinstance(fields.get("chosen"), list):
+        chosen = _conversation(fields, "chosen", where)
+        rejected = _conversation(fields, "rejected", where)
+        if chosen[:-1] != rejected[:-1]:
+            raise DataError(
+                f"{where}: chosen and rejected differ before their last message;"
+                " expected two responses to one prompt"
+            )
+        return PreferenceRecord(where, chosen, rejected, margin)
+
+    better = require_text(fields, "chosen", where)
+    worse = require_text(fields, "rejected", where)
+    prompt = _prompt(fields, where)
+    return PreferenceRecord(
+        where, _content(prompt, better), _content(prompt, worse), margin
+    )
+
+
+# ------------------------------------------------------------------------------- fields
+
+
+def _margin(fields: Fields, where: str) -> float | None:
+    value = fields.get("margin")
+    if value is None:
+        return None
+
+    # Python counts a bool as an int.
+    is_bool = isinstance(value, bool)
+    if is_bool or not isinstance(value, int | float) or not 0 <= value < math.inf:
+        raise DataError(
+            f"{where}: margin is {_excerpt(value)}, expected a finite number of at"
+            " least 0"
+        )
+    return float(value)
+
+
+def _conversation(fields: Fields, name: str, where: str) -> list[Message]:
+    """Return the messages of a field that end with a response to earlier ones."""
+    if fields.get(name) is None:
+        raise DataError(f"{where}: {_missing((name,), fields)}")
+    messages = _messages(fields[name], name, where)
+
+    # The response is learned from, so it has to be the assistant's.
+    last_role = messages[-1]["role"]
+    if last_role != "assistant":
+        raise DataError(
+            f"{where}: {name} ends with a message of {last_role!r}, expected one"
+            " of the assistant"
+        )
+    if len(messages) == 1:
+        raise DataError(
+            f"{where}: {name} holds the response alone, expected the whole"
+            " conversation; put the messages of the prompt in front, or write chosen"
+            " and rejected as texts next to a prompt"
+        )
+    return messages
+
+
+def _content(prompt: str | list[Message], response: str) -> Content:
+    if isinstance(prompt, str):
+        return prompt, response
+    return [*prompt, {"role": "assistant", "content": response}]
+
+
+def _prompt(fields: Fields, where: str) -> str | list[Message]:
+    if not isinstance(fields.get("prompt"), list):
+        return require_text(fields, "prompt", where)
+
+    messages = _messages(fields["prompt"], "prompt", where)
+    if messages[-1]["role"] == "assistant":
+        raise DataError(
+            f"{where}: prompt ends with an assistant message, expected the next turn"
+            " to be the model's"
+        )
+    return messages
+
+
+def _messages(value: object, name: str, where: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: {name} is {_excerpt(value)}, expected a list of chat messages"
+        )
+
+    messages = []
+    for message in value:
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{where}: {name} holds {_excerpt(message)}, expected messages with"
+                " role and content"
+            )
+        require_text(message, "role", f"{where}, {name}")
+        require_text(message, "content", f"{where}, {name}")
+        # Parquet gives every message the fields of all others, with null for a value,
+        # which a chat template would take for a value.
+        present = {key: part for key, part in message.items() if part is not None}
+        messages.append(present)
+    return messages
+
+
+# ------------------------------------------------------------------------------- errors
+
+
+def _missing(names: tuple[str, ...], fields: Fields) -> str:
+    """Text about a missing field, with a hint where a similar one exists."""
+    expected = " or ".join(repr(name) for name in names)
+    present = ", ".join(repr(name) for name in fields) or "none"
+    text = f"no field {expected}; the fields found are {present}"
+
+    similar: list[str] = []
+    for name in names:
+        similar += difflib.get_close_matches(name, fields, n=1)
+    if similar and fields[similar[0]] is not None:
+        text += f"; rename {similar[0]!r} if that is what you meant"
+    return text
+
+
+def _refuse_misspelt(
+    where: str, present: tuple[str, ...], optional: tuple[str, ...]
+) -> None:
+    """Raise DataError if a field looks like a misspelt optional one.
+
+    Nobody would notice otherwise: the record is complete without it.
+    """
+    pair = _similar_field(present, optional)
+    if pair is not None:
+        misspelt, intended = pair
+        raise DataError(
+            f"{where}: found field {misspelt!r}, expected {intended!r}; rename it, or"
+            " it would be ignored"
+        )
+
+
+# Cached, because a file has few distinct sets of fields, and many rows.
+@functools.lru_cache(maxsize=256)
+def _similar_field(
+    present: tuple[str, ...], optional: tuple[str, ...]
+) -> tuple[str, str] | None:
+    """Return (field of the record, optional field that it resembles), if any."""
+    for name in optional:
+        if name in present:
+            continue
+        similar = difflib.get_close_matches(name, present, n=1, cutoff=0.85)
+        if similar:
+            return similar[0], name
+    return None
+
+
+def _excerpt(value: object) -> str:
+    return f"{type(value).__name__} {str(value)[:_EXCERPT_LENGTH]!r}"

@@ -1,0 +1,86 @@
+"""Requirements of vLLM engines on the models that they serve.
+
+Invariant: only the config.json of a model is read. A missing file yields no problem
+here.
+
+Deliberately not here: requirements that do not depend on an engine
+(`model_directories.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_ray.config.rollout import ServedModel
+from verl_ray.config.schema import Config
+from verl_ray.config.suggest import either, nearest_divisors
+from verl_ray.config.vllm_limits import ATTENTION_HEAD_SIZES, EXPERTS_HIDDEN_MULTIPLE
+from verl_ray.errors import Problem
+from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.model_files import config_json, has_experts
+
+
+def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Problem]:
+    """Yield reasons why an engine cannot serve its model.
+
+    Args:
+        engine: Engine and its model.
+        machine: Machine that the engine runs on; None if it is not known yet.
+    """
+    settings = config_json(engine.path)
+    heads = settings.get("num_attention_heads")
+    hidden = settings.get("hidden_size")
+    if not isinstance(heads, int) or not isinstance(hidden, int):
+        return
+
+    # Each rank computes whole attention heads.
+    parallel = engine.config.tensor_parallel
+    if heads % parallel:
+        key = f"{engine.section}.tensor_parallel"
+        rule = f"it must divide the {heads} attention heads of the model"
+        nearest = either(nearest_divisors(heads, parallel))
+        yield Problem(key, parallel, rule, f"The nearest that do are {nearest}.")
+
+    if machine is None or machine.gpus:
+        return
+
+    # vLLM's kernels for CPUs are written for some sizes only.
+    if hidden % EXPERTS_HIDDEN_MULTIPLE and has_experts(engine.path):
+        rule = (
+            f"the model's hidden size is {hidden}, which the rollout engine's experts"
+            " do not take on a CPU"
+        )
+        fix = (
+            f"Take a multiple of {EXPERTS_HIDDEN_MULTIPLE}, or a GPU; supervised runs"
+            " train this one on a CPU, too."
+        )
+        yield Problem(engine.key, engine.path, rule, fix)
+
+    head_size = settings.get("head_dim") or hidden // heads
+    if head_size not in ATTENTION_HEAD_SIZES:
+        rule = (
+            f"the model's head size is {head_size}, which the rollout engine's"
+            " attention does not take on a CPU"
+        )
+        fix = f"Take one of {either(ATTENTION_HEAD_SIZES)}."
+        yield Problem(engine.key, engine.path, rule, fix)
+
+
+def judge_problems(config: Config) -> Iterator[Problem]:
+    """Yield judges whose question and reply do not fit their model."""
+    for name, judge in config.judges.items():
+        longest = judge.max_prompt_tokens + judge.max_response_tokens
+        positions = config_json(judge.model.path).get("max_position_embeddings")
+        if not isinstance(positions, int) or longest <= positions:
+            continue
+
+        key = f"{name}.max_prompt_tokens"
+        rule = (
+            f"the judge has {positions} positions, and question and answer may have"
+            f" {longest} tokens"
+        )
+        fix = (
+            f"Lower it or {name}.max_response_tokens by {longest - positions} in all,"
+            " or take another judge."
+        )
+        yield Problem(key, judge.max_prompt_tokens, rule, fix)

@@ -1,0 +1,154 @@
+"""Facts about models from the JSON files and tensor headers of their directories.
+
+Invariant: no tensor is read, and torch is not needed. A missing or damaged file yields
+nothing rather than an error. A model that the run will make has the same facts as it
+will have on disk.
+
+Deliberately not here: what is required of a model (`model_directories.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.schema import Config
+from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
+
+MADE_VOCABULARY = len(ALPHABET) + 2
+"""Vocabulary of a model that a run makes, with padding and the end of a text."""
+
+
+def made_model(path: str, config: Config) -> TinyModelConfig | None:
+    """Return the model that the run makes in this directory; None if it makes none."""
+    preparation = config.preparation
+    if preparation is None or path != config.model.path:
+        return None
+    return preparation.model
+
+
+def settings_of(path: str, config: Config) -> dict[str, object]:
+    """Return the config.json of a model, or what the run will write into it."""
+    model = made_model(path, config)
+    if model is None:
+        return config_json(path)
+
+    return {
+        "model_type": "qwen3",
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "hidden_size": model.hidden_size,
+        "head_dim": model.head_size,
+        "num_hidden_layers": model.num_layers,
+        "intermediate_size": model.intermediate_size,
+        "vocab_size": MADE_VOCABULARY,
+    }
+
+
+def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
+    """Return the shape of every tensor of a model by its name.
+
+    Of a model that the run makes, these are the matrices of its first layer and its
+    language head.
+    """
+    model = made_model(path, config)
+    if model is None:
+        return tensor_shapes(path)
+
+    # All layers are alike, so the first one stands for them.
+    hidden = model.hidden_size
+    inner = model.intermediate_size
+    queries = model.num_heads * model.head_size
+    keys = model.num_kv_heads * model.head_size
+    matrices = {
+        "self_attn.q_proj": [queries, hidden],
+        "self_attn.k_proj": [keys, hidden],
+        "self_attn.v_proj": [keys, hidden],
+        "self_attn.o_proj": [hidden, queries],
+        "mlp.gate_proj": [inner, hidden],
+        "mlp.up_proj": [inner, hidden],
+        "mlp.down_proj": [hidden, inner],
+    }
+
+    shapes = {
+        f"model.layers.0.{name}.weight": shape for name, shape in matrices.items()
+    }
+    if not model.tie_embeddings:
+        shapes[LANGUAGE_HEAD] = [0, hidden]
+    return shapes
+
+
+def tensor_shapes(path: str) -> dict[str, list[int]]:
+    """Return the shape of every tensor in a directory's safetensors by its name.
+
+    Only the headers of the files are read.
+    """
+    shapes: dict[str, list[int]] = {}
+    for file in Path(path).expanduser().glob("*.safetensors"):
+        shapes.update(_header(file))
+    return shapes
+
+
+def _header(file: Path) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name and shape of every tensor in a safetensors file.
+
+    The file begins with the length of its header in 8 bytes. The header is a JSON
+    object with an entry for every tensor.
+    """
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(length))
+    except (OSError, ValueError):
+        return
+
+    for name, tensor in header.items():
+        if name != "__metadata__":
+            yield name, tensor["shape"]
+
+
+def config_json(path: str) -> dict[str, object]:
+    """Return the config.json of a model directory; empty if it cannot be read."""
+    return _json_object(Path(path).expanduser() / "config.json")
+
+
+def has_experts(path: str) -> bool:
+    """Return whether the model in a directory has experts."""
+    return config_json(path).get("model_type") in WITH_EXPERTS
+
+
+def token_ids(path: str) -> dict[object, object]:
+    """Return the number of every token in a directory's tokenizer.json.
+
+    The dictionary is empty if the file does not contain them.
+    """
+    tokenizer = _json_object(Path(path).expanduser() / "tokenizer.json")
+    ids: dict[object, object] = {}
+
+    model = tokenizer.get("model")
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    if isinstance(vocabulary, dict):
+        ids |= vocabulary
+    elif isinstance(vocabulary, list):
+        # A unigram model has pairs of a token and its score, in order.
+        ids |= {entry[0]: number for number, entry in enumerate(vocabulary)}
+
+    # Special tokens, which may extend or replace entries of the vocabulary.
+    added_tokens = tokenizer.get("added_tokens")
+    if isinstance(added_tokens, list):
+        ids |= {token["content"]: token["id"] for token in added_tokens}
+    return ids
+
+
+def _json_object(path: Path) -> dict[str, object]:
+    """Return the JSON object in a file; empty if there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    if not isinstance(content, dict):
+        return {}
+    return content

@@ -1,0 +1,350 @@
+"""Memory of one rank of every role in every phase of a step, in bytes.
+
+Invariant: a pure function of the configuration, the models' directories and the kind of
+machine.
+
+Deliberately not here: how a backend partitions a model (`verl_ray/backends`), and the
+sums over a device or a host (`memory_plan.py`).
+
+A step has these phases. generate: rollouts are generated and scored. measure: log-probs
+and values are computed. learn: optimizers step. publish: new weights are sent to the
+rollout engines.
+
+On GPUs that trainers share with rollout engines, the state that placement.offload names
+is on the host while rollouts are generated, and the rollout engine sleeps while
+trainers work. While weights are sent, those of the actor and of the engine are both on
+the device, and all other state that is offloaded is on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from verl_ray.backends.base import BytesPerPart, MemoryPart
+from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.rollout import ServedModel
+from verl_ray.config.rollout_task import RolloutTaskConfig
+from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
+from verl_ray.preflight.footprints import (
+    Footprint,
+    Workload,
+    engine_footprint,
+    footprint,
+)
+from verl_ray.preflight.model_sizes import ModelSize, size_of
+from verl_ray.weight_sync import SLOTS
+
+Phase = Literal["generate", "measure", "learn", "publish"]
+PHASES: tuple[Phase, ...] = ("generate", "measure", "learn", "publish")
+
+SUPERVISED_PHASES: tuple[Phase, ...] = ("measure", "learn")
+"""Phases of a task without rollouts."""
+
+ROLLOUT = "rollout"
+"""Name of the rollout role."""
+
+NO_PARTS: frozenset[MemoryPart] = frozenset()
+
+
+@dataclass(frozen=True)
+class RoleMemory:
+    """Memory of one rank of a role in one phase, in bytes per part."""
+
+    persistent: BytesPerPart = field(default_factory=dict)
+    """Memory where the role computes, throughout the phase."""
+
+    working: BytesPerPart = field(default_factory=dict)
+    """Additional memory while the role computes.
+
+    Roles that share a process compute in turn.
+    """
+
+    on_host: BytesPerPart = field(default_factory=dict)
+    """Memory on the host of a role that computes on a device."""
+
+    def of(self, part: MemoryPart) -> int:
+        """Return the bytes of one part, wherever it is."""
+        places = (self.persistent, self.working, self.on_host)
+        return sum(sizes.get(part, 0) for sizes in places)
+
+    def computing(self) -> int:
+        """Return the bytes where the role computes."""
+        return sum(self.persistent.values()) + sum(self.working.values())
+
+
+def phases_of(config: Config) -> tuple[Phase, ...]:
+    """Return the phases that a step of this task has."""
+    if config.rollout_task is None:
+        return SUPERVISED_PHASES
+    return PHASES
+
+
+def memory_by_role(
+    config: Config, *, on_gpus: bool
+) -> dict[str, Mapping[Phase, RoleMemory]]:
+    """Return the memory of a rank of each role that runs a model.
+
+    Args:
+        config: Resolved configuration of the run.
+        on_gpus: Whether the machine has GPUs.
+    """
+    by_role: dict[str, Mapping[Phase, RoleMemory]] = {}
+    for name, role in config.model_roles.items():
+        by_role[name] = dict(_trainer_memory(name, role, config, on_gpus=on_gpus))
+
+    task = config.rollout_task
+    if task is None:
+        return by_role
+
+    for name, engine in task.engines.items():
+        by_role[name] = dict(_engine_memory(name, engine, task, on_gpus=on_gpus))
+
+    # To send only changes, sender and receiver both keep what was sent last.
+    if on_gpus and task.rollout.sync.delta:
+        last_sent: BytesPerPart = {"buffers": sent_bytes(task)}
+        for name in ("actor", ROLLOUT):
+            by_role[name] = {
+                phase: replace(memory, on_host={**memory.on_host, **last_sent})
+                for phase, memory in by_role[name].items()
+            }
+    return by_role
+
+
+# -------------------------------------------------------------------------- model, wire
+
+
+def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
+    """Return the size of a role's model, with the head that it has in this role."""
+    adapted_layers = role.adapter.targets if role.adapter is not None else ()
+    return size_of(role.model.path, config, config.head_of(name), adapted_layers)
+
+
+def sent_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of all weights as they are sent to the rollout engines.
+
+    They are sent in the type of the trainer or of the engines, whichever is narrower.
+    """
+    actor = config.actor
+    width = actor.backend.sent_width
+    if config.rollout.dtype == "bfloat16":
+        width = 2
+    return width * model_size("actor", actor, config).parameters
+
+
+def wire_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of the shared memory through which weights are sent."""
+    sync = config.rollout.sync
+    if sync.wire != "shared_memory":
+        return 0
+    return SLOTS * min(sent_bytes(config), sync.bucket_bytes)
+
+
+def _endpoint_bytes(config: RolloutTaskConfig, *, on_gpus: bool) -> int:
+    """Return the size of the wire in the memory of a process that has used it.
+
+    The wire stays open between weight syncs. On GPUs only a wire between devices
+    counts. On a CPU the weights that were sent last are included where only changes
+    are sent.
+    """
+    sync = config.rollout.sync
+    sent = sent_bytes(config)
+    slots = min(sent, SLOTS * sync.bucket_bytes)
+
+    if not on_gpus:
+        return slots + (sent if sync.delta else 0)
+
+    if sync.wire == "cuda_ipc":
+        return slots
+    if sync.wire == "broadcast" and config.placement.kind == "separate":
+        return slots
+    return 0
+
+
+# ----------------------------------------------------------------------------- trainers
+
+
+def _trainer_memory(
+    name: str, role: ModelRole, config: Config, *, on_gpus: bool
+) -> Iterator[tuple[Phase, RoleMemory]]:
+    """Yield the memory of a role on a training backend in each phase."""
+    device = "cuda" if on_gpus else "cpu"
+    model = model_size(name, role, config)
+    forward, update = _workloads(name, config)
+    own = footprint(role, model, forward, update, device)
+
+    task = config.rollout_task
+    offloaded = NO_PARTS
+    if task is not None:
+        if name == "actor":
+            own = _with_wire(own, task, on_gpus=on_gpus)
+
+        # A model that grades works while rollouts are generated, so it stays.
+        shares_devices = on_gpus and config.shares_processes
+        if shares_devices and not role.scores_rollouts:
+            offloaded = _offloaded_parts(own, task)
+
+    for phase in PHASES:
+        working = _working_in(phase, own, role)
+        if on_gpus and role.backend.stays_on_host:
+            yield phase, _host_parameters(own, working)
+        elif offloaded and phase in ("generate", "publish"):
+            # The actor's own weights are read while they are sent.
+            parts = offloaded
+            if name == "actor" and phase == "publish":
+                parts = offloaded - {"weights"}
+            yield phase, _partly_offloaded(own, working, parts, role)
+        else:
+            yield phase, RoleMemory(own.persistent, working)
+
+
+def _workloads(name: str, config: Config) -> tuple[Workload, Workload]:
+    """Return the largest forward pass over a step's rows, and the largest update."""
+    sizes = batch_algebra(config)
+    batch = next(of_role for of_role in sizes.roles if of_role.role == name)
+    token_slices = config.model_roles[name].backend.token_slices
+    # Logits are needed of response tokens only.
+    logit_share = config.longest_response / sizes.max_row_tokens
+
+    def workload(rows: int) -> Workload:
+        all_tokens = -(-rows * sizes.max_row_tokens // token_slices)
+        tokens = min(all_tokens, batch.micro_batch_tokens_per_rank)
+        batches = -(-all_tokens // max(tokens, 1))
+        return Workload(tokens, int(logit_share * tokens), batches)
+
+    forward = workload(batch.rows_per_rank)
+    update = workload(batch.mini_batch_size_per_rank or 0)
+    return forward, update
+
+
+def _with_wire(
+    own: Footprint, config: RolloutTaskConfig, *, on_gpus: bool
+) -> Footprint:
+    """Return the footprint of the actor, including its end of the wire."""
+    wire = _endpoint_bytes(config, on_gpus=on_gpus)
+    if not wire:
+        return own
+    return replace(own, persistent={**own.persistent, "buffers": wire})
+
+
+def _offloaded_parts(
+    own: Footprint, config: RolloutTaskConfig
+) -> frozenset[MemoryPart]:
+    """Return the parts that are on the host while its device generates rollouts."""
+    offload = resolved(config.placement.offload)
+    if offload == "all":
+        return frozenset(own.persistent) - {"gradients", "buffers"}
+    if offload == "optimizer":
+        return frozenset(own.persistent) & {"optimizer"}
+    return NO_PARTS
+
+
+def _working_in(phase: Phase, own: Footprint, role: ModelRole) -> BytesPerPart:
+    """Return the additional memory while a role computes in a phase."""
+    forward_phase = "generate" if role.scores_rollouts else "measure"
+    if phase == forward_phase:
+        return own.forward
+    if phase == "learn":
+        return own.update
+    return {}
+
+
+def _host_parameters(own: Footprint, working: BytesPerPart) -> RoleMemory:
+    """Return the memory of a role whose parameters never live on the device."""
+    gradients = working.get("gradients", 0)
+    on_device: BytesPerPart = {
+        part: size for part, size in working.items() if part != "gradients"
+    }
+    on_host: BytesPerPart = {**own.persistent, "gradients": gradients}
+    return RoleMemory(persistent={}, working=on_device, on_host=on_host)
+
+
+def _partly_offloaded(
+    own: Footprint,
+    working: BytesPerPart,
+    offloaded: frozenset[MemoryPart],
+    role: ModelRole,
+) -> RoleMemory:
+    """Return the memory of a role while some of its parts are on the host."""
+    # The memory of gradients is released, not copied: there are none between steps.
+    # Some backends can release it only together with the weights.
+    needs_weights_offloaded = role.backend.releases_gradients_with_weights
+    released = NO_PARTS
+    if offloaded and ("weights" in offloaded or not needs_weights_offloaded):
+        released = frozenset({"gradients"})
+
+    remaining = {
+        part: size
+        for part, size in own.persistent.items()
+        if part not in offloaded and part not in released
+    }
+    on_host = {part: size for part, size in own.persistent.items() if part in offloaded}
+    return RoleMemory(remaining, working, on_host)
+
+
+# ---------------------------------------------------------------------- rollout engines
+
+
+def _engine_memory(
+    name: str, engine: ServedModel, config: RolloutTaskConfig, *, on_gpus: bool
+) -> Iterator[tuple[Phase, RoleMemory]]:
+    """Yield the memory of the policy's or a judge's engine in each phase."""
+    device = "cuda" if on_gpus else "cpu"
+    settings = engine.config
+    model = size_of(engine.path, config, "policy")
+
+    rows = batch_algebra(config).rows
+    requests = -(-rows // settings.num_replicas)
+    prompt_tokens = requests * engine.max_prompt_tokens
+    own = engine_footprint(settings, model, prompt_tokens, requests, device)
+
+    is_policy = name == ROLLOUT
+    wire = 0
+    receiving: BytesPerPart = {}
+    if is_policy:
+        wire = _receiver_bytes(config, on_gpus=on_gpus)
+        # A layer that arrives is held next to the one that it replaces.
+        parameters_per_rank = model.parameters // settings.tensor_parallel
+        width = own.persistent["weights"] // max(parameters_per_rank, 1)
+        layer = 2 * width * model.largest_layer // settings.tensor_parallel
+        receiving = {"buffers": layer}
+
+    for phase in PHASES:
+        asleep = _asleep_parts(phase, config) if is_policy else NO_PARTS
+        persistent: dict[MemoryPart, int] = {
+            part: size for part, size in own.persistent.items() if part not in asleep
+        }
+        if is_policy:
+            persistent["buffers"] = persistent.get("buffers", 0) + wire
+
+        working: BytesPerPart = {}
+        if phase == "generate":
+            working = own.forward
+        elif phase == "publish":
+            working = receiving
+        yield phase, RoleMemory(persistent, working)
+
+
+def _receiver_bytes(config: RolloutTaskConfig, *, on_gpus: bool) -> int:
+    """Return the size of the wire in the memory of a rollout engine."""
+    sync = config.rollout.sync
+    # The engine reads the actor's memory, or that of the host.
+    if sync.wire == "cuda_ipc" or (on_gpus and sync.delta):
+        return 0
+    return _endpoint_bytes(config, on_gpus=on_gpus)
+
+
+def _asleep_parts(phase: Phase, config: RolloutTaskConfig) -> frozenset[MemoryPart]:
+    """Return the parts that the policy's engine has freed in a phase."""
+    freed = config.rollout.freed_by_sleep
+    if freed is None or phase == "generate":
+        return NO_PARTS
+
+    cache: frozenset[MemoryPart] = frozenset({"cache"})
+    # Weights are received in the publish phase, so their memory is back by then.
+    if freed == "weights" and phase != "publish":
+        return cache | {"weights", "buffers"}
+    return cache

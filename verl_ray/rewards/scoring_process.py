@@ -1,0 +1,151 @@
+"""One scoring process, as the pool sees it: its connection and its pending items.
+
+Invariant: no call blocks but `terminate`, which is bounded; when `terminate` returns,
+the process and everything that it started are gone. Deliberately not here: deadlines
+and scores (`pool.py`), and the program that runs in the process (`child.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+
+from verl_ray.rewards.wire import FRAME, Item, message
+
+# A guard kills within milliseconds; after this its process group is killed from here.
+_KILL_S = 5.0
+_READ_BYTES = 1 << 16
+
+# The package may be importable here only because of how this process was started; the
+# scorer takes over sys.path whole.
+_PROGRAM = (
+    "import sys; sys.path.insert(0, {root!r}); from verl_ray.rewards.child import main;"
+    " main({descriptor})"
+)
+_ROOT = str(Path(__file__).parents[2])
+
+
+class ScoringProcess:
+    """One scoring process. The item in hand is the first pending one."""
+
+    def __init__(self, start: bytes) -> None:
+        """Start the process.
+
+        Args:
+            start: The first message to it, a `wire.Start`.
+        """
+        self.ready = False
+        """Whether the process has imported the reward functions."""
+        self.has_begun = False
+        """Whether the process has begun with the items that were sent last."""
+        self.pending: deque[int] = deque()
+        """Indices of the items without a score, in the order they were sent."""
+        self.outgoing = b""
+        """Bytes that did not fit into the socket yet."""
+        self._incoming = bytearray()
+        self.connection, its_end = socket.socketpair()
+        with its_end:
+            self._process = _launch(its_end.fileno())
+        self.connection.setblocking(False)
+        self.waiting_since = time.monotonic()
+        """When the process was started, got its items, or sent its last frame."""
+        self._send(start)
+
+    def send_items(self, indices: list[int], items: list[Item]) -> None:
+        """Send `items`, known to the pool as `indices`; no item may be pending."""
+        self.pending.extend(indices)
+        self.has_begun = False
+        self.waiting_since = time.monotonic()
+        self._send(message(items))
+
+    def _send(self, data: bytes) -> None:
+        self.outgoing += data
+        self.flush()
+
+    def flush(self) -> None:
+        """Send as many outgoing bytes as the socket takes.
+
+        A process that has exited is noticed when it is read from.
+        """
+        with contextlib.suppress(BlockingIOError, ConnectionError):
+            # Ends when all is sent, or with BlockingIOError when the socket is full.
+            while self.outgoing:
+                num_sent = self.connection.send(self.outgoing)
+                self.outgoing = self.outgoing[num_sent:]
+
+    def receive(self) -> bool:
+        """Take the bytes that have arrived; return False at the end of the stream."""
+        try:
+            data = self.connection.recv(_READ_BYTES)
+        except BlockingIOError:
+            return True
+        except ConnectionError:
+            return False
+        self._incoming += data
+        return bool(data)
+
+    def frames(self) -> Iterator[tuple[int, float, float, str]]:
+        """Take the complete frames that have arrived: kind, time (s), value, text."""
+        # Each round consumes one frame; ends where the next one is incomplete.
+        while len(self._incoming) >= FRAME.size:
+            kind, time_s, value, length = FRAME.unpack_from(self._incoming)
+            end = FRAME.size + length
+            if len(self._incoming) < end:
+                return
+            text = self._incoming[FRAME.size : end].decode()
+            del self._incoming[:end]
+            yield kind, time_s, value, text
+
+    def hang_up(self) -> None:
+        """Make the guard kill the scorer and everything that it started."""
+        # The process may have exited before.
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+
+    def terminate(self) -> str:
+        """Hang up, take the last frames, and wait until every process is gone.
+
+        Returns:
+            How the scorer ended, as the end of a sentence.
+        """
+        self.hang_up()
+
+        # Ends at the end of the stream, which comes when every descendant is dead, or
+        # when nothing has arrived for _KILL_S.
+        self.connection.settimeout(_KILL_S)
+        with contextlib.suppress(TimeoutError):
+            while self.receive():
+                pass
+
+        # The process group outlives a guard that was itself killed.
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        code = self._process.wait()
+        self.connection.close()
+
+        if code < 0:
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
+        return f"exited with status {code}"
+
+
+def _launch(descriptor: int) -> subprocess.Popen[bytes]:
+    """Start a scoring process that is connected to the socket `descriptor`."""
+    program = _PROGRAM.format(root=_ROOT, descriptor=descriptor)
+    return subprocess.Popen(
+        [sys.executable, "-u", "-c", program],
+        stdin=subprocess.DEVNULL,
+        # The prints of functions go to the log, in one order with what they write to
+        # stderr.
+        stdout=2,
+        pass_fds=[descriptor],
+        # Ctrl-C is for the driver; and the processes form one group, to kill together.
+        start_new_session=True,
+    )
