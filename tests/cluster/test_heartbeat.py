@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -105,6 +106,14 @@ def rank_call(rank: int, *, waits: bool = False, mute: bool = False) -> RankCall
         object(),
         LIMIT,
     )
+
+
+def test_of_the_calls_of_one_process_the_first_is_named() -> None:
+    """A reply that arrives between two looks makes the later call late alone."""
+    actors = rank_call(0)
+    member = dataclasses.replace(actors.member, role="critic")
+    critics = dataclasses.replace(actors, member=member, reply=object())
+    assert causes([critics], [actors, critics]) == [actors, critics]
 
 
 def test_the_one_that_holds_up_the_others_is_named() -> None:

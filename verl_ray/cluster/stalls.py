@@ -83,6 +83,8 @@ def _stall_error(
 def causes(late: Sequence[RankCall], pending: Sequence[RankCall]) -> list[RankCall]:
     """Late calls that hold up the others.
 
+    Of the calls of a process that is late, the first one holds up the rest.
+
     1. Processes that do not reply to the driver are the cause. While there is one that
        is not late itself, nobody is named: it may still make progress.
     2. Else late processes that do not report that they wait for other processes.
@@ -95,6 +97,15 @@ def causes(late: Sequence[RankCall], pending: Sequence[RankCall]) -> list[RankCa
     """
     if not late:
         return []
+
+    # The calls of a process share its progress. Its reply may have arrived after one
+    # call was looked at and before the next one was.
+    late_processes = {id(rank_call.member.actor) for rank_call in late}
+    late = [
+        rank_call
+        for rank_call in pending
+        if id(rank_call.member.actor) in late_processes
+    ]
 
     # A mute process may be late itself, or about to be: then the others wait for it.
     mute = [rank_call for rank_call in pending if is_mute(rank_call)]
