@@ -8,6 +8,7 @@ anything starts. Deliberately not here: the loop around a step
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -21,7 +22,7 @@ from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
-from controllers.trainers.base import task_of
+from controllers.trainers.base import read_data, task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.load import to_tree
@@ -39,21 +40,29 @@ def train(config: Config) -> int:
     with claim(config.run.dir):
         # The checkpoint is looked for first, so that a refusal changes nothing.
         resumption = Resumption(config)
-        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.refuse_fewer_steps(config.run.total_steps)
+
+        # A mistake in the data is reported before any process starts. Data that the
+        # run makes for itself are not there yet.
+        data = None
+        if config.preparation is None:
+            data = read_data(config)
+
+        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.set_aside_old_record()
 
         with open_session(config) as session:
-            return run(config, session, resumption)
+            return run(config, session, resumption, data)
 
 
-def run(requested: Config, session: Session, resumption: Resumption) -> int:
+def run(requested: Config, session: Session, resumption: Resumption, data: Any) -> int:
     """Run a job on an open cluster, from its newest checkpoint or from the beginning.
 
     Args:
         requested: the configuration as the user gave it, which may hold `auto`.
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
+        data: what the run's task has read; None if the run makes its data.
     """
     shape = ClusterShape.of(session)
     config = resolve_on(requested, shape, checkpoint=resumption.path)
@@ -63,10 +72,10 @@ def run(requested: Config, session: Session, resumption: Resumption) -> int:
     planned_memory = memory_plan(config, on_gpus=shape.gpus > 0)
     print_tables(memory_table(planned_memory))
 
-    # Preparation makes the files that the task reads.
     task = task_of(config)
-    prepare(config, session)
-    make_trainer = task.read()
+    if data is None:
+        prepare(config, session)
+        data = task.read()
 
     recovery = Recovery(resumption)
     stopping = Stopping(config, recovery)
@@ -76,7 +85,7 @@ def run(requested: Config, session: Session, resumption: Resumption) -> int:
         start(config, session, task.workers) as system,
         recording(config, resumption) as trackers,
     ):
-        trainer = make_trainer(system)
+        trainer = task.make_trainer(data, system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)

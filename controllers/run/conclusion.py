@@ -20,7 +20,7 @@ from verl_ray.tracking.report import report
 SHOWN_SAMPLES = 5
 
 
-def conclude(task: Task[Any], trackers: Trackers, samples: list[Sample]) -> int:
+def conclude(task: Task[Any, Any], trackers: Trackers, samples: list[Sample]) -> int:
     """Print the report.
 
     Returns:
@@ -37,7 +37,7 @@ def conclude(task: Task[Any], trackers: Trackers, samples: list[Sample]) -> int:
     return 1
 
 
-def _first_and_last_evaluation(task: Task[Any]) -> tuple[Metrics, Metrics]:
+def _first_and_last_evaluation(task: Task[Any, Any]) -> tuple[Metrics, Metrics]:
     """Return the first and the last evaluation of the run; empty if there are none."""
     # Only the lines of evaluated steps have such metrics.
     evaluations = []

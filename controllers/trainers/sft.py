@@ -8,9 +8,10 @@ answer tokens before it. Deliberately not here: the steps themselves (`supervise
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, MakeTrainer, warn_skipped
+from controllers.trainers.base import Evaluation, warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -82,10 +83,23 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         return float(scores.mean())
 
 
-class SFTTask(SupervisedTask[SFTConfig]):
+@dataclass(frozen=True)
+class Demonstrations:
+    """The rows of a run, tokenized.
+
+    Attributes:
+        train: The rows to learn from.
+        held_out: The rows of an evaluation; None for a run without one.
+    """
+
+    train: SupervisedSource
+    held_out: TrainingBatch | None
+
+
+class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
     """The task of `train --config-name sft`."""
 
-    def read(self, *, trains: bool = True) -> MakeTrainer:
+    def read(self, *, trains: bool = True) -> Demonstrations:
         """Read the demonstrations, and the held-out rows if there is an evaluation."""
         assert trains, "the check of the command `evaluate` refuses a supervised run"
         config = self.config
@@ -112,19 +126,20 @@ class SFTTask(SupervisedTask[SFTConfig]):
             warn_skipped(everything.skipped, "held-out rows are too long")
             held_out = everything.all(config.evaluation.num_prompts)
 
-        def make(system: System) -> SFTTrainer:
-            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
-            return SFTTrainer(
-                system.actor,
-                source,
-                held_out,
-                batch_size=config.sft.batch_size,
-                max_skipped_steps=config.run.max_skipped_steps,
-                stop_at_accuracy=config.sft.stop_at_accuracy,
-                memory=memory,
-            )
+        return Demonstrations(source, held_out)
 
-        return make
+    def make_trainer(self, data: Demonstrations, system: System) -> SFTTrainer:
+        """Make the trainer of the actor."""
+        config = self.config
+        return SFTTrainer(
+            system.actor,
+            data.train,
+            data.held_out,
+            batch_size=config.sft.batch_size,
+            max_skipped_steps=config.run.max_skipped_steps,
+            stop_at_accuracy=config.sft.stop_at_accuracy,
+            memory=MemoryRecord(config, system.groups, on_gpus=system.has_gpus),
+        )
 
     def next_command(self) -> str:
         """Return the command that checks a run on the trained model."""

@@ -49,6 +49,7 @@ class Source(Protocol):
 
 
 R = TypeVar("R", bound=Config)
+D = TypeVar("D")
 
 
 class SupervisedTrainer(ABC, Generic[W]):
@@ -176,7 +177,7 @@ class SupervisedTrainer(ABC, Generic[W]):
         self._gradients.load_state(state["gradients"])
 
 
-class SupervisedTask(Task[R]):
+class SupervisedTask(Task[R, D]):
     """A run that learns from a data set alone, and writes a model directory."""
 
     @property
