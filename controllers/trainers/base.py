@@ -21,6 +21,8 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, DataError
+from verl_ray.preflight.data_files import problem_of
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import machine_of
 from verl_ray.profiling.timers import Timers
@@ -147,10 +149,14 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
         trains: False for a run that only evaluates once.
 
     Raises:
-        DataError: The data cannot be used.
+        ConfigError: The data cannot be used.
     """
     facts = facts_here(config, machine_of(config), learns=trains)
-    return task_of(resolve(config, facts)).read(trains=trains)
+    try:
+        return task_of(resolve(config, facts)).read(trains=trains)
+    except DataError as error:
+        problem = problem_of("data.train_path", config.data.train_path, error)
+        raise ConfigError([problem]) from error
 
 
 def warn_skipped(count: int, what: str) -> None:
