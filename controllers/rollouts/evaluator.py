@@ -16,7 +16,7 @@ from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
-from verl_ray.config.reward import HELD_OUT
+from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
@@ -97,7 +97,7 @@ class Evaluator:
         # Scores of a function are right or wrong. Those of a model have any scale, so
         # their mean is no accuracy.
         scored_by_function = (
-            HELD_OUT in raw_scores or self._config.reward.kind == "function"
+            HELD_OUT_GRADER in raw_scores or self._config.reward.kind == "function"
         )
         if scored_by_function:
             metrics = held_out_measures.accuracy(sources, scores, group_size)
