@@ -97,7 +97,7 @@ class Echo:
 
     def one_then_die(self, rows: Rows) -> Iterator[LogProbs]:
         yield self.halve(rows.select([0]))
-        time.sleep(1.0)  # what was yielded is on its way
+        self.gate.wait(20)  # until what was yielded has arrived
         os.kill(os.getpid(), signal.SIGKILL)
 
     @concurrent
@@ -155,7 +155,7 @@ class Echo:
             time.sleep(60)
 
     def nap(self) -> None:
-        time.sleep(2)
+        time.sleep(3)
 
     def plod(self, steps: int) -> int:
         for done in range(steps):
