@@ -193,12 +193,15 @@ def test_an_adapter_needs_a_model_beside_it(
         send(actor, rollout, 3, alone=True)
 
 
-def test_a_model_that_came_from_disk_tells_what_shares_weights() -> None:
+def test_a_model_that_came_from_disk_tells_what_shares_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its first update may be an adapter alone, whose verification may fail."""
+    inbox = SimpleNamespace(begin=lambda: None)
+    monkeypatch.setattr(WeightLoader, "_weights_inbox", inbox)
     embedding, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
     head.weight = embedding.weight
     loader: Any = WeightLoader()
-    loader._weights_inbox = SimpleNamespace(begin=lambda: None)
     loader.model_runner = SimpleNamespace(model=torch.nn.Sequential(embedding, head))
     loader.weights_begin_update(brings_model=False)
     assert loader.weights_repacked() == ["1"]
