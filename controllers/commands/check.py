@@ -50,11 +50,6 @@ def checked_config(
     findings = Findings()
 
     if config is not None:
-        refusal = config.evaluation_refusal if evaluates else None
-        if refusal is not None:
-            rule, fix = refusal
-            problems.append(Problem("--config-name", config_name, rule, fix))
-
         # The machine is checked in any case, so that all problems come together.
         findings = preflight(config, machine_of(config), evaluates=evaluates)
         problems = _together(problems, findings.problems)

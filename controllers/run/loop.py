@@ -269,11 +269,13 @@ class Loop:
         assert position.unrecorded is not None
         heed_signals()
 
-        evaluation, self.samples = self._trainer.evaluate()
-        if self.samples:
-            self._trackers.samples(position.step, self.samples)
+        evaluation = self._trainer.evaluate()
+        if evaluation.samples:
+            self._trackers.samples(position.step, evaluation.samples)
+        if evaluation.scores is not None:
+            self._trackers.scores(position.step, evaluation.scores)
 
-        metrics = position.unrecorded | evaluation
+        metrics = position.unrecorded | evaluation.metrics
         return replace(position, unrecorded=metrics, evaluated=True)
 
     def _record(self, position: Position) -> Position:

@@ -17,16 +17,13 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from controllers.system.build import System
 from controllers.system.plan import WORKERS, Workers
 from controllers.tasks import declared_class, task_module
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import Config
 from verl_ray.profiling.timers import Timers
-from verl_ray.tracking.base import Sample
 
 C = TypeVar("C", bound=Config)
-
-Evaluation = tuple[Metrics, list[Sample]]
-"""Metrics on held-out rows, and samples to read, which may be none."""
 
 
 class Resumable(Protocol):

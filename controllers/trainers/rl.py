@@ -10,15 +10,17 @@ the replicas receive what was learned. Deliberately not here: the loop around a 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, MakeTrainer, Task, warn_skipped
+from controllers.trainers.base import MakeTrainer, Task, warn_skipped
 from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
@@ -178,14 +180,15 @@ class Trainer:
         # The step's generation and scoring are timed under the same names, so the
         # evaluation needs timers of its own.
         timers = Timers()
-        metrics, samples = self.evaluator.evaluate(
+        evaluation = self.evaluator.evaluate(
             self.producer,
             self.policy_version,
             timers,
         )
 
         name = "timing_s/testing"
-        return metrics | {name: timers.take()[name]}, samples
+        metrics = evaluation.metrics | {name: timers.take()[name]}
+        return replace(evaluation, metrics=metrics)
 
     # ------------------------------------------------------------------------- recovery
 
