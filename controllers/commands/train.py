@@ -7,12 +7,13 @@ anything starts. Deliberately not here: the loop around a step
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import yaml
 
 from controllers.run.claim import claim
-from controllers.run.conclusion import conclude
+from controllers.run.conclusion import Conclusion
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import Recovery
@@ -36,6 +37,7 @@ def train(config: Config) -> int:
     The code is 0, or 1 if the run promised a gain (prepare.min_gain) and did not reach
     it.
     """
+    begun_s = time.time()
     with claim(config.run.dir):
         # The checkpoint is looked for first, so that a refusal changes nothing.
         resumption = Resumption(config)
@@ -43,17 +45,29 @@ def train(config: Config) -> int:
         resumption.refuse_fewer_steps(config.run.total_steps)
         resumption.set_aside_old_record()
 
-        with open_session(config) as session:
-            return run(config, session, resumption)
+        conclusion = Conclusion(config, resumption.step or 0, begun_s)
+        try:
+            with open_session(config) as session:
+                run(config, session, resumption, conclusion)
+        except BaseException as failure:
+            conclusion.break_off(failure)
+            raise
+        return conclusion.finish()
 
 
-def run(requested: Config, session: Session, resumption: Resumption) -> int:
+def run(
+    requested: Config,
+    session: Session,
+    resumption: Resumption,
+    conclusion: Conclusion,
+) -> None:
     """Run a job on an open cluster, from its newest checkpoint or from the beginning.
 
     Args:
         requested: the configuration as the user gave it, which may hold `auto`.
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
+        conclusion: receives the task and its record, once they exist.
     """
     shape = ClusterShape.of(session)
     config = resolve_on(requested, shape, checkpoint=resumption.path)
@@ -76,12 +90,11 @@ def run(requested: Config, session: Session, resumption: Resumption) -> int:
         start(config, session, task.workers) as system,
         recording(config, resumption) as trackers,
     ):
+        conclusion.record(task, trackers)
         trainer = make_trainer(system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)
-
-    return conclude(task, trackers, loop.samples)
 
 
 def _write_config(config: Config) -> None:

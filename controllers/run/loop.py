@@ -23,7 +23,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
 from verl_ray.config.run import RunConfig
 from verl_ray.errors import Interrupted
-from verl_ray.tracking.base import Sample, Tracker
+from verl_ray.tracking.base import Tracker
 
 
 class Move(Enum):
@@ -172,9 +172,6 @@ class Loop:
         self._trackers = trackers
         self._persistence = persistence
         self._step_guard = step_guard
-
-        self.samples: list[Sample] = []
-        """Samples of the newest evaluation."""
 
     def run(self) -> None:
         """Make moves until the run ends.

@@ -22,6 +22,8 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.schema import Config
 from verl_ray.profiling.timers import Timers
+from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.comparison import is_lower_better
 
 C = TypeVar("C", bound=Config)
 
@@ -96,10 +98,6 @@ class Task(ABC, Generic[C]):
         The record of the run and its checkpoints are written elsewhere.
         """
 
-    def outputs(self) -> dict[str, str]:
-        """Return further files to look at after the last step, by title."""
-        return {}
-
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return what the run promised and did not reach, or None.
 
@@ -109,9 +107,19 @@ class Task(ABC, Generic[C]):
         """
         return None
 
-    @abstractmethod
-    def next_command(self) -> str:
-        """Return a command that the user may try next."""
+    def judged_by(self, evaluation: Metrics) -> list[str]:
+        """Return the metrics by whose mean the best step is chosen.
+
+        They are the held-out metrics that should rise.
+
+        Args:
+            evaluation: Metrics of the last evaluation.
+        """
+        return [
+            name
+            for name in evaluation
+            if name.startswith(HELD_OUT) and not is_lower_better(name)
+        ]
 
     @property
     def folder(self) -> Path:

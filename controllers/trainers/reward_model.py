@@ -174,10 +174,3 @@ class RewardModelTask(SupervisedTask[RewardModelConfig]):
         )
         fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
         raise ConfigError([Problem("reward.model.path", path, rule, fix)])
-
-    def next_command(self) -> str:
-        """Return the command that checks a run with this reward model."""
-        return (
-            "verl-ray check --config-name ppo reward=model"
-            f" reward.model.path={self.model_folder}"
-        )

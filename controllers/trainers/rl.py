@@ -9,7 +9,6 @@ the replicas receive what was learned. Deliberately not here: the loop around a 
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -31,12 +30,10 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import TrackingError
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.curve import reward_curve
 
 
 class Trainer:
@@ -235,21 +232,10 @@ class ReinforcementTask(Task[RLConfig]):
 
         return lambda system: Trainer(config, system, prompts, evaluator)
 
-    def outputs(self) -> dict[str, str]:
-        """Draw the reward curve from the recorded metrics."""
-        picture = self.folder / "reward_curve.png"
-        try:
-            reward_curve(self.folder / "metrics.jsonl", picture)
-        # Without a single score there is no curve. The metrics report that, and the run
-        # is done all the same.
-        except TrackingError as error:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
-        return {"reward curve": str(picture)}
-
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return an error text if held-out accuracy rose too little, else None."""
         preparation = self.config.prepare
-        if preparation is None or not after:
+        if preparation is None or not before or not after:
             return None
 
         # Every data source has to improve, so the smallest gain counts.
@@ -258,13 +244,10 @@ class ReinforcementTask(Task[RLConfig]):
         )
         if gain >= preparation.min_gain:
             return None
-        return (
-            f"held-out accuracy rose by {gain:.3f}, less than prepare.min_gain ="
-            f" {preparation.min_gain}: the run did not learn what it should have"
-        )
 
-    def next_command(self) -> str:
-        """Return a command that the user may try next."""
-        if self.config.prepare is None:
-            return "verl-ray evaluate --help"
-        return "scripts/quickstart algorithm=grpo backend=fsdp"
+        moved = "fell" if gain < 0 else "rose"
+        return (
+            f"held-out accuracy {moved} by {abs(gain):.3f}; expected a rise of at least"
+            f" prepare.min_gain = {preparation.min_gain}: the run did not learn what it"
+            " should have"
+        )

@@ -155,6 +155,6 @@ class SFTTask(SupervisedTask[SFTConfig]):
             seed=config.run.seed,
         )
 
-    def next_command(self) -> str:
-        """Return the command that checks a run on the trained model."""
-        return f"verl-ray check --config-name ppo model.path={self.model_folder}"
+    def judged_by(self, evaluation: Metrics) -> list[str]:
+        """Return the loss: long answers are hardly ever right word by word."""
+        return [name for name in (LOSS,) if name in evaluation]

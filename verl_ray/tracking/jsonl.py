@@ -199,6 +199,31 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return lines
 
 
+def newest_samples(run_dir: Path) -> list[Sample]:
+    """Return the samples of the last evaluation; none where there are none.
+
+    Raises:
+        TrackingError: The file holds something else.
+    """
+    paths = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    if not paths:
+        return []
+
+    path = paths[-1]
+    try:
+        samples = []
+        for line in path.read_text("utf-8").splitlines():
+            fields = json.loads(line)
+            if fields["score"] is None:
+                fields["score"] = math.nan
+            samples.append(Sample(**fields))
+        return samples
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{path}: cannot be read as samples ({error!r}); remove it"
+        ) from error
+
+
 def _line(fields: Mapping[str, object]) -> str:
     """Return a JSON object and a newline."""
     return json.dumps(finite(fields), allow_nan=False, ensure_ascii=False) + "\n"

@@ -105,6 +105,3 @@ class ImitationTask(SupervisedTask[ImitationConfig]):
             return trainer
 
         return make
-
-    def next_command(self) -> str:
-        return f"verl-ray check --config-name sft model.path={self.model_folder}"
