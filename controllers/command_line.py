@@ -180,9 +180,9 @@ def _run_with_config(
         is_mistake = isinstance(error, ConfigError)
         if command == "train" and config is not None and not is_mistake:
             with contextlib.suppress(OSError):
-                hint = failure_hint(config, arguments)
-                if hint is not None:
-                    error.add_note(hint)
+                way_on = failure_hint(config, arguments)
+                if way_on is not None:
+                    error.add_note(way_on)
         raise
 
 

@@ -19,7 +19,7 @@ from verl_ray.tracking.evaluations import HeldOutScores
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What an evaluation found."""
+    """The findings of an evaluation."""
 
     metrics: Metrics
 

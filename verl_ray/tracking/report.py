@@ -44,7 +44,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Report:
-    """What a run reports at its end."""
+    """The report of a run at its end."""
 
     title: str
     """How it ended, such as "first: finished after 200 steps"."""
