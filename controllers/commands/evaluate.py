@@ -9,7 +9,6 @@ Deliberately not here: how a policy or a reward model is measured
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -139,7 +138,7 @@ def _write_responses(path: Path, responses: Iterable[HeldOutResponse]) -> None:
 
 def _in_words(interval: Interval | None) -> str:
     """Return the interval of a metric in words; empty if it has none."""
-    if interval is None or math.isnan(interval.low):
+    if interval is None or not interval.is_telling:
         return ""
     return (
         f"  (95 % interval {interval.low:.4f} to {interval.high:.4f},"

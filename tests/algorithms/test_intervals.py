@@ -61,3 +61,5 @@ def test_what_has_no_interval() -> None:
     assert alone.mean == 0.5 and np.isnan([alone.low, alone.high]).all()
     equal = bootstrap(np.ones(5))
     assert (equal.low, equal.high) == (1, 1)
+    assert not equal.is_telling and not alone.is_telling
+    assert bootstrap(np.array([0.0, 1.0])).is_telling

@@ -14,7 +14,12 @@ def shown(**changes: object) -> str:
     told: dict[str, object] = {
         "title": "first: finished after 200 steps",
         "total_s": 200.0,
-        "durations": {"generation": 150.0, "evaluation": 20.0, "advantages": 0.1},
+        "durations": {
+            "generation": 150.0,
+            "evaluation": 20.0,
+            **dict.fromkeys(("values", "reference", "scores"), 5.0),
+            "advantages": 0.1,
+        },
         "before": HeldOut(0, {SUMS: 0.41}),
         "after": HeldOut(200, {SUMS: 0.755, "new": 2.0}),
         "outputs": {"metrics": "/a/very/long/path" * 10},
@@ -43,6 +48,8 @@ def test_intervals_stand_below_their_numbers_within_80_columns() -> None:
     )
     ranges = ["[0.37,", "0.45]", "[0.72,", "0.79]", "[+0.3,", "-0.0712]"]
     assert ranges in rows(text)
+    same = Interval(0.41, 0.41, 0.41, 500)
+    assert "[" not in shown(before=HeldOut(0, {SUMS: 0.41}, {SUMS: same}))
     table = [line for line in text.splitlines() if "/a/very/" not in line]
     assert max(map(len, table)) <= 80
     assert SUMS in text and "with 95 % intervals" in text

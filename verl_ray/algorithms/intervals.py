@@ -42,6 +42,15 @@ class Interval:
     prompts: int
     """Number of prompts that have a score."""
 
+    @property
+    def is_telling(self) -> bool:
+        """Whether the interval says how sure the mean is.
+
+        It does not where all prompts have the same score: drawing them again always
+        gives the same mean, however few they are.
+        """
+        return self.low < self.high
+
 
 def bootstrap(
     scores: Floats,

@@ -142,7 +142,7 @@ def picture(lines: Sequence[Mapping[str, float]]) -> bytes:
     num_rows = -(-len(panels) // num_columns)
 
     figure = Figure(figsize=(5.5 * num_columns, 3 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, num_columns, sharex=True, squeeze=False)
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
     for axes, panel in zip(grid.flat, panels, strict=False):
         _plot(axes, panel, lines)
     # The last place may be empty.

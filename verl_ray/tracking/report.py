@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import isnan
 from typing import TextIO
 
 from rich.console import Console
@@ -27,8 +26,9 @@ from verl_ray.tracking.console import duration_text
 # Characters of a prompt or response that are shown. The whole text is in samples/.
 _SHOWN_CHARACTERS = 240
 
-# Phases with a smaller share are left out.
+# Phases with a smaller share are left out, but for the longest ones.
 _SMALLEST_SHARE = 0.005
+_SHOWN_PHASES = 5
 
 
 @dataclass(frozen=True)
@@ -110,9 +110,9 @@ def _durations_table(durations: Mapping[str, float], total_s: float) -> Table:
     table.add_column("share", justify="right")
     table.add_column("time", justify="right")
 
-    for name, seconds in durations.items():
+    for number, (name, seconds) in enumerate(durations.items()):
         share = seconds / total_s if total_s else 0.0
-        if share >= _SMALLEST_SHARE:
+        if number < _SHOWN_PHASES or share >= _SMALLEST_SHARE:
             table.add_row(name, f"{share:.0%}", duration_text(seconds))
     return table
 
@@ -145,7 +145,7 @@ def _metrics_table(report: Report) -> Table:
             change = f"{new - old:+.4g}"
 
         paired = report.changes.get(name)
-        if paired is not None and not isnan(paired.low):
+        if paired is not None and paired.is_telling:
             change += f"\n[{paired.low:+.3g}, {paired.high:+.3g}]"
         table.add_row(_plain(name), _cell(name, before), _cell(name, after), change)
     return table
@@ -163,7 +163,7 @@ def _cell(name: str, side: HeldOut | None) -> str:
 
     text = f"{side.metrics[name]:.4g}"
     interval = side.intervals.get(name)
-    if interval is None or isnan(interval.low):
+    if interval is None or not interval.is_telling:
         return text
     return f"{text}\n[{interval.low:.3g}, {interval.high:.3g}]"
 
