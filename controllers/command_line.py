@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Protocol, cast
@@ -56,6 +57,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         # Other projects may have packages of the same common names.
         refuse_foreign_packages()
         return _run(arguments)
+    except BrokenPipeError:
+        # Whoever reads the output, such as `head`, has seen enough. Python flushes
+        # stdout once more at its end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except ConfigError as error:
         print_problems(error.problems, sys.stderr)
         _print_origin(error)
@@ -108,7 +114,12 @@ def _run(arguments: list[str]) -> int:
     # Options may stand between overrides.
     options = parser_of(command).parse_intermixed_args(rest)
     if command == "check":
-        return check(options.config_name, options.overrides, options.config_dir)
+        return check(
+            options.config_name,
+            options.overrides,
+            options.config_dir,
+            reads_data=options.data == "on",
+        )
 
     return _run_with_config(
         command,
@@ -148,13 +159,14 @@ def _run_with_config(
     config = None
 
     try:
-        config, findings = checked_config(
+        checked = checked_config(
             config_name,
             overrides,
             config_dir,
             evaluates=command == "evaluate",
         )
-        print_warnings(findings.warnings, sys.stderr)
+        config = checked.config
+        print_warnings(checked.warnings, sys.stderr)
 
         if command == "train":
             step = finished_step(config)

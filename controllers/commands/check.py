@@ -1,8 +1,9 @@
 """The command `check`, and the check that every other command begins with.
 
-Invariant: neither torch nor ray nor vllm is imported, so the result comes in under two
-seconds. Deliberately not here: the rules themselves (`verl_ray.config`,
-`findings.py`), and the tables (`check_tables.py`).
+Invariant: neither torch nor ray nor vllm is imported, and user's code only runs in a
+process that is killed at its deadline. What needs no data takes a second. Deliberately
+not here: the rules themselves (`verl_ray.config`, `verl_ray.preflight`), and the tables
+(`check_tables.py`, `check_data.py`).
 """
 
 from __future__ import annotations
@@ -10,20 +11,42 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TextIO
 
+from controllers.commands.check_data import print_data
 from controllers.commands.check_tables import auto_table, batch_table, role_table
 from controllers.compose.composition import examine
+from controllers.run.resumption import Resumption
 from verl_ray.config.resolve import resolutions, resolve
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.preflight.data_files import DataFindings, examine_data
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
+from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A configuration without problems, and what was seen on the way.
+
+    Attributes:
+        config: The configuration as the user gave it, which may hold `auto`.
+        data: The data files; empty if they were not read.
+        trials: The trials of the reward functions; empty without data.
+        warnings: What does not stop the run.
+    """
+
+    config: Config
+    data: DataFindings
+    trials: TrialFindings
+    warnings: list[str]
 
 
 def checked_config(
@@ -32,17 +55,19 @@ def checked_config(
     config_dir: str | None,
     *,
     evaluates: bool = False,
-) -> tuple[Config, Findings]:
-    """Return the configuration, and the findings of preflight.
+    reads_data: bool = True,
+) -> Checked:
+    """Check a configuration, the machine, the data and the reward functions.
 
     Args:
         config_name: the root config.
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
         evaluates: whether the command is `evaluate`.
+        reads_data: whether to read the data files and to try the reward functions.
 
     Raises:
-        ConfigError: the problems of configuration and machine together.
+        ConfigError: the problems of all of them together.
     """
     composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     config = composition.config
@@ -54,9 +79,26 @@ def checked_config(
         findings = preflight(config, machine_of(config), evaluates=evaluates)
         problems = _together(problems, findings.problems)
 
+    data = DataFindings()
+    trials = TrialFindings()
+    if config is not None and reads_data and not _hide_data(problems):
+        planned = resolve(config, facts_here(config, machine_of(config)))
+        data = examine_data(planned, evaluates=evaluates)
+        # Records that cannot be read cannot be scored.
+        if not data.problems:
+            trials = try_rewards(planned, data.files, evaluates=evaluates)
+        problems += [*data.problems, *trials.problems]
+
     if config is None or problems:
         raise ConfigError(problems)
-    return config, findings
+    warnings = [*findings.warnings, *data.warnings, *trials.warnings]
+    return Checked(config, data, trials, warnings)
+
+
+def _hide_data(problems: Sequence[Problem]) -> bool:
+    """Return whether problems concern what is needed to read and score the data."""
+    hidden = ("data.", "model.", "reward.", "evaluation.", "--config-name")
+    return any(problem.key.startswith(hidden) for problem in problems)
 
 
 def _together(
@@ -80,13 +122,23 @@ def _together(
     return problems
 
 
-def check(config_name: str, overrides: Sequence[str], config_dir: str | None) -> int:
-    """Print the sizes of a step, the roles and what they need, and return 0.
+def check(
+    config_name: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    *,
+    reads_data: bool = True,
+) -> int:
+    """Print the sizes of a step, the roles, what they need and the data; return 0.
 
     Raises:
         ConfigError: all problems.
     """
-    config, findings = checked_config(config_name, overrides, config_dir)
+    checked = checked_config(config_name, overrides, config_dir, reads_data=reads_data)
+    config = checked.config
+    # A run that would be refused because of its folder is refused here, too.
+    resumption = Resumption(config, verify=False)
+    resumption.refuse_fewer_steps(config.run.total_steps)
     machine = machine_of(config)
     facts = facts_here(config, machine)
     planned_memory = memory_plan(resolve(config, facts), on_gpus=facts.gpus > 0)
@@ -100,10 +152,25 @@ def check(config_name: str, overrides: Sequence[str], config_dir: str | None) ->
             print_tables(auto_table(resolved))
 
     print_tables(memory_table(planned_memory))
+    print_data(config, checked.data.files, checked.trials.trials)
     print(_resources(machine))
-    print_warnings(findings.warnings, sys.stdout)
-    print(f"{config.run.name} can run; it writes to {config.run.dir}")
+    print_warnings(checked.warnings, sys.stdout)
+    print(f"{config.run.name} can run; it {_writing(config, resumption)}")
     return 0
+
+
+def _writing(config: Config, resumption: Resumption) -> str:
+    """Return what the run does in its folder, as the end of a sentence."""
+    step = resumption.step
+    total = config.run.total_steps
+    if step is None:
+        return f"writes to {config.run.dir}"
+    if step >= total:
+        return (
+            f"is finished: {config.run.dir} holds step {step} of run.total_steps ="
+            f" {total}"
+        )
+    return f"goes on after step {step} of {total} in {config.run.dir}"
 
 
 def _resources(machine: Machine | None) -> str:

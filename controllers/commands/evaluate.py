@@ -18,7 +18,7 @@ from controllers.run.resumption import Resumption
 from controllers.run.session import open_session
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
-from controllers.trainers.base import task_of
+from controllers.trainers.base import read_data, task_of
 from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.config.load import to_tree
@@ -74,16 +74,18 @@ def evaluation_of(requested: Config) -> Evaluated:
     if resumption.step is None:
         task_of(requested).refuse_untrained()
 
+    # A mistake in the data is reported before any process starts.
+    data = read_data(requested, trains=False)
+
     with open_session(requested) as session:
         # Only the roles that an evaluation needs are planned and started.
         shape = ClusterShape.of(session)
         config = resolve_on(requested, shape, checkpoint=resumption.path, learns=False)
         resumption.settle(config)
         task = task_of(config)
-        make_trainer = task.read(trains=False)
 
         with start(config, session, task.workers, learns=False) as system:
-            trainer = make_trainer(system)
+            trainer = task.make_trainer(data, system)
             step = Recovery(resumption).restore(trainer)
             trainer.begin(step)
             evaluation = trainer.evaluate()

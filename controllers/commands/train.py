@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -22,7 +23,7 @@ from controllers.run.session import open_session, recording
 from controllers.run.stopping import Stopping
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
-from controllers.trainers.base import task_of
+from controllers.trainers.base import read_data, task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.load import to_tree
@@ -41,14 +42,21 @@ def train(config: Config) -> int:
     with claim(config.run.dir):
         # The checkpoint is looked for first, so that a refusal changes nothing.
         resumption = Resumption(config)
-        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.refuse_fewer_steps(config.run.total_steps)
+
+        # A mistake in the data is reported before any process starts. Data that the
+        # run makes for itself are not there yet.
+        data = None
+        if config.preparation is None:
+            data = read_data(config)
+
+        print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.set_aside_old_record()
 
         conclusion = Conclusion(config, resumption.step or 0, begun_s)
         try:
             with open_session(config) as session:
-                run(config, session, resumption, conclusion)
+                run(config, session, resumption, conclusion, data)
         except BaseException as failure:
             conclusion.break_off(failure)
             raise
@@ -60,6 +68,7 @@ def run(
     session: Session,
     resumption: Resumption,
     conclusion: Conclusion,
+    data: Any,
 ) -> None:
     """Run a job on an open cluster, from its newest checkpoint or from the beginning.
 
@@ -68,6 +77,7 @@ def run(
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
         conclusion: receives the task and its record, once they exist.
+        data: what the run's task has read; None if the run makes its data.
     """
     shape = ClusterShape.of(session)
     config = resolve_on(requested, shape, checkpoint=resumption.path)
@@ -77,10 +87,10 @@ def run(
     planned_memory = memory_plan(config, on_gpus=shape.gpus > 0)
     print_tables(memory_table(planned_memory))
 
-    # Preparation makes the files that the task reads.
     task = task_of(config)
-    prepare(config, session)
-    make_trainer = task.read()
+    if data is None:
+        prepare(config, session)
+        data = task.read()
 
     recovery = Recovery(resumption)
     stopping = Stopping(config, recovery)
@@ -91,7 +101,7 @@ def run(
         recording(config, resumption) as trackers,
     ):
         conclusion.record(task, trackers)
-        trainer = make_trainer(system)
+        trainer = task.make_trainer(data, system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)

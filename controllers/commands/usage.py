@@ -96,9 +96,10 @@ examples:
     ),
     "check": CommandHelp(
         about=(
-            "Validate a configuration without starting anything. Prints all problems at"
-            " once, each with its key, value, rule and fix; or the sizes of one step,"
-            " the roles and what they need."
+            "Validate a configuration without starting anything. Reads the data and"
+            " tries the reward functions. Prints all problems at once, each with its"
+            " key, value, rule and fix; or the sizes of one step, the roles, what they"
+            " need, two prompts and the lengths of all."
         ),
         examples="""\
 examples:
@@ -137,6 +138,13 @@ def parser_of(command: str) -> argparse.ArgumentParser:
         metavar="DIR",
         help="folder with root configs or groups of your own",
     )
+    if command == "check":
+        parser.add_argument(
+            "--data",
+            choices=("on", "off"),
+            default="on",
+            help="off leaves the data files and the reward functions out",
+        )
     parser.add_argument(
         "overrides",
         nargs="*",

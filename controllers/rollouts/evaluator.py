@@ -20,9 +20,8 @@ from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
-from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Float32, Rollouts
+from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import ResponseScores, Shaping
 from verl_ray.tracking.base import HeldOutResponse, Sample
@@ -39,25 +38,20 @@ ROWS_AT_ONCE = 256
 class Evaluator:
     """The held-out problems of a run, and what is measured on them."""
 
-    def __init__(self, config: RLConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Read the held-out problems."""
-        assert config.data.validation_path is not None, (
-            "the configuration requires it where there is an evaluation"
-        )
+    def __init__(
+        self,
+        config: RLConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Prompts,
+    ) -> None:
+        """Take the held-out problems."""
         self._config = config
         self._tokenizer = tokenizer
+        self._prompts = prompts
         self._shaping = Shaping(config)
 
-        source = PromptSource(
-            config.data.validation_path,
-            tokenizer,
-            config.data,
-            config.run.seed,
-        )
-        self._prompts = source.all(config.evaluation.num_prompts)
-
-        messages = self._prompts.messages.texts()
-        answers = self._prompts.answer.texts()
+        messages = prompts.messages.texts()
+        answers = prompts.answer.texts()
         self._digests = [
             digest(prompt.encode(), answer.encode())
             for prompt, answer in zip(messages, answers, strict=True)

@@ -62,11 +62,11 @@ class Conclusion:
         self._run = config.run
         self._folder = Path(config.run.dir)
         self._first_step = first_step
-        self._task: Task[Any] | None = None
+        self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
         begin_stint(self._folder, first_step, begun_s)
 
-    def record(self, task: Task[Any], trackers: Trackers) -> None:
+    def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
         """Note that the record of the run is open. From here on its end is reported."""
         self._task = task
         self._trackers = trackers
@@ -147,7 +147,7 @@ class Conclusion:
 
 
 def report_of(
-    task: Task[Any],
+    task: Task[Any, Any],
     title: str,
     lines: Sequence[Metrics],
     outputs: Mapping[str, str],
@@ -231,7 +231,9 @@ def _with_intervals(
     return replace(side, intervals=intervals(scores[side.step]))
 
 
-def _best_in_words(task: Task[Any], evaluations: Mapping[int, Metrics]) -> str | None:
+def _best_in_words(
+    task: Task[Any, Any], evaluations: Mapping[int, Metrics]
+) -> str | None:
     """Return the best step of a run in words; None if no evaluation tells."""
     if not evaluations:
         return None

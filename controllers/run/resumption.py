@@ -36,7 +36,14 @@ class Resumption:
             run.resume is none and run.dir already holds a run.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, *, verify: bool = True) -> None:
+        """Find the checkpoint.
+
+        Args:
+            config: Configuration of the run.
+            verify: Whether to read the files of the checkpoint and compare checksums.
+        """
+        self._verify = verify
         self.config = config
         """Configuration as the user wrote it, until `settle` replaces it."""
 
@@ -181,7 +188,7 @@ class Resumption:
         if resume not in ("auto", "none"):
             return self._open_named(resume)
 
-        newest = self.store.latest()
+        newest = self.store.latest(verify=self._verify)
         if resume == "none":
             self._refuse_existing_run(newest.checkpoint)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -20,12 +20,18 @@ from controllers.tasks import declared_class, task_module
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, DataError
+from verl_ray.preflight.data_files import problem_of
+from verl_ray.preflight.facts import facts_here
+from verl_ray.preflight.machine import machine_of
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking.base import HELD_OUT
 from verl_ray.tracking.comparison import is_lower_better
 
 C = TypeVar("C", bound=Config)
+D = TypeVar("D")
 
 
 class Resumable(Protocol):
@@ -61,12 +67,11 @@ class Trainable(Resumable, Protocol):
         """Evaluate the trained model on held-out rows."""
 
 
-MakeTrainer = Callable[[System], Trainable]
-"""Makes the trainer of a run from its running processes."""
+class Task(ABC, Generic[C, D]):
+    """One kind of run. A subclass declares everything that sets the task apart.
 
-
-class Task(ABC, Generic[C]):
-    """One kind of run. A subclass declares everything that sets the task apart."""
+    `C` is the type of its configuration, and `D` what it reads of the data files.
+    """
 
     workers: ClassVar[Workers] = WORKERS
     """The classes of the roles that run a model."""
@@ -75,15 +80,19 @@ class Task(ABC, Generic[C]):
         self.config = config
 
     @abstractmethod
-    def read(self, *, trains: bool = True) -> MakeTrainer:
-        """Read the data, before any process starts.
+    def read(self, *, trains: bool = True) -> D:
+        """Read and tokenize the data, before any process starts.
 
         Args:
             trains: False for a run that only evaluates once.
 
-        Returns:
-            A function that makes the trainer, once the processes are running.
+        Raises:
+            DataError: The data cannot be used.
         """
+
+    @abstractmethod
+    def make_trainer(self, data: D, system: System) -> Trainable:
+        """Make the trainer of a run from what `read` returned and running processes."""
 
     def refuse_untrained(self) -> None:
         """Check that the model can be evaluated where no checkpoint is named.
@@ -127,11 +136,32 @@ class Task(ABC, Generic[C]):
         return Path(self.config.run.dir)
 
 
-def task_of(config: Config) -> Task[Any]:
+def task_of(config: Config) -> Task[Any, Any]:
     """Return the task of a run."""
     module = task_module(config.task)
-    task_class: type[Task[Any]] = declared_class(module, Task)
+    task_class: type[Task[Any, Any]] = declared_class(module, Task)
     return task_class(config)
+
+
+def read_data(config: Config, *, trains: bool = True) -> Any:
+    """Read the data of a run whose cluster is not known yet.
+
+    What is read follows from files alone. The settings of the cluster, which are
+    assumed to be those of this machine, change nothing.
+
+    Args:
+        config: Configuration of the run, which may hold `auto`.
+        trains: False for a run that only evaluates once.
+
+    Raises:
+        ConfigError: The data cannot be used.
+    """
+    facts = facts_here(config, machine_of(config), learns=trains)
+    try:
+        return task_of(resolve(config, facts)).read(trains=trains)
+    except DataError as error:
+        problem = problem_of("data.train_path", config.data.train_path, error)
+        raise ConfigError([problem]) from error
 
 
 def warn_skipped(count: int, what: str) -> None:

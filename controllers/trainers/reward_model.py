@@ -8,12 +8,13 @@ not here: scoring rollouts, which is the reward role's part in `rl.py`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import MakeTrainer, warn_skipped
+from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch import held_out_measures
 from controllers.watch.evaluation import Evaluation
@@ -90,13 +91,25 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         return Evaluation(metrics, scores=self.scores_of(PAIR_ACCURACY, is_right, 2))
 
 
-class RewardModelTask(SupervisedTask[RewardModelConfig]):
+@dataclass(frozen=True)
+class Preferences:
+    """The pairs of a run, tokenized.
+
+    Attributes:
+        train: The pairs to learn from; None for an evaluation alone.
+        held_out: The rows of the held-out pairs; None for a run without an evaluation.
+    """
+
+    train: PreferenceSource | None
+    held_out: TrainingBatch | None
+
+
+class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
     """The task of `train --config-name reward_model`."""
 
-    def read(self, *, trains: bool = True) -> MakeTrainer:
+    def read(self, *, trains: bool = True) -> Preferences:
         """Read the pairs to learn from, and the held-out pairs."""
         config = self.config
-        preference = config.preference
         tokenizer = load_tokenizer(config.reward.model.path)
         # The command `evaluate` evaluates whatever run.evaluate_every is.
         evaluates = config.run.evaluate_every > 0 or not trains
@@ -118,24 +131,27 @@ class RewardModelTask(SupervisedTask[RewardModelConfig]):
             )
             held_out = source.all(config.evaluation.num_pairs)
 
-        objective = PreferenceObjective(preference.label_smoothing)
+        return Preferences(train, held_out)
 
-        def make(system: System) -> PreferenceTrainer:
-            # Memory is recorded with the steps, which an evaluation alone has not.
-            memory: MemoryRecord | None = None
-            if trains:
-                memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
-            return PreferenceTrainer(
-                system.models["reward"],
-                train,
-                held_out,
-                batch_size=preference.batch_size,
-                max_skipped_steps=config.run.max_skipped_steps,
-                objective=objective,
-                memory=memory,
-            )
+    def make_trainer(self, data: Preferences, system: System) -> PreferenceTrainer:
+        """Make the trainer of the reward model."""
+        config = self.config
+        preference = config.preference
 
-        return make
+        # Memory is recorded with the steps, which an evaluation alone has not.
+        memory: MemoryRecord | None = None
+        if data.train is not None:
+            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
+
+        return PreferenceTrainer(
+            system.models["reward"],
+            data.train,
+            data.held_out,
+            batch_size=preference.batch_size,
+            max_skipped_steps=config.run.max_skipped_steps,
+            objective=PreferenceObjective(preference.label_smoothing),
+            memory=memory,
+        )
 
     def _read_pairs(
         self,

@@ -9,13 +9,13 @@ the replicas receive what was learned. Deliberately not here: the loop around a 
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
 from controllers.system.build import System
-from controllers.trainers.base import MakeTrainer, Task, warn_skipped
+from controllers.trainers.base import Task, warn_skipped
 from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
@@ -28,12 +28,15 @@ from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Credit, Finish, Rollouts
+from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import HELD_OUT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 class Trainer:
@@ -209,10 +212,25 @@ class Trainer:
         self.learner.load_state(state)
 
 
-class ReinforcementTask(Task[RLConfig]):
+@dataclass(frozen=True)
+class Problems:
+    """The problems of a run, tokenized.
+
+    Attributes:
+        tokenizer: The tokenizer of the policy.
+        prompts: The prompts to learn from.
+        held_out: The problems of an evaluation; None for a run without one.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSource
+    held_out: Prompts | None
+
+
+class ReinforcementTask(Task[RLConfig, Problems]):
     """The task of `train --config-name ppo | grpo | quickstart`."""
 
-    def read(self, *, trains: bool = True) -> MakeTrainer:
+    def read(self, *, trains: bool = True) -> Problems:
         """Read the prompts, and the held-out problems where there is an evaluation."""
         config = self.config
         tokenizer = load_tokenizer(config.actor.model.path)
@@ -226,11 +244,27 @@ class ReinforcementTask(Task[RLConfig]):
             warn_skipped(prompts.skipped, "prompts of the training data are too long")
 
         # Held-out problems are read only where there is an evaluation.
-        evaluator: Evaluator | None = None
+        held_out: Prompts | None = None
         if config.run.evaluate_every or not trains:
-            evaluator = Evaluator(config, tokenizer)
+            assert config.data.validation_path is not None, (
+                "the configuration requires it where there is an evaluation"
+            )
+            source = PromptSource(
+                config.data.validation_path,
+                tokenizer,
+                config.data,
+                config.run.seed,
+            )
+            held_out = source.all(config.evaluation.num_prompts)
 
-        return lambda system: Trainer(config, system, prompts, evaluator)
+        return Problems(tokenizer, prompts, held_out)
+
+    def make_trainer(self, data: Problems, system: System) -> Trainer:
+        """Make the trainer, with an evaluator where there are held-out problems."""
+        evaluator: Evaluator | None = None
+        if data.held_out is not None:
+            evaluator = Evaluator(self.config, data.tokenizer, data.held_out)
+        return Trainer(self.config, system, data.prompts, evaluator)
 
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return an error text if held-out accuracy rose too little, else None."""

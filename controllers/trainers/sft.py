@@ -8,12 +8,13 @@ answer tokens before it. Deliberately not here: the steps themselves (`supervise
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import MakeTrainer, warn_skipped
+from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
@@ -103,10 +104,23 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, 700))
 
 
-class SFTTask(SupervisedTask[SFTConfig]):
+@dataclass(frozen=True)
+class Demonstrations:
+    """The rows of a run, tokenized.
+
+    Attributes:
+        train: The rows to learn from; None for an evaluation alone.
+        held_out: The rows of an evaluation; None for a run without one.
+    """
+
+    train: SupervisedSource | None
+    held_out: TrainingBatch | None
+
+
+class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
     """The task of `train --config-name sft`."""
 
-    def read(self, *, trains: bool = True) -> MakeTrainer:
+    def read(self, *, trains: bool = True) -> Demonstrations:
         """Read the demonstrations, and the held-out rows if there is an evaluation."""
         config = self.config
         tokenizer = load_tokenizer(config.actor.model.path)
@@ -125,22 +139,25 @@ class SFTTask(SupervisedTask[SFTConfig]):
             warn_skipped(everything.skipped, "held-out rows are too long")
             held_out = everything.all(config.evaluation.num_prompts)
 
-        def make(system: System) -> SFTTrainer:
-            # Memory is recorded with the steps, which an evaluation alone has not.
-            memory: MemoryRecord | None = None
-            if trains:
-                memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
-            return SFTTrainer(
-                system.actor,
-                train,
-                held_out,
-                batch_size=config.sft.batch_size,
-                max_skipped_steps=config.run.max_skipped_steps,
-                stop_at_accuracy=config.sft.stop_at_accuracy,
-                memory=memory,
-            )
+        return Demonstrations(train, held_out)
 
-        return make
+    def make_trainer(self, data: Demonstrations, system: System) -> SFTTrainer:
+        """Make the trainer of the actor."""
+        config = self.config
+        # Memory is recorded with the steps, which an evaluation alone has not.
+        memory: MemoryRecord | None = None
+        if data.train is not None:
+            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
+
+        return SFTTrainer(
+            system.actor,
+            data.train,
+            data.held_out,
+            batch_size=config.sft.batch_size,
+            max_skipped_steps=config.run.max_skipped_steps,
+            stop_at_accuracy=config.sft.stop_at_accuracy,
+            memory=memory,
+        )
 
     def _read_rows(
         self, path: str, tokenizer: PreTrainedTokenizerBase

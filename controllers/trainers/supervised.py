@@ -54,6 +54,7 @@ class Source(Protocol):
 
 
 R = TypeVar("R", bound=Config)
+D = TypeVar("D")
 
 
 class SupervisedTrainer(ABC, Generic[W]):
@@ -207,7 +208,7 @@ def _digests(rows: TrainingBatch) -> list[str]:
     ]
 
 
-class SupervisedTask(Task[R]):
+class SupervisedTask(Task[R, D]):
     """A run that learns from a data set alone, and writes a model directory."""
 
     @property

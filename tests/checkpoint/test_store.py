@@ -363,7 +363,7 @@ def test_a_full_disk_is_a_clear_error_and_the_last_checkpoint_stays_whole(
             print(error)
     """)
     done = subprocess.run(
-        [sys.executable, "-c", child], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", child], capture_output=True, text=True, timeout=200
     )
     assert (
         "step_00000002.partial cannot be written" in done.stdout

@@ -340,7 +340,7 @@ def test_a_ray_job_that_is_stopped_leaves_no_worker(
             env=shell,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert stop.returncode == 0, stop.stdout + stop.stderr
         assert wait_for(lambda: not workers(), 30), [
@@ -351,7 +351,7 @@ def test_a_ray_job_that_is_stopped_leaves_no_worker(
             env=shell,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=200,
         )
         assert "STOPPED" in (status.stdout + status.stderr).upper()
     assert not list(clone.glob("outputs*"))

@@ -137,7 +137,7 @@ def test_the_script_works_from_any_folder(copy: Path, tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.returncode == 0, done.stderr
     assert "train            2 problems  out/train.parquet" in done.stdout

@@ -148,6 +148,6 @@ def test_importing_is_light() -> None:
         cwd=root,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=200,
     )
     assert done.stdout.strip() == "[]", done.stderr

@@ -75,7 +75,7 @@ class Checkout:
     ) -> tuple[int, str]:
         """The exit code and the output of a script."""
         process = self.start(script, *arguments, fails=fails, **variables)
-        output = process.communicate(timeout=60)[0]
+        output = process.communicate(timeout=200)[0]
         return process.returncode, output
 
     def notes(self) -> list[str]:

@@ -60,7 +60,7 @@ def test_an_installation_that_failed_is_tried_again(checkout: Checkout) -> None:
 
 def test_two_at_once_install_once(checkout: Checkout) -> None:
     both = [checkout.start("scripts/setup") for _ in range(2)]
-    outputs = [process.communicate(timeout=60)[0] for process in both]
+    outputs = [process.communicate(timeout=200)[0] for process in both]
     assert [process.returncode for process in both] == [0, 0]
     assert len(checkout.notes()) == 5
     assert sum("done in" in output for output in outputs) == 1

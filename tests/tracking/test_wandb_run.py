@@ -36,7 +36,7 @@ def records(session: Path) -> list[dict[str, dict[str, object]]]:
     """Every record of one session, as `wandb leet inspect` prints them."""
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
     printed = subprocess.run(
-        command, check=True, capture_output=True, text=True, timeout=60
+        command, check=True, capture_output=True, text=True, timeout=200
     ).stdout
     return [json.loads(line) for line in printed.splitlines()]
 

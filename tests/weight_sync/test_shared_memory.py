@@ -75,7 +75,7 @@ def test_two_processes_write_slices_and_a_third_reads_whole_parameters(
     ]
     for rank in ranks:
         rank.start()
-    first, second = answers.get(timeout=60), answers.get(timeout=60)
+    first, second = answers.get(timeout=200), answers.get(timeout=200)
     for rank in ranks:
         rank.join()
         assert rank.exitcode == 0

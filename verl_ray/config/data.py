@@ -5,6 +5,7 @@ Deliberately not here: reading them (`verl_ray/data`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
 from verl_ray.config.section import Auto, Positive, Section
@@ -45,3 +46,22 @@ class DataConfig(DataFilesConfig):
     """Prompts read from train_path for each step."""
     max_prompt_tokens: Positive
     """The longest prompt, in tokens after the chat template."""
+
+
+@dataclass(frozen=True)
+class RowFormat:
+    """Kind of the records of a run's data files, and how long a row may be.
+
+    Attributes:
+        kind: Kind of the records (`verl_ray/data/records.py`).
+        max_tokens: Limit of a prompt, or of a whole row where the response is given.
+        max_tokens_key: Setting that the limit comes from.
+        preference: Settings of the files where the records are pairs, else None.
+        margin: Margin of every pair, or "record" for one in each record.
+    """
+
+    kind: Literal["prompt", "supervised", "preference"]
+    max_tokens: int
+    max_tokens_key: str
+    preference: PreferenceDataConfig | None = None
+    margin: float | Literal["record"] = 0.0

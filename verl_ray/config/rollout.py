@@ -64,6 +64,7 @@ class ServedModel:
     """The key that names the model's directory."""
     path: str
     max_prompt_tokens: int
+    max_response_tokens: int
 
     @property
     def ranks(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from verl_ray.config.data import DataConfig
+from verl_ray.config.data import DataConfig, RowFormat
 from verl_ray.config.roles import TrainedRole
 from verl_ray.config.rollout import RolloutConfig, ServedModel
 from verl_ray.config.rules.rollout_task import ROLLOUT_TASK_RULES
@@ -65,6 +65,12 @@ class RolloutTaskConfig(Config):
         return f"{prompts} prompts x {group_size} = {self.rows_per_step} rows"
 
     @property
+    def row_format(self) -> RowFormat:
+        return RowFormat(
+            "prompt", self.data.max_prompt_tokens, "data.max_prompt_tokens"
+        )
+
+    @property
     def longest_row(self) -> tuple[int, str]:
         longest = self.data.max_prompt_tokens + self.rollout.max_response_tokens
         return longest, "data.max_prompt_tokens + rollout.max_response_tokens"
@@ -104,5 +110,6 @@ class RolloutTaskConfig(Config):
             key=key,
             path=self.actor.model.path,
             max_prompt_tokens=self.data.max_prompt_tokens,
+            max_response_tokens=self.rollout.max_response_tokens,
         )
         return {"rollout": policy} | super().engines

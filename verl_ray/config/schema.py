@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import TYPE_CHECKING, ClassVar, Literal
 
-from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.data import DataFilesConfig, RowFormat
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.roles import (
@@ -128,6 +128,11 @@ class Config(Section):
         return 1
 
     @property
+    def row_format(self) -> RowFormat | None:
+        """Format of the data files; None for a task that has a format of its own."""
+        return None
+
+    @property
     @abstractmethod
     def longest_row(self) -> tuple[int, str]:
         """Length of the longest possible row in tokens, and the keys that set it."""
@@ -188,6 +193,7 @@ class Config(Section):
                 key=f"{name}.model.path",
                 path=judge.model.path,
                 max_prompt_tokens=judge.max_prompt_tokens,
+                max_response_tokens=judge.max_response_tokens,
             )
             for name, judge in self.judges.items()
         }

@@ -63,22 +63,23 @@ class PreferenceSource:
         max_tokens: int,
         seed: int,
         margin: float | Literal["record"],
+        most_records: int | None = None,
     ) -> None:
-        """Read and tokenize all pairs.
+        """Read and tokenize the pairs.
 
         Args:
             max_tokens: Limit of prompt and response together, on either side
                 (preference.max_tokens).
             margin: Margin of every pair, or "record": each record has its own.
+            most_records: Number of records to read at most; None reads all of them.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 pair remains.
         """
-        records = _read_records(path)
+        records = _read_records(path, most_records)
         if margin == "record":
             _require_margins(records)
-
         # Empty responses are found as texts, equal ones as tokens: different texts may
         # have the same tokens.
         is_empty = _has_empty_response(records)
@@ -170,8 +171,8 @@ class PreferenceSource:
         )
 
 
-def _read_records(path: str) -> list[PreferenceRecord]:
-    records = read_preferences(path)
+def _read_records(path: str, most: int | None) -> list[PreferenceRecord]:
+    records = read_preferences(path, most)
     if not records:
         raise DataError(
             f"{path} holds no records; expected at least one pair of responses"

@@ -35,14 +35,18 @@ class PromptSource:
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         seed: int,
+        most_records: int | None = None,
     ) -> None:
-        """Read and tokenize all prompts.
+        """Read and tokenize the prompts.
+
+        Args:
+            most_records: Number of records to read at most; None reads all of them.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 prompt remains.
         """
-        records = read_prompts(path)
+        records = read_prompts(path, most_records)
         if not records:
             raise DataError(f"{path} holds no records; expected at least one prompt")
 

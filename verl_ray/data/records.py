@@ -26,6 +26,7 @@ import functools
 import json
 import math
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from verl_ray.data.files import Fields, read_rows
@@ -72,8 +73,11 @@ class PreferenceRecord:
     """Least difference of the scores, chosen minus rejected; None without the field."""
 
 
-def read_prompts(path: str | Path) -> list[PromptRecord]:
-    """Read all prompt records of a file or folder, in its order.
+def read_prompts(path: str | Path, most: int | None = None) -> list[PromptRecord]:
+    """Read the prompt records of a file or folder, in its order.
+
+    Args:
+        most: Number of records to read at most; None reads all of them.
 
     Raises:
         DataError: the path, a line or a field is not what it should be.
@@ -82,28 +86,38 @@ def read_prompts(path: str | Path) -> list[PromptRecord]:
     path = Path(path)
     return [
         _prompt_record(where, fields, default_source=path.stem)
-        for where, fields in read_rows(path)
+        for where, fields in islice(read_rows(path), most)
     ]
 
 
-def read_supervised(path: str | Path) -> list[SupervisedRecord]:
-    """Read all supervised records of a file or folder, in its order.
+def read_supervised(
+    path: str | Path, most: int | None = None
+) -> list[SupervisedRecord]:
+    """Read the supervised records of a file or folder, in its order.
+
+    Args:
+        most: Number of records to read at most; None reads all of them.
 
     Raises:
         DataError: the path, a line or a field is not what it should be.
     """
-    rows = read_rows(Path(path))
+    rows = islice(read_rows(Path(path)), most)
     return [_supervised_record(where, fields) for where, fields in rows]
 
 
-def read_preferences(path: str | Path) -> list[PreferenceRecord]:
-    """Read all preference records of a file or folder, in its order.
+def read_preferences(
+    path: str | Path, most: int | None = None
+) -> list[PreferenceRecord]:
+    """Read the preference records of a file or folder, in its order.
+
+    Args:
+        most: Number of records to read at most; None reads all of them.
 
     Raises:
         DataError: the path, a line or a field is not what it should be, or two
             conversations have different prompts.
     """
-    rows = read_rows(Path(path))
+    rows = islice(read_rows(Path(path)), most)
     return [_preference_record(where, fields) for where, fields in rows]
 
 

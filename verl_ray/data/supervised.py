@@ -39,17 +39,19 @@ class SupervisedSource:
         *,
         max_tokens: int,
         seed: int,
+        most_records: int | None = None,
     ) -> None:
-        """Read and tokenize all demonstrations.
+        """Read and tokenize the demonstrations.
 
         Args:
             max_tokens: Limit of prompt and response together (sft.max_tokens).
+            most_records: Number of records to read at most; None reads all of them.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 demonstration remains.
         """
-        records = read_supervised(path)
+        records = read_supervised(path, most_records)
         if not records:
             raise DataError(
                 f"{path} holds no records; expected at least one demonstration"

@@ -9,14 +9,14 @@ Deliberately not here: requirements that do not depend on an engine
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.config.vllm_limits import ATTENTION_HEAD_SIZES, EXPERTS_HIDDEN_MULTIPLE
 from verl_ray.errors import Problem
-from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.model_files import config_json, has_experts
 
 
@@ -41,6 +41,8 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         nearest = either(nearest_divisors(heads, parallel))
         yield Problem(key, parallel, rule, f"The nearest that do are {nearest}.")
 
+    yield from _cache_problems(engine, settings)
+
     if machine is None or machine.gpus:
         return
 
@@ -64,6 +66,47 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         )
         fix = f"Take one of {either(ATTENTION_HEAD_SIZES)}."
         yield Problem(engine.key, engine.path, rule, fix)
+
+
+def _cache_problems(
+    engine: ServedModel, settings: Mapping[str, object]
+) -> Iterator[Problem]:
+    """Yield a KV cache that cannot hold one row of the greatest length.
+
+    Every layer has a key and a value per token and head. vLLM needs a little more,
+    since it counts in blocks.
+    """
+    layers = settings.get("num_hidden_layers")
+    heads = settings.get("num_attention_heads")
+    hidden = settings.get("hidden_size")
+    if not (isinstance(layers, int) and isinstance(heads, int)):
+        return
+    if not isinstance(hidden, int) or "kv_cache_dtype" in engine.config.vllm_args:
+        return
+    # Layers with a window keep fewer tokens.
+    layer_types = settings.get("layer_types")
+    if isinstance(layer_types, list) and set(layer_types) != {"full_attention"}:
+        return
+
+    kv_heads = settings.get("num_key_value_heads") or heads
+    head_size = settings.get("head_dim") or hidden // heads
+    assert isinstance(kv_heads, int) and isinstance(head_size, int)
+
+    tokens = engine.max_prompt_tokens + engine.max_response_tokens
+    heads_per_rank = max(1, kv_heads // engine.config.tensor_parallel)
+    element_bytes = 4 if engine.config.dtype == "float32" else 2
+    needed = 2 * layers * heads_per_rank * head_size * element_bytes * tokens
+    if needed <= engine.config.kv_cache_gib * GIB:
+        return
+
+    rule = f"one row of {tokens} tokens needs {needed / GIB:.3g} GiB of it"
+    fix = (
+        f"Give more than that, for several rows at a time; or shorter rows, or"
+        f" {engine.section}.dtype=bfloat16."
+    )
+    yield Problem(
+        f"{engine.section}.kv_cache_gib", engine.config.kv_cache_gib, rule, fix
+    )
 
 
 def judge_problems(config: Config) -> Iterator[Problem]:

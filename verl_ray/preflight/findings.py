@@ -34,6 +34,7 @@ from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.remote import url_problem
 from verl_ray.rollout.vllm_core import installed_version
+from verl_ray.tracking.wandb_run import credentials_problem
 
 DATA_SUFFIXES = (".jsonl", ".parquet")
 
@@ -72,6 +73,10 @@ def preflight(
     findings.problems += model_problems(config, machine)
     findings.problems += backend_problems(config, machine)
     findings.problems += _grader_problems(config)
+
+    wandb_problem = credentials_problem(config.tracking.wandb)
+    if wandb_problem is not None:
+        findings.problems.append(wandb_problem)
 
     if config.rollout_task is not None:
         findings.problems += _endpoint_problems(config.rollout_task, machine)

@@ -197,7 +197,7 @@ def resolve(spec: str, key: str = "reward.functions") -> RewardFunction:
         function: RewardFunction = getattr(_run_file(path), name)
     # SystemExit at import is a failure like any other.
     except BaseException as error:
-        cause = short_traceback(error, skip_files=(__file__, "<frozen"))
+        cause = last_cause(short_traceback(error, skip_files=(__file__, "<frozen")))
         rule = f"the file {path} cannot be imported: {cause}"
         raise ConfigError([Problem(key, spec, rule, "Correct it")]) from error
 
@@ -268,3 +268,17 @@ def short_traceback(
         report.stack.pop(0)
     del report.stack[:-_FRAMES]
     return "".join(report.format(chain=False)).strip()[-limit:]
+
+
+def last_cause(detail: str) -> str:
+    """Return a failed score's detail in one line, with the place of a raised error.
+
+    Args:
+        detail: A sentence, or the text of a traceback.
+    """
+    lines = detail.strip().splitlines() or ["no reason was given"]
+    places = re.findall(r'File "([^"]+)", line (\d+)', detail)
+    if not places:
+        return lines[-1]
+    path, line = places[-1]
+    return f"{lines[-1]} ({path}, line {line})"

@@ -13,6 +13,7 @@ statistics.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -163,7 +164,7 @@ class WandbTracker(Tracker):
 
         try:
             if self._online and not wandb.login(prompt=False):
-                raise ConfigError([_no_credentials("online")])
+                raise ConfigError([_no_credentials()])
             run: wandb.Run = wandb.init(**self._arguments)
         except ConfigError:
             raise
@@ -191,11 +192,33 @@ class WandbTracker(Tracker):
         os.environ.pop("WANDB_SERVICE", None)
 
 
-def _no_credentials(mode: str) -> Problem:
+def credentials_problem(config: WandbConfig) -> Problem | None:
+    """Return a problem if W&B is online and there are no credentials here.
+
+    W&B's server is not asked.
+    """
+    if config.mode != "online":
+        return None
+
+    # W&B takes half a second to import.
+    import wandb
+
+    # It prints where it looks for credentials.
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            if wandb.login(prompt=False, verify=False):
+                return None
+        except Exception as error:
+            fix = "Correct WANDB_API_KEY, run `wandb login`, or choose offline."
+            return Problem("tracking.wandb.mode", config.mode, f"W&B: {error}", fix)
+    return _no_credentials()
+
+
+def _no_credentials() -> Problem:
     """Return the problem of a W&B run without credentials."""
     return Problem(
         "tracking.wandb.mode",
-        mode,
+        "online",
         "there are no W&B credentials here, or WANDB_MODE keeps W&B from using them",
         "Set WANDB_API_KEY, run `wandb login`, or choose offline.",
     )

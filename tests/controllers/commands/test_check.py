@@ -251,6 +251,7 @@ def test_a_step_of_preferences_is_counted_in_pairs(
                 "reward_model",
                 *inputs,
                 "preference.max_tokens=64",
+                "--data=off",
             ]
         )
         == 0

@@ -57,7 +57,7 @@ def run(
     config = inputs.config(
         "grpo", folder, "rollout.num_replicas=2", "rollout.stream_rows=1", "rollout.in_flight=8",
         "rollout.max_response_tokens=24", f"rollout.group_size={GROUP}", "rollout.health.interval_s=0.2",
-        "rollout.health.deadline_s=12", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
+        "rollout.health.deadline_s=20", "rollout.health.max_restarts=1", "rollout.endpoint.enabled=true",
         "rollout.endpoint.port=0", "data.max_prompt_tokens=500",
     )  # fmt: skip
     groups, by_name = start_some(config, folder, sampling=True)

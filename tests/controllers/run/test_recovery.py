@@ -155,7 +155,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     run = given(*shlex.split(to_go_on), "run.checkpoint_every=1")
     wait_for_step(run, broken, STEPS - 1)
     os.kill(run.pid, signal.SIGKILL)
-    output, _ = run.communicate(timeout=60)
+    output, _ = run.communicate(timeout=200)
     assert f"continuing after step {saved}" in output
 
     code, output = finish(start(inputs, broken, f"run.total_steps={STEPS}"))

@@ -94,7 +94,9 @@ def saved(config: RLConfig, *, earlier: bool = False) -> None:
 
 
 def asked(inputs: Inputs, run_dir: Path, *changes: str) -> RLConfig:
-    return inputs.config("ppo", run_dir, "run.threads_per_rank=auto", *changes)
+    # A name of its own would hold the second in which it was made.
+    own = ("run.name=asked", "run.threads_per_rank=auto")
+    return inputs.config("ppo", run_dir, *own, *changes)
 
 
 @pytest.mark.parametrize("shape", [SHAPE, TWO_NODES])

@@ -76,7 +76,7 @@ def wandb_history(run_dir: Path) -> list[dict[str, float]]:
     (session,) = (run_dir / "wandb").glob("offline-run-*")
     reader = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(session)]
     printed = subprocess.run(
-        reader, check=True, capture_output=True, text=True, timeout=60
+        reader, check=True, capture_output=True, text=True, timeout=200
     ).stdout
     records = [json.loads(line) for line in printed.splitlines()]
     return [

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from controllers.system.build import System
-from controllers.trainers.base import MakeTrainer
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.objectives import SupervisedObjective
@@ -82,26 +81,22 @@ class ImitationTrainer(SupervisedTrainer[StudentWorker]):
         return Evaluation({"val-core/held_out/rows": float(len(self.held_out))})
 
 
-class ImitationTask(SupervisedTask[ImitationConfig]):
+class ImitationTask(SupervisedTask[ImitationConfig, SupervisedSource]):
     workers: ClassVar = {"student": StudentWorker}
 
-    def read(self, *, trains: bool = True) -> MakeTrainer:
-        config, wanted = self.config, self.config.imitation
-        tokenizer = load_tokenizer(config.student.model.path)
-        source = SupervisedSource(
+    def read(self, *, trains: bool = True) -> SupervisedSource:
+        config = self.config
+        return SupervisedSource(
             config.data.train_path,
-            tokenizer,
+            load_tokenizer(config.student.model.path),
             config.data,
-            max_tokens=wanted.max_tokens,
+            max_tokens=config.imitation.max_tokens,
             seed=config.run.seed,
         )
 
-        def make(system: System) -> ImitationTrainer:
-            student = system.models["student"]
-            trainer = ImitationTrainer(
-                "student", student, source, source.all(4), wanted.batch_size, 5
-            )
-            trainer.weight = wanted.weight
-            return trainer
-
-        return make
+    def make_trainer(self, data: SupervisedSource, system: System) -> ImitationTrainer:
+        student = system.models["student"]
+        batch_size = self.config.imitation.batch_size
+        trainer = ImitationTrainer("student", student, data, data.all(4), batch_size, 5)
+        trainer.weight = self.config.imitation.weight
+        return trainer

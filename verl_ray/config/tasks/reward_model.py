@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from verl_ray.config.data import PreferenceDataConfig
+from verl_ray.config.data import PreferenceDataConfig, RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.schema import Config
 from verl_ray.config.section import NonNegativeFloat, Positive, Section
@@ -69,6 +69,16 @@ class RewardModelConfig(Config):
     def rows_per_unit(self) -> int:
         """Number of rows of a pair."""
         return 2
+
+    @property
+    def row_format(self) -> RowFormat:
+        return RowFormat(
+            "preference",
+            self.preference.max_tokens,
+            "preference.max_tokens",
+            self.data,
+            self.preference.margin,
+        )
 
     @property
     def longest_row(self) -> tuple[int, str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from verl_ray.config.data import RowFormat
 from verl_ray.config.roles import ModelRole, SupervisedRole
 from verl_ray.config.rules.run import stopping_is_measured
 from verl_ray.config.schema import Config
@@ -47,6 +48,10 @@ class SFTConfig(Config):
     def examples_per_step(self) -> int:
         """Number of rows per step."""
         return self.sft.batch_size
+
+    @property
+    def row_format(self) -> RowFormat:
+        return RowFormat("supervised", self.sft.max_tokens, "sft.max_tokens")
 
     @property
     def longest_row(self) -> tuple[int, str]:

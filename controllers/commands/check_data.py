@@ -1,0 +1,121 @@
+"""The data in the output of `check`: lengths, two rows, and trial scores.
+
+Invariant: rows are shown as the model will see them, special tokens included.
+Deliberately not here: reading the files and trying the functions
+(`verl_ray/preflight/data_files.py`, `reward_trial.py`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import textwrap
+from collections.abc import Sequence
+
+import numpy as np
+from rich.table import Table
+
+from verl_ray.config.data import RowFormat
+from verl_ray.config.schema import Config
+from verl_ray.preflight.data_files import DataFile
+from verl_ray.preflight.memory_table import print_tables
+from verl_ray.preflight.reward_trial import Trial
+from verl_ray.rewards.health import Score, ScoreHealth
+
+SHOWN_CHARACTERS = 800
+"""Characters of a row that are shown."""
+
+_QUANTILES = {"min": 0.0, "median": 0.5, "99 %": 0.99, "max": 1.0}
+_UNITS = {"prompt": "prompt", "supervised": "row", "preference": "row"}
+
+
+def print_data(
+    config: Config, files: Sequence[DataFile], trials: Sequence[Trial]
+) -> None:
+    """Print the lengths of the rows, the first rows, and the trial scores."""
+    row_format = config.row_format
+    if row_format is None or not files:
+        return
+
+    for file in files[:1]:
+        for number, example in enumerate(file.examples, start=1):
+            _print_row(file, number, example, row_format)
+
+    print_tables(_length_table(config, files, row_format))
+    if trials:
+        print_tables(_trial_table(trials))
+
+
+def _print_row(file: DataFile, number: int, text: str, row_format: RowFormat) -> None:
+    """Print a row, indented."""
+    unit = _UNITS[row_format.kind]
+    tokens = file.lengths[number - 1]
+    print(f"{unit} {number} of {file.key}, as the model sees it ({tokens} tokens):")
+
+    width = max(40, shutil.get_terminal_size().columns - 4)
+    shown = text[:SHOWN_CHARACTERS]
+    for line in shown.splitlines():
+        for part in textwrap.wrap(line, width, drop_whitespace=False) or [""]:
+            print(f"  | {part}")
+    if len(text) > SHOWN_CHARACTERS:
+        print(f"  ... and {len(text) - SHOWN_CHARACTERS} more characters")
+    print()
+
+
+def _length_table(
+    config: Config, files: Sequence[DataFile], row_format: RowFormat
+) -> Table:
+    """Return the distribution of the lengths, a row per file."""
+    unit = _UNITS[row_format.kind]
+    limit = f"{row_format.max_tokens_key} = {row_format.max_tokens}"
+    table = Table(
+        title=f"tokens of a {unit} ({limit})",
+        title_justify="left",
+        caption=_passes(config, files),
+        caption_justify="left",
+    )
+    table.add_column("file", overflow="fold")
+    for heading in ("read", "left out", *_QUANTILES):
+        table.add_column(heading, justify="right", overflow="fold")
+
+    for file in files:
+        count = str(file.num_examples)
+        if not file.is_whole:
+            count = f"first {count}"
+        quantiles = np.quantile(file.lengths, list(_QUANTILES.values()))
+        cells = [f"{quantile:.0f}" for quantile in quantiles]
+        table.add_row(file.key, count, str(file.skipped), *cells)
+    return table
+
+
+def _passes(config: Config, files: Sequence[DataFile]) -> str | None:
+    """Return how often the run uses its data, in words."""
+    train = files[0]
+    if not train.is_whole or train.key != "data.train_path":
+        return None
+    steps = config.run.total_steps
+    total = steps * config.examples_per_step
+    return (
+        f"{steps} steps of {config.examples_per_step} are"
+        f" {total / train.num_examples:.3g} passes over {train.num_examples}"
+    )
+
+
+def _trial_table(trials: Sequence[Trial]) -> Table:
+    """Return the scores of a record's own answer and of an empty response."""
+    table = Table(title="rewards, tried on one record each", title_justify="left")
+    for heading in ("data source", "function"):
+        table.add_column(heading, overflow="fold")
+    for heading in ("its own answer", "empty response"):
+        table.add_column(heading, justify="right", overflow="fold")
+
+    for trial in trials:
+        table.add_row(
+            trial.data_source, trial.function, _cell(trial.own), _cell(trial.empty)
+        )
+    return table
+
+
+def _cell(score: Score) -> str:
+    if score.health == ScoreHealth.OK:
+        return f"{score.value:g}"
+    return score.health.name.lower()

@@ -1,0 +1,209 @@
+"""Data files and reward functions as `check` sees them, with a real tokenizer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controllers.compose.composition import compose
+from tests.preflight.configs import settled
+from verl_ray.config.schema import Config
+from verl_ray.data.tokenizers import train_bpe
+from verl_ray.errors import DataError, Problem
+from verl_ray.preflight import data_files
+from verl_ray.preflight.data_files import examine_data, problem_of
+from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+
+GOOD = [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(40)]
+ARGUMENTS = "(response, answer, *, prompt, data_source, extra)"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    train_bpe(folder, ["0 + 1 = 1"], vocab_size=259)
+    return folder
+
+
+def config_of(tokenizer: Path, records: Path, *overrides: str) -> Config:
+    own = [
+        f"model.path={tokenizer}",
+        f"data.train_path={records}",
+        "data.validation_path=null",
+        "run.evaluate_every=0",
+    ]
+    return settled(compose("grpo", [*own, *overrides]))
+
+
+def write(folder: Path, records: Sequence[object]) -> Path:
+    path = folder / "records.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def test_rows_are_what_the_run_would_read(tokenizer: Path, tmp_path: Path) -> None:
+    config = config_of(tokenizer, write(tmp_path, GOOD))
+    findings = examine_data(config)
+    (file,) = findings.files
+    assert (findings.problems, findings.warnings) == ([], [])
+    assert (file.num_examples, file.is_whole, file.skipped) == (40, True, 0)
+    text = "<|im_start|>user\n0 + 0 = <|im_end|>\n<|im_start|>assistant\n"
+    assert file.examples[0] == text
+    # Every byte is a token, and so is each of the three special tokens.
+    rest = text.replace("<|im_start|>", "").replace("<|im_end|>", "")
+    assert file.lengths[0] == len(rest) + 3
+    assert np.array_equal(
+        file.lengths, [file.lengths[0]] * 10 + [file.lengths[0] + 2] * 30
+    )
+
+
+def test_of_a_large_file_the_beginning_is_read(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, [*GOOD, {"prompt": "no answer"}])
+    monkeypatch.setattr(data_files, "WHOLE_BYTES", 100)
+    monkeypatch.setattr(data_files, "SAMPLE_RECORDS", 40)
+    (file,) = examine_data(config_of(tokenizer, path)).files
+    assert (file.num_examples, file.is_whole) == (40, False)
+
+
+def test_a_step_that_is_larger_than_the_data_is_a_warning(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    config = config_of(tokenizer, write(tmp_path, GOOD[:3]))
+    (warning,) = examine_data(config).warnings
+    assert warning.startswith("data.train_path has 3 examples and a step takes 32")
+
+
+def problem(tokenizer: Path, path: Path, *overrides: str) -> Problem:
+    (problem,) = examine_data(config_of(tokenizer, path, *overrides)).problems
+    assert (problem.key, problem.value) == ("data.train_path", str(path))
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("records", "override", "rule", "fix"),
+    [
+        ([], "", "holds no records", "Expected at least one prompt."),
+        ([GOOD[0], {"prompt": "a"}], "", "line 2: no field 'answer'", ""),
+        (
+            [{"prompt": "a" * 600, "answer": ""}],
+            "",
+            "1 of 1 rows are longer than data.max_prompt_tokens = 512; the longest",
+            "Set data.max_prompt_tokens=6",
+        ),
+        (
+            [{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}],
+            "data.apply_chat_template=false",
+            "line 1: found chat messages, but no chat template is applied",
+            "Expected plain text",
+        ),
+    ],
+)
+def test_what_the_run_would_refuse(
+    tokenizer: Path,
+    tmp_path: Path,
+    records: list[object],
+    override: str,
+    rule: str,
+    fix: str,
+) -> None:
+    path = write(tmp_path, records)
+    found = problem(tokenizer, path, *[override] * bool(override))
+    assert found.rule.startswith(rule)
+    assert found.fix.startswith(fix)
+
+
+def test_files_that_are_not_what_their_names_say(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    parquet = tmp_path / "a.parquet"
+    parquet.write_text("hello")
+    assert "cannot be read as Parquet" in problem(tokenizer, parquet).rule
+    lines = tmp_path / "b.jsonl"
+    lines.write_text('{"prompt": \n')
+    assert problem(tokenizer, lines).rule.startswith("line 1: not JSON")
+
+
+def test_an_error_is_split_where_its_fix_begins() -> None:
+    error = DataError("/a.jsonl, line 2: found 3, expected text; or nothing")
+    found = problem_of("data.train_path", "/a.jsonl", error)
+    assert found.rule == "line 2: found 3"
+    assert found.fix == "Expected text; or nothing."
+
+
+# -------------------------------------------------------------------- reward functions
+
+
+def trial(tokenizer: Path, folder: Path, body: str, *overrides: str) -> TrialFindings:
+    script = folder / "own.py"
+    script.write_text(body)
+    config = config_of(
+        tokenizer,
+        write(folder, GOOD),
+        f"reward.functions={{default: {script}:f}}",
+        *overrides,
+    )
+    return try_rewards(config, examine_data(config).files)
+
+
+@pytest.mark.processes
+def test_a_function_scores_an_own_answer_and_an_empty_one(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    body = f"def f{ARGUMENTS}: return 0.5 * (response == answer)\n"
+    findings = trial(tokenizer, tmp_path, body)
+    (tried,) = findings.trials
+    assert (tried.own.value, tried.empty.value) == (0.5, 0.0)
+    assert (tried.data_source, findings.problems, findings.warnings) == (
+        "records",
+        [],
+        [],
+    )
+
+    same = trial(tokenizer, tmp_path, f"def f{ARGUMENTS}: return 1\n")
+    assert "and an empty response the same score, 1" in same.warnings[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("body", "rule"),
+    [
+        ("import nowhere_at_all", "No module named 'nowhere_at_all' ("),
+        ("def f(response): return 1.0", "does not take the arguments"),
+        (f"def f{ARGUMENTS}: return 'good'", "returned str 'good'"),
+        (f"def f{ARGUMENTS}: return float('nan')", "the function returned nan"),
+        (
+            f"def f{ARGUMENTS}: return 1 / len(response)",
+            "empty response of data source",
+        ),
+        (f"import os\ndef f{ARGUMENTS}: os._exit(3)", "exited with status 3"),
+        (f"import time\ndef f{ARGUMENTS}: time.sleep(60)", "no score within 1 s"),
+    ],
+)
+def test_a_function_that_fails_is_a_problem_of_few_lines(
+    tokenizer: Path, tmp_path: Path, body: str, rule: str
+) -> None:
+    text = f"f = None\n{body}\n"
+    (found,) = trial(tokenizer, tmp_path, text, "reward.deadline_s=1").problems
+    assert found.key == "reward.functions.default"
+    assert rule in found.rule and "\n" not in found.rule
+    # The user's code ran in a process of its own.
+    assert not any(name.endswith("own.py") for name in sys.modules)
+
+
+def test_every_answer_is_tried_on_a_built_in_function(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    records = [*GOOD, {"prompt": "a", "answer": "none"}]
+    config = config_of(
+        tokenizer, write(tmp_path, records), "reward.functions={default: gsm8k}"
+    )
+    (found,) = try_rewards(config, examine_data(config).files).problems
+    assert found.key == "data.train_path"
+    assert found.rule.startswith("record 41 cannot be graded by reward.functions")
