@@ -164,6 +164,7 @@ def _run_with_config(
             overrides,
             config_dir,
             evaluates=command == "evaluate",
+            trains=command == "train",
         )
         config = checked.config
         print_warnings(checked.warnings, sys.stderr)
