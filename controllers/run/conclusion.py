@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +24,9 @@ from verl_ray.algorithms.intervals import Interval
 from verl_ray.cluster.signals import stop_requested
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
-from verl_ray.errors import Interrupted
+from verl_ray.errors import Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
+from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import best_step, intervals, paired_differences
 from verl_ray.tracking.durations import phase_durations
 from verl_ray.tracking.evaluations import (
@@ -166,19 +167,29 @@ def report_of(
     evaluations = _evaluations(lines)
     before, after = _first_and_last(evaluations)
 
+    # A damaged file is named, and leaves out its part of the report.
+    damage: list[str] = []
+
     # Records of older versions have no scores.
     paths = recorded_evaluations(folder)
-    scores = {
-        side.step: read_scores(paths[side.step])
-        for side in (before, after)
-        if side is not None and side.step in paths
-    }
+    scores: dict[int, HeldOutScores] = {}
+    for side in (before, after):
+        if side is not None and side.step in paths:
+            with _noting(damage):
+                scores[side.step] = read_scores(paths[side.step])
     changes: Mapping[str, Interval] = {}
     if len(scores) == 2:
         first, last = (scores[step] for step in sorted(scores))
         changes = paired_differences(first, last)
 
-    total_s = wall_s(read_history(folder))
+    samples: list[Sample] = []
+    with _noting(damage):
+        samples = newest_samples(folder)[:SHOWN_SAMPLES]
+
+    total_s = 0.0
+    with _noting(damage):
+        total_s = wall_s(read_history(folder))
+
     return Report(
         title=title,
         total_s=total_s,
@@ -187,10 +198,19 @@ def report_of(
         after=_with_intervals(after, scores),
         changes=changes,
         best=_best_in_words(task, evaluations),
-        warnings=warnings,
-        samples=newest_samples(folder)[:SHOWN_SAMPLES],
+        warnings=[*warnings, *damage],
+        samples=samples,
         outputs=outputs,
     )
+
+
+@contextlib.contextmanager
+def _noting(damage: list[str]) -> Iterator[None]:
+    """Add a file of the record that cannot be read to a list, instead of failing."""
+    try:
+        yield
+    except TrackingError as error:
+        damage.append(str(error))
 
 
 def _evaluations(lines: Sequence[Metrics]) -> dict[int, Metrics]:

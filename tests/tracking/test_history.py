@@ -44,11 +44,19 @@ def test_the_processes_of_a_run_add_up(
     assert len(read_history(tmp_path)) == 1
 
 
-def test_a_damaged_history_is_named(tmp_path: Path) -> None:
+def test_a_damaged_history_is_named_and_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / HISTORY).write_text("[1]\n")
     with pytest.raises(TrackingError, match=r"history\.jsonl: cannot be read"):
         read_history(tmp_path)
     assert read_history(tmp_path / "elsewhere") == []
+
+    begin_stint(tmp_path, 4, 1.0)
+    assert "history.jsonl: cannot be read" in capsys.readouterr().err
+    assert [stint.first_step for stint in read_history(tmp_path)] == [4]
+    (tmp_path / HISTORY).unlink()
+    end_stint(tmp_path, 5, "finished")
 
 
 def test_the_phases_of_a_run() -> None:

@@ -10,6 +10,7 @@ Deliberately not here: what the processes did (`jsonl.py`).
 from __future__ import annotations
 
 import json
+import sys
 import time
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -54,11 +55,15 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
         begun_s: Time at which the process began, in seconds since 1970.
 
     Raises:
-        TrackingError: The history cannot be read or written.
+        TrackingError: The history cannot be written.
     """
     stints: list[Stint] = []
     if step > 0:
-        stints = read_history(run_dir)
+        # The history is not the state of a run, so damage to it ends none.
+        try:
+            stints = read_history(run_dir)
+        except TrackingError as error:
+            print(f"warning: {error}", file=sys.stderr, flush=True)
     if stints and stints[-1].ending == "running":
         stints[-1] = _killed(stints[-1], run_dir / METRICS)
 
@@ -77,7 +82,12 @@ def end_stint(run_dir: Path, step: int, ending: Ending) -> None:
     Raises:
         TrackingError: The history cannot be read or written.
     """
-    *before, last = read_history(run_dir)
+    stints = read_history(run_dir)
+    # Somebody may have removed the file in the meantime.
+    if not stints:
+        return
+
+    *before, last = stints
     ended = replace(last, ended_s=time.time(), last_step=step, ending=ending)
     _write(run_dir, [*before, ended])
 
@@ -96,8 +106,8 @@ def read_history(run_dir: Path) -> list[Stint]:
         return [Stint(**json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError) as error:
         raise TrackingError(
-            f"{path}: cannot be read ({error!r}); remove it, and the run forgets how"
-            " long its earlier processes took"
+            f"{path}: cannot be read ({error!r}); without it, nobody knows how long"
+            " the earlier processes of the run took"
         ) from error
 
 

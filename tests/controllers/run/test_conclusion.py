@@ -105,6 +105,17 @@ def test_a_run_that_was_broken_off_reports_the_same(
     assert capsys.readouterr().out == ""
 
 
+def test_damage_to_the_record_costs_only_a_part_of_the_report(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path, *LONG)
+    trackers = recorded(config, {0: 2, 3: 8}, steps=3)
+    (tmp_path / "evaluations" / "step_000003.jsonl").write_text("[")
+    assert concluding(config, trackers).finish() == 0
+    text = capsys.readouterr().out
+    assert "step_000003.jsonl: cannot be read" in text and "+0.6" in text
+
+
 def test_a_failed_run_goes_on_from_a_checkpoint_if_there_is_one(
     inputs: Inputs, tmp_path: Path
 ) -> None:
