@@ -21,8 +21,9 @@ from controllers.commands.check import (
     print_problems,
     print_warnings,
 )
-from controllers.commands.resume_hint import resume_hint
+from controllers.commands.resume_hint import failure_hint, resume_hint
 from controllers.commands.usage import HELP, USAGE, parser_of
+from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
@@ -163,9 +164,16 @@ def _run_with_config(
             overrides,
             config_dir,
             evaluates=command == "evaluate",
+            trains=command == "train",
         )
         config = checked.config
         print_warnings(checked.warnings, sys.stderr)
+
+        if command == "train":
+            step = finished_step(config)
+            if step is not None:
+                show_finished(config, step)
+                return 0
 
         # The module is imported only now, since it brings torch and ray.
         module = importlib.import_module(f"controllers.commands.{command}")
@@ -180,6 +188,15 @@ def _run_with_config(
             hint = resume_hint(config, arguments)
             print(f"{stop}. {hint}", file=sys.stderr, flush=True)
         return stop.exit_code
+    except Exception as error:
+        # A mistake in the configuration has its fix in its message.
+        is_mistake = isinstance(error, ConfigError)
+        if command == "train" and config is not None and not is_mistake:
+            with contextlib.suppress(OSError):
+                way_on = failure_hint(config, arguments)
+                if way_on is not None:
+                    error.add_note(way_on)
+        raise
 
 
 def _stoppable(work: Callable[[], int]) -> int:

@@ -24,10 +24,10 @@ from verl_ray.data.stages import (
     Credit,
     Divergence,
     LogProbs,
+    Recitals,
     Rollouts,
     RowRewards,
     Rows,
-    Scores,
     TrainingBatch,
     Values,
 )
@@ -158,20 +158,32 @@ class ActorWorker(ModelWorker):
         """
         return self.learn(rows, SupervisedObjective())
 
-    def score_supervised(self, rows: TrainingBatch) -> Scores:
-        """Score each row 1 where greedy decoding writes its responses, else 0.
+    def recite(self, rows: TrainingBatch) -> Recitals:
+        """Return how probable the responses of each row are, and whether greedily so.
 
-        That is the case where every response token is the model's most probable one.
+        Greedy decoding writes a response where each of its tokens is the model's most
+        probable one.
         """
         outputs = self.engine.forward(
             rows, RequestedOutputs(log_probs=True, greedy=True)
         )
-        assert outputs.greedy is not None
+        assert outputs.greedy is not None and outputs.log_probs is not None
 
+        mask = rows.response_mask
+        row_of_token = rows.row_of_token[mask]
+        num_rows = rows.num_rows
         # A row without response tokens has no wrong one.
-        is_wrong = rows.response_mask & ~outputs.greedy
-        num_wrong = np.bincount(rows.row_of_token[is_wrong], minlength=rows.num_rows)
-        return Scores.ok((num_wrong == 0).astype(np.float32))
+        is_wrong = ~outputs.greedy[mask]
+        num_wrong = np.bincount(row_of_token[is_wrong], minlength=num_rows)
+        log_prob = np.bincount(
+            row_of_token, weights=outputs.log_probs[mask], minlength=num_rows
+        )
+        return Recitals(
+            offsets=np.zeros(num_rows + 1, np.int64),
+            exact=num_wrong == 0,
+            log_prob=log_prob.astype(np.float64),
+            response_length=np.bincount(row_of_token, minlength=num_rows),
+        )
 
     # ----------------------------------------------------------------------- publishing
 

@@ -17,6 +17,7 @@ from typing import TextIO
 from controllers.commands.check_data import print_data
 from controllers.commands.check_tables import auto_table, batch_table, role_table
 from controllers.compose.composition import examine
+from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
 from verl_ray.config.resolve import resolutions, resolve
 from verl_ray.config.schema import Config
@@ -55,6 +56,7 @@ def checked_config(
     config_dir: str | None,
     *,
     evaluates: bool = False,
+    trains: bool = False,
     reads_data: bool = True,
 ) -> Checked:
     """Check a configuration, the machine, the data and the reward functions.
@@ -64,6 +66,8 @@ def checked_config(
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
         evaluates: whether the command is `evaluate`.
+        trains: whether the command is `train`, for which a finished run has nothing to
+            read any more.
         reads_data: whether to read the data files and to try the reward functions.
 
     Raises:
@@ -75,17 +79,14 @@ def checked_config(
     findings = Findings()
 
     if config is not None:
-        refusal = config.evaluation_refusal if evaluates else None
-        if refusal is not None:
-            rule, fix = refusal
-            problems.append(Problem("--config-name", config_name, rule, fix))
-
         # The machine is checked in any case, so that all problems come together.
         findings = preflight(config, machine_of(config), evaluates=evaluates)
         problems = _together(problems, findings.problems)
 
     data = DataFindings()
     trials = TrialFindings()
+    if config is not None and trains and finished_step(config) is not None:
+        reads_data = False
     if config is not None and reads_data and not _hide_data(problems):
         planned = resolve(config, facts_here(config, machine_of(config)))
         data = examine_data(planned, evaluates=evaluates)

@@ -7,16 +7,11 @@ here: when a run stops (`controllers/run/stopping.py`).
 from __future__ import annotations
 
 import os
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from controllers.run.next_command import SCRIPT, in_shell, program_words
 from verl_ray.config.schema import Config
-from verl_ray.paths import in_ray_package
-
-SCRIPT = "VERL_RAY_SCRIPT"
-"""Environment variable in which a script that stands for a command names itself."""
 
 SCRIPT_ARGUMENTS = ("train", "--config-name", "quickstart")
 """The arguments that such a script stands for, so that messages can leave them out."""
@@ -35,8 +30,7 @@ def resume_hint(config: Config | None, arguments: Sequence[str]) -> str:
     has_checkpoints = False
     if config is not None:
         resume = config.run.resume
-        folder = Path(config.run.dir) / "checkpoints"
-        has_checkpoints = any(folder.glob("step_*"))
+        has_checkpoints = _has_checkpoints(config)
 
     command = command_to_resume(
         _typed_words(arguments),
@@ -50,15 +44,39 @@ def resume_hint(config: Config | None, arguments: Sequence[str]) -> str:
     return f"{heading}:\n{command}"
 
 
+def failure_hint(config: Config, arguments: Sequence[str]) -> str | None:
+    """Return the command that continues a failed run, with a heading.
+
+    None if there is no checkpoint to continue from: the message of the failure says
+    what to change, and what was typed is still there.
+
+    Args:
+        config: the configuration.
+        arguments: the arguments of `verl-ray`.
+    """
+    if not _has_checkpoints(config):
+        return None
+
+    command = command_to_resume(
+        _typed_words(arguments),
+        config.run.resume,
+        has_checkpoints=True,
+        current_folder=Path.cwd(),
+    )
+    return f"To go on from the newest checkpoint, once the cause is mended:\n{command}"
+
+
+def _has_checkpoints(config: Config) -> bool:
+    return any((Path(config.run.dir) / "checkpoints").glob("step_*"))
+
+
 def _typed_words(arguments: Sequence[str]) -> list[str]:
     """Return the words of the command line, as the user typed them."""
     # The user typed the script's name in place of its first arguments.
     script = os.environ.get(SCRIPT)
     if script:
         return [script, *arguments[len(SCRIPT_ARGUMENTS) :]]
-    if Path(sys.argv[0]).name == "verl-ray":
-        return ["verl-ray", *arguments]
-    return [sys.orig_argv[0], "-m", "controllers", *arguments]
+    return [*program_words(), *arguments]
 
 
 def command_to_resume(
@@ -85,10 +103,7 @@ def command_to_resume(
         words = [word for word in words if not _sets_resume(word)]
         words.append("run.resume=auto")
 
-    if in_ray_package(current_folder):
-        words = ["ray", "job", "submit", "--working-dir", ".", "--", *words]
-
-    return shlex.join(words)
+    return in_shell(words, current_folder)
 
 
 def _sets_resume(word: str) -> bool:

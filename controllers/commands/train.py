@@ -7,13 +7,14 @@ anything starts. Deliberately not here: the loop around a step
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from controllers.run.claim import claim
-from controllers.run.conclusion import conclude
+from controllers.run.conclusion import Conclusion
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import Recovery
@@ -37,6 +38,7 @@ def train(config: Config) -> int:
     The code is 0, or 1 if the run promised a gain (prepare.min_gain) and did not reach
     it.
     """
+    begun_s = time.time()
     with claim(config.run.dir):
         # The checkpoint is looked for first, so that a refusal changes nothing.
         resumption = Resumption(config)
@@ -51,17 +53,30 @@ def train(config: Config) -> int:
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.set_aside_old_record()
 
-        with open_session(config) as session:
-            return run(config, session, resumption, data)
+        conclusion = Conclusion(config, resumption.step or 0, begun_s)
+        try:
+            with open_session(config) as session:
+                run(config, session, resumption, conclusion, data)
+        except BaseException as failure:
+            conclusion.break_off(failure)
+            raise
+        return conclusion.finish()
 
 
-def run(requested: Config, session: Session, resumption: Resumption, data: Any) -> int:
+def run(
+    requested: Config,
+    session: Session,
+    resumption: Resumption,
+    conclusion: Conclusion,
+    data: Any,
+) -> None:
     """Run a job on an open cluster, from its newest checkpoint or from the beginning.
 
     Args:
         requested: the configuration as the user gave it, which may hold `auto`.
         session: the cluster.
         resumption: the checkpoint that the run continues from, if any.
+        conclusion: receives the task and its record, once they exist.
         data: what the run's task has read; None if the run makes its data.
     """
     shape = ClusterShape.of(session)
@@ -85,12 +100,11 @@ def run(requested: Config, session: Session, resumption: Resumption, data: Any) 
         start(config, session, task.workers) as system,
         recording(config, resumption) as trackers,
     ):
+        conclusion.record(task, trackers)
         trainer = task.make_trainer(data, system)
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)
-
-    return conclude(task, trackers, loop.samples)
 
 
 def _write_config(config: Config) -> None:

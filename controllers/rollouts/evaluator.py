@@ -7,26 +7,32 @@ when a run evaluates (`controllers/run/loop.py`), and the command that does noth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
-from verl_ray.data.stages import Finish, Prompts, Rollouts
+from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import ResponseScores, Shaping
-from verl_ray.tracking.base import Sample
+from verl_ray.tracking.base import HeldOutResponse, Sample
+from verl_ray.tracking.evaluations import HeldOutScores, digest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+ROWS_AT_ONCE = 256
+"""Responses that the driver reads from the object store at once."""
 
 
 class Evaluator:
@@ -44,12 +50,19 @@ class Evaluator:
         self._prompts = prompts
         self._shaping = Shaping(config)
 
+        messages = prompts.messages.texts()
+        answers = prompts.answer.texts()
+        self._digests = [
+            digest(prompt.encode(), answer.encode())
+            for prompt, answer in zip(messages, answers, strict=True)
+        ]
+
     def evaluate(
         self,
         producer: Producer,
         policy_version: int,
         timers: Timers,
-    ) -> tuple[Metrics, list[Sample]]:
+    ) -> Evaluation:
         """Evaluate the present policy.
 
         A response that a function failed to score counts as wrong. Any other failed
@@ -61,7 +74,8 @@ class Evaluator:
             timers: Timers that record the evaluation.
 
         Returns:
-            Accuracy on the held-out problems, and the first rollouts as text.
+            Accuracy on the held-out problems, the scores of each problem, and the
+            first rollouts as text.
         """
         evaluation = self._config.evaluation
         staleness = self._config.rollout.staleness
@@ -74,15 +88,26 @@ class Evaluator:
 
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
+        responses = HeldOutResponses(
+            experience.rollouts,
+            scores.score,
+            self._tokenizer,
+            stall_s=self._config.run.stall_s,
+        )
 
-        metrics = self._score_metrics(scores, raw_scores)
         response_length = experience.rollouts.row("response_length")
+        metrics = self._score_metrics(scores, raw_scores)
         metrics |= {
             "val-aux/failed_scores": float((~scores.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),
             "val-aux/response_length/mean": float(response_length.mean()),
         }
-        return metrics, self._samples(experience.rollouts, scores)
+        return Evaluation(
+            metrics,
+            samples=responses.samples(evaluation.samples),
+            scores=self._scores_of_problems(scores, raw_scores),
+            responses=responses,
+        )
 
     def _score_metrics(
         self,
@@ -94,43 +119,102 @@ class Evaluator:
         prompt_sources = self._prompts.data_source.texts()
         sources: list[str] = np.repeat(prompt_sources, group_size).tolist()
 
-        # Scores of a function are right or wrong. Those of a model have any scale, so
-        # their mean is no accuracy.
-        scored_by_function = (
-            HELD_OUT_GRADER in raw_scores or self._config.reward.kind == "function"
-        )
-        if scored_by_function:
+        if self._is_right_or_wrong(raw_scores):
             metrics = held_out_measures.accuracy(sources, scores, group_size)
         else:
             metrics = held_out_measures.held_out_rewards(sources, scores, group_size)
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 
-    def _samples(
+    def _scores_of_problems(
+        self,
+        scores: ResponseScores,
+        raw_scores: Mapping[str, ResponseScores],
+    ) -> HeldOutScores:
+        """Return the scores of each problem, as they count in its metric."""
+        group_size = self._config.evaluation.group_size
+        right_or_wrong = self._is_right_or_wrong(raw_scores)
+        metrics = [
+            held_out_measures.metric_name(
+                source, group_size, right_or_wrong=right_or_wrong
+            )
+            for source in self._prompts.data_source.texts()
+        ]
+
+        failed_score = 0.0 if right_or_wrong else np.nan
+        counted = np.where(scores.ok, scores.score, failed_score)
+        return HeldOutScores(
+            problems=self._prompts.group_id.tolist(),
+            digests=self._digests,
+            metrics=metrics,
+            scores=counted.astype(np.float64).reshape(-1, group_size),
+        )
+
+    def _is_right_or_wrong(self, raw_scores: Mapping[str, ResponseScores]) -> bool:
+        """Return whether scores are accuracies.
+
+        Those of a model have any scale, so their mean is no accuracy.
+        """
+        return HELD_OUT_GRADER in raw_scores or self._config.reward.kind == "function"
+
+
+class HeldOutResponses(Iterable[HeldOutResponse]):
+    """The responses of an evaluation, which are read from the object store in pieces.
+
+    Not all of them fit into the driver's memory, so nothing is kept.
+    """
+
+    def __init__(
         self,
         rollouts: Sharded[Rollouts],
-        scores: ResponseScores,
-    ) -> list[Sample]:
-        """Return the first rollouts as text, with their scores."""
-        count = min(self._config.evaluation.samples, len(rollouts))
-        rows = read(rollouts.select(np.arange(count)), self._config.run.stall_s)
+        scores: Float32,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        stall_s: float,
+    ) -> None:
+        """Take the responses, and the score of each, float32 [rows]."""
+        self._rollouts = rollouts
+        self._scores = scores
+        self._tokenizer = tokenizer
+        self._stall_s = stall_s
+
+    def __iter__(self) -> Iterator[HeldOutResponse]:
+        for start in range(0, len(self._rollouts), ROWS_AT_ONCE):
+            yield from self._read(start, start + ROWS_AT_ONCE)
+
+    def samples(self, count: int) -> list[Sample]:
+        """Return the first `count` rollouts as text, with their scores."""
+        return [
+            Sample(
+                prompt=response.prompt,
+                response=response.response,
+                answer=response.answer,
+                data_source=response.data_source,
+                score=response.score,
+                truncated=response.finish == Finish.LENGTH.name.lower(),
+            )
+            for response in self._read(0, count)
+        ]
+
+    def _read(self, start: int, end: int) -> Iterator[HeldOutResponse]:
+        """Yield the responses of some rows."""
+        numbers = np.arange(start, min(end, len(self._rollouts)))
+        rows = read(self._rollouts.select(numbers), self._stall_s)
         answers = rows.answer.texts()
         sources = rows.data_source.texts()
 
-        samples: list[Sample] = []
-        for i in range(count):
-            start = rows.offsets[i]
-            end = rows.offsets[i + 1]
-            response_start = start + rows.prompt_length[i]
-            sample = Sample(
-                prompt=self._text(rows.tokens[start:response_start]),
-                response=self._text(rows.tokens[response_start:end]),
-                answer=answers[i],
+        for i, number in enumerate(numbers):
+            first = rows.offsets[i]
+            last = rows.offsets[i + 1]
+            response_start = first + rows.prompt_length[i]
+            yield HeldOutResponse(
+                problem=int(rows.group_id[i]),
                 data_source=sources[i],
-                score=float(scores.score[i]),
-                truncated=bool(rows.finish[i] == Finish.LENGTH),
+                prompt=self._text(rows.tokens[first:response_start]),
+                response=self._text(rows.tokens[response_start:last]),
+                answer=answers[i],
+                score=float(self._scores[number]),
+                finish=Finish(rows.finish[i]).name.lower(),
             )
-            samples.append(sample)
-        return samples
 
     def _text(self, tokens: np.ndarray) -> str:
         """Return tokens as text, without special tokens."""

@@ -1,53 +1,267 @@
-"""The report at the end of a run: before and after, outputs, and what to try next.
+"""The end of a run, however it ends: its report, and its exit code.
 
 Invariant: the report is made from the record on disk, so a resumed run reports the same
-as a run that was never stopped.
+as a run that was never stopped, but for the time that its start took.
 
 Deliberately not here: the layout of the report (`verl_ray/tracking/report.py`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from controllers.run.finished import REPORT
+from controllers.run.next_command import next_commands, print_next
 from controllers.trainers.base import Task
 from controllers.watch.measures import Metrics
-from verl_ray.tracking import Sample, Trackers
-from verl_ray.tracking.jsonl import METRICS, read_metrics
-from verl_ray.tracking.report import report
+from verl_ray.algorithms.intervals import Interval
+from verl_ray.cluster.signals import stop_requested
+from verl_ray.config.schema import Config
+from verl_ray.disk import replace_file
+from verl_ray.errors import Interrupted, TrackingError
+from verl_ray.tracking import GLOBAL_STEP, Trackers
+from verl_ray.tracking.base import Sample
+from verl_ray.tracking.comparison import best_step, intervals, paired_differences
+from verl_ray.tracking.durations import phase_durations
+from verl_ray.tracking.evaluations import (
+    HeldOutScores,
+    read_scores,
+    recorded_evaluations,
+)
+from verl_ray.tracking.history import (
+    Ending,
+    begin_stint,
+    end_stint,
+    read_history,
+    wall_s,
+)
+from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
+from verl_ray.tracking.report import HeldOut, Report, show
 
 SHOWN_SAMPLES = 5
 
+FILE_WIDTH = 80
 
-def conclude(task: Task[Any, Any], trackers: Trackers, samples: list[Sample]) -> int:
-    """Print the report.
 
-    Returns:
-        The exit code: 0, or 1 if the run did not reach the gain that it promised.
+class Conclusion:
+    """Notes how a process of a run begins and ends, and reports the run."""
+
+    def __init__(self, config: Config, first_step: int, begun_s: float) -> None:
+        """Note that a process begins.
+
+        Args:
+            config: configuration of the run.
+            first_step: Number of steps that were finished before.
+            begun_s: Time at which the process began, in seconds since 1970.
+        """
+        self._run = config.run
+        self._folder = Path(config.run.dir)
+        self._first_step = first_step
+        self._task: Task[Any, Any] | None = None
+        self._trackers: Trackers | None = None
+        begin_stint(self._folder, first_step, begun_s)
+
+    def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
+        """Note that the record of the run is open. From here on its end is reported."""
+        self._task = task
+        self._trackers = trackers
+
+    def finish(self, warnings: Sequence[str] = ()) -> int:
+        """Report a run that has nothing left to do.
+
+        Args:
+            warnings: What was not as it should be during the run.
+
+        Returns:
+            The exit code: 0, or 1 if the run did not reach the gain that it promised.
+        """
+        task = self._task
+        assert task is not None
+        lines = read_metrics(self._folder / METRICS)
+        step = self._last_step(lines)
+        end_stint(self._folder, step, "finished")
+
+        self._report(lines, f"finished after {step} steps", warnings)
+        print_next(next_commands(task.config))
+
+        before, after = _first_and_last(_evaluations(lines))
+        shortfall = task.shortfall(
+            {} if before is None else dict(before.metrics),
+            {} if after is None else dict(after.metrics),
+        )
+        if shortfall is None:
+            return 0
+        print(shortfall, file=sys.stderr)
+        return 1
+
+    def break_off(self, failure: BaseException, warnings: Sequence[str] = ()) -> None:
+        """Report a run that was stopped or has failed.
+
+        Nothing is raised here: the failure says why the run ended.
+
+        Args:
+            failure: What ended the run.
+            warnings: What was not as it should be during the run.
+        """
+        stopped = isinstance(failure, Interrupted) or stop_requested()
+        ending: Ending = "stopped" if stopped else "failed"
+
+        # The terminal and the disk may be what failed.
+        with contextlib.suppress(Exception):
+            lines = []
+            if (self._folder / METRICS).exists():
+                lines = read_metrics(self._folder / METRICS)
+            step = self._last_step(lines)
+            end_stint(self._folder, step, ending)
+
+            # Before the first step there is nothing to report.
+            if self._task is not None and lines:
+                how = f"{ending} after step {step} of {self._run.total_steps}"
+                self._report(lines, how, warnings)
+
+    def _report(
+        self, lines: Sequence[Metrics], how: str, warnings: Sequence[str]
+    ) -> None:
+        """Print the report of the run, and write it to run.dir."""
+        assert self._task is not None and self._trackers is not None
+        outputs = {"run": str(self._folder), **self._trackers.outputs()}
+        title = f"{self._run.name}: {how}"
+        report = report_of(self._task, title, lines, outputs, warnings)
+        show(report)
+
+        text = io.StringIO()
+        show(report, text, FILE_WIDTH)
+        content = text.getvalue().encode(errors="backslashreplace")
+        replace_file(self._folder / REPORT, content)
+
+    def _last_step(self, lines: Sequence[Metrics]) -> int:
+        """Return the number of finished steps."""
+        if not lines:
+            return self._first_step
+        return int(lines[-1][GLOBAL_STEP])
+
+
+def report_of(
+    task: Task[Any, Any],
+    title: str,
+    lines: Sequence[Metrics],
+    outputs: Mapping[str, str],
+    warnings: Sequence[str],
+) -> Report:
+    """Return the report of a run from its record.
+
+    Args:
+        task: the task of the run.
+        title: how the run ended.
+        lines: lines of its metrics.jsonl.
+        outputs: what a person may open, by title.
+        warnings: what was not as it should be.
     """
-    before, after = _first_and_last_evaluation(task)
-    outputs = {"run": str(task.folder), **trackers.outputs(), **task.outputs()}
-    report(before, after, samples[:SHOWN_SAMPLES], outputs, task.next_command())
+    folder = task.folder
+    evaluations = _evaluations(lines)
+    before, after = _first_and_last(evaluations)
 
-    shortfall = task.shortfall(before, after)
-    if shortfall is None:
-        return 0
-    print(shortfall, file=sys.stderr)
-    return 1
+    # A damaged file is named, and leaves out its part of the report.
+    damage: list[str] = []
+
+    # Records of older versions have no scores.
+    paths = recorded_evaluations(folder)
+    scores: dict[int, HeldOutScores] = {}
+    for side in (before, after):
+        if side is not None and side.step in paths:
+            with _noting(damage):
+                scores[side.step] = read_scores(paths[side.step])
+    changes: Mapping[str, Interval] = {}
+    if len(scores) == 2:
+        first, last = (scores[step] for step in sorted(scores))
+        changes = paired_differences(first, last)
+
+    samples: list[Sample] = []
+    with _noting(damage):
+        samples = newest_samples(folder)[:SHOWN_SAMPLES]
+
+    total_s = 0.0
+    with _noting(damage):
+        total_s = wall_s(read_history(folder))
+
+    return Report(
+        title=title,
+        total_s=total_s,
+        durations=phase_durations(lines, total_s),
+        before=_with_intervals(before, scores),
+        after=_with_intervals(after, scores),
+        changes=changes,
+        best=_best_in_words(task, evaluations),
+        warnings=[*warnings, *damage],
+        samples=samples,
+        outputs=outputs,
+    )
 
 
-def _first_and_last_evaluation(task: Task[Any, Any]) -> tuple[Metrics, Metrics]:
-    """Return the first and the last evaluation of the run; empty if there are none."""
+@contextlib.contextmanager
+def _noting(damage: list[str]) -> Iterator[None]:
+    """Add a file of the record that cannot be read to a list, instead of failing."""
+    try:
+        yield
+    except TrackingError as error:
+        damage.append(str(error))
+
+
+def _evaluations(lines: Sequence[Metrics]) -> dict[int, Metrics]:
+    """Return the metrics of each evaluation of a run, by its step."""
     # Only the lines of evaluated steps have such metrics.
-    evaluations = []
-    for line in read_metrics(task.folder / METRICS):
+    evaluations = {}
+    for line in lines:
         evaluation = {
             name: value for name, value in line.items() if name.startswith("val-")
         }
         if evaluation:
-            evaluations.append(evaluation)
+            evaluations[int(line[GLOBAL_STEP])] = evaluation
+    return evaluations
 
+
+def _first_and_last(
+    evaluations: Mapping[int, Metrics],
+) -> tuple[HeldOut | None, HeldOut | None]:
+    """Return the first and the last evaluation; a single one after a step is last."""
     if not evaluations:
-        return {}, {}
-    return evaluations[0], evaluations[-1]
+        return None, None
+
+    first = min(evaluations)
+    last = max(evaluations)
+    before = HeldOut(first, evaluations[first])
+    after = HeldOut(last, evaluations[last])
+    if first < last:
+        return before, after
+    return (before, None) if first == 0 else (None, after)
+
+
+def _with_intervals(
+    side: HeldOut | None, scores: Mapping[int, HeldOutScores]
+) -> HeldOut | None:
+    """Return an evaluation with the intervals of its metrics, where it has scores."""
+    if side is None or side.step not in scores:
+        return side
+    return replace(side, intervals=intervals(scores[side.step]))
+
+
+def _best_in_words(
+    task: Task[Any, Any], evaluations: Mapping[int, Metrics]
+) -> str | None:
+    """Return the best step of a run in words; None if no evaluation tells."""
+    if not evaluations:
+        return None
+
+    names = task.judged_by(evaluations[max(evaluations)])
+    step = best_step(evaluations, names)
+    if step is None:
+        return None
+
+    values = [f"{name} {evaluations[step][name]:.4g}" for name in names]
+    return f"step {step}, by {', '.join(values)}"

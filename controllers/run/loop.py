@@ -23,7 +23,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
 from verl_ray.config.run import RunConfig
 from verl_ray.errors import Interrupted
-from verl_ray.tracking.base import Sample, Tracker
+from verl_ray.tracking.base import Tracker
 
 
 class Move(Enum):
@@ -107,14 +107,14 @@ def decide(run: RunConfig, position: Position) -> Move:
     if not position.begun:
         return Move.BEGIN
 
+    is_last = position.finished or position.step >= run.total_steps
     # A step's evaluation goes into its line, so it comes first.
     if position.unrecorded is not None:
-        needs_evaluation = evaluation_due(run, position.step)
+        needs_evaluation = evaluation_due(run, position.step, is_last=is_last)
         if needs_evaluation and not position.evaluated:
             return Move.EVALUATE
         return Move.RECORD
 
-    is_last = position.finished or position.step >= run.total_steps
     if _checkpoint_due(run, position, is_last=is_last):
         return Move.SAVE
 
@@ -144,16 +144,16 @@ def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> boo
     return is_last or position.step % run.checkpoint_every == 0
 
 
-def evaluation_due(run: RunConfig, step: int) -> bool:
+def evaluation_due(run: RunConfig, step: int, *, is_last: bool) -> bool:
     """Return whether the model is evaluated after `step`.
 
-    This is so before the first step (step 0), every run.evaluate_every steps, and at
-    run.total_steps. A run that finishes early gets no extra evaluation. With
-    run.evaluate_every = 0 there are no evaluations.
+    This is so before the first step (step 0), every run.evaluate_every steps, and after
+    the last one, also where the run finishes early. With run.evaluate_every = 0 there
+    are no evaluations.
     """
     if run.evaluate_every <= 0:
         return False
-    return step % run.evaluate_every == 0 or step == run.total_steps
+    return step % run.evaluate_every == 0 or is_last
 
 
 class Loop:
@@ -172,9 +172,6 @@ class Loop:
         self._trackers = trackers
         self._persistence = persistence
         self._step_guard = step_guard
-
-        self.samples: list[Sample] = []
-        """Samples of the newest evaluation."""
 
     def run(self) -> None:
         """Make moves until the run ends.
@@ -258,7 +255,12 @@ class Loop:
             self._persistence.finish_save()
 
         return replace(
-            position, step=number, unrecorded=metrics, evaluated=False, saving=False
+            position,
+            step=number,
+            unrecorded=metrics,
+            evaluated=False,
+            saving=False,
+            finished=self._trainer.finished,
         )
 
     def _evaluate(self, position: Position) -> Position:
@@ -269,11 +271,13 @@ class Loop:
         assert position.unrecorded is not None
         heed_signals()
 
-        evaluation, self.samples = self._trainer.evaluate()
-        if self.samples:
-            self._trackers.samples(position.step, self.samples)
+        evaluation = self._trainer.evaluate()
+        if evaluation.samples:
+            self._trackers.samples(position.step, evaluation.samples)
+        if evaluation.scores is not None:
+            self._trackers.scores(position.step, evaluation.scores)
 
-        metrics = position.unrecorded | evaluation
+        metrics = position.unrecorded | evaluation.metrics
         return replace(position, unrecorded=metrics, evaluated=True)
 
     def _record(self, position: Position) -> Position:

@@ -22,8 +22,8 @@ from controllers.run.loop import Loop
 from controllers.run.persistence import NoPersistence, UnguardedSteps
 from controllers.system.build import start
 from controllers.system.plan import ClusterShape, resolve_on
-from controllers.trainers.base import Evaluation
 from controllers.trainers.sft import ACCURACY, SFTTrainer
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
@@ -143,14 +143,14 @@ class WarmStart(SFTTrainer):
 
     def evaluate(self) -> Evaluation:
         config = self._config
-        metrics, samples = super().evaluate()
+        evaluation = super().evaluate()
 
-        self.reached = metrics[ACCURACY]
+        self.reached = evaluation.metrics[ACCURACY]
         is_within = config.accuracy_low <= self.reached <= config.accuracy_high
         # A model that has not trained at all is not warm, whatever its accuracy.
         fewest_steps = max(1, config.min_steps)
         self.finished = is_within and self._steps >= fewest_steps
-        return metrics, samples
+        return evaluation
 
 
 class WarmStartProgress(Tracker):

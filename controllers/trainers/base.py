@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from controllers.system.build import System
 from controllers.system.plan import WORKERS, Workers
 from controllers.tasks import declared_class, task_module
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.config.resolve import resolve
@@ -26,13 +27,11 @@ from verl_ray.preflight.data_files import problem_of
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import machine_of
 from verl_ray.profiling.timers import Timers
-from verl_ray.tracking.base import Sample
+from verl_ray.tracking.base import HELD_OUT
+from verl_ray.tracking.comparison import is_lower_better
 
 C = TypeVar("C", bound=Config)
 D = TypeVar("D")
-
-Evaluation = tuple[Metrics, list[Sample]]
-"""Metrics on held-out rows, and samples to read, which may be none."""
 
 
 class Resumable(Protocol):
@@ -108,10 +107,6 @@ class Task(ABC, Generic[C, D]):
         The record of the run and its checkpoints are written elsewhere.
         """
 
-    def outputs(self) -> dict[str, str]:
-        """Return further files to look at after the last step, by title."""
-        return {}
-
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return what the run promised and did not reach, or None.
 
@@ -121,9 +116,19 @@ class Task(ABC, Generic[C, D]):
         """
         return None
 
-    @abstractmethod
-    def next_command(self) -> str:
-        """Return a command that the user may try next."""
+    def judged_by(self, evaluation: Metrics) -> list[str]:
+        """Return the metrics by whose mean the best step is chosen.
+
+        They are the held-out metrics that should rise.
+
+        Args:
+            evaluation: Metrics of the last evaluation.
+        """
+        return [
+            name
+            for name in evaluation
+            if name.startswith(HELD_OUT) and not is_lower_better(name)
+        ]
 
     @property
     def folder(self) -> Path:

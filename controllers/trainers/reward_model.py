@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, warn_skipped
+from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch import held_out_measures
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
@@ -35,6 +36,9 @@ from workers.reward_model import RewardModelWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
 
 
 class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
@@ -82,7 +86,9 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         # The rows of a pair are neighbours: the chosen one, then the rejected one.
         chosen = scores[0::2].astype(np.float64)
         rejected = scores[1::2].astype(np.float64)
-        return held_out_measures.preference_metrics(chosen, rejected), []
+        metrics = held_out_measures.preference_metrics(chosen, rejected)
+        is_right = held_out_measures.right(chosen, rejected)
+        return Evaluation(metrics, scores=self.scores_of(PAIR_ACCURACY, is_right, 2))
 
 
 @dataclass(frozen=True)
@@ -184,10 +190,3 @@ class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
         )
         fix = "Give the directory of a reward model, or run.resume=CHECKPOINT."
         raise ConfigError([Problem("reward.model.path", path, rule, fix)])
-
-    def next_command(self) -> str:
-        """Return the command that checks a run with this reward model."""
-        return (
-            "verl-ray check --config-name ppo reward=model"
-            f" reward.model.path={self.model_folder}"
-        )

@@ -9,17 +9,17 @@ the replicas receive what was learned. Deliberately not here: the loop around a 
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from controllers.rollouts.evaluator import Evaluator
 from controllers.rollouts.producer import Producer
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, Task, warn_skipped
+from controllers.trainers.base import Task, warn_skipped
 from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
@@ -30,12 +30,10 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import TrackingError
 from verl_ray.profiling.memory import host_used_gib
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.curve import reward_curve
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -182,14 +180,15 @@ class Trainer:
         # The step's generation and scoring are timed under the same names, so the
         # evaluation needs timers of its own.
         timers = Timers()
-        metrics, samples = self.evaluator.evaluate(
+        evaluation = self.evaluator.evaluate(
             self.producer,
             self.policy_version,
             timers,
         )
 
         name = "timing_s/testing"
-        return metrics | {name: timers.take()[name]}, samples
+        metrics = evaluation.metrics | {name: timers.take()[name]}
+        return replace(evaluation, metrics=metrics)
 
     # ------------------------------------------------------------------------- recovery
 
@@ -267,21 +266,10 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             evaluator = Evaluator(self.config, data.tokenizer, data.held_out)
         return Trainer(self.config, system, data.prompts, evaluator)
 
-    def outputs(self) -> dict[str, str]:
-        """Draw the reward curve from the recorded metrics."""
-        picture = self.folder / "reward_curve.png"
-        try:
-            reward_curve(self.folder / "metrics.jsonl", picture)
-        # Without a single score there is no curve. The metrics report that, and the run
-        # is done all the same.
-        except TrackingError as error:
-            print(f"warning: {error}", file=sys.stderr, flush=True)
-        return {"reward curve": str(picture)}
-
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return an error text if held-out accuracy rose too little, else None."""
         preparation = self.config.prepare
-        if preparation is None or not after:
+        if preparation is None or not before or not after:
             return None
 
         # Every data source has to improve, so the smallest gain counts.
@@ -290,13 +278,10 @@ class ReinforcementTask(Task[RLConfig, Problems]):
         )
         if gain >= preparation.min_gain:
             return None
-        return (
-            f"held-out accuracy rose by {gain:.3f}, less than prepare.min_gain ="
-            f" {preparation.min_gain}: the run did not learn what it should have"
-        )
 
-    def next_command(self) -> str:
-        """Return a command that the user may try next."""
-        if self.config.prepare is None:
-            return "verl-ray evaluate --help"
-        return "scripts/quickstart algorithm=grpo backend=fsdp"
+        moved = "fell" if gain < 0 else "rose"
+        return (
+            f"held-out accuracy {moved} by {abs(gain):.3f}; expected a rise of at least"
+            f" prepare.min_gain = {preparation.min_gain}: the run did not learn what it"
+            " should have"
+        )

@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
 
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation, warn_skipped
+from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
@@ -25,7 +29,11 @@ from verl_ray.data.tokenizers import load_tokenizer
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 ACCURACY = "val-core/held_out/acc/mean@1"
+LOSS = "val-core/held_out/loss"
 
 
 class SFTTrainer(SupervisedTrainer[ActorWorker]):
@@ -34,7 +42,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
     def __init__(
         self,
         actor: WorkerGroup[ActorWorker],
-        train: SupervisedSource,
+        train: SupervisedSource | None,
         held_out: TrainingBatch | None,
         batch_size: int,
         max_skipped_steps: int,
@@ -65,22 +73,35 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
     def step(self, number: int) -> Metrics:
         """Run training step `number`. Return its metrics, perplexity included."""
         metrics = super().step(number)
-        # Above this the exponential overflows float64.
-        loss = min(metrics["train/loss"], 700)
-        return metrics | {"train/perplexity": math.exp(loss)}
+        return metrics | {"train/perplexity": _perplexity(metrics["train/loss"])}
 
     def evaluate(self) -> Evaluation:
-        """Measure greedy accuracy on the held-out rows; may finish the training."""
-        accuracy = self.accuracy()
+        """Measure greedy accuracy and loss on the held-out rows; may end the training.
+
+        Accuracy is the share of rows whose greedy answer is exactly right. The loss is
+        the mean over all response tokens, as in training.
+        """
+        recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
+        exact = recitals.row("exact").astype(np.float64)
+        accuracy = float(exact.mean())
+
+        # Rows without response tokens have neither loss nor tokens.
+        num_tokens = max(1, int(recitals.row("response_length").sum()))
+        loss = -float(recitals.row("log_prob").sum()) / num_tokens
+        metrics = {
+            ACCURACY: accuracy,
+            LOSS: loss,
+            "val-aux/held_out/perplexity": _perplexity(loss),
+        }
+
         limit = self._stop_at_accuracy
         self.finished = limit is not None and accuracy >= limit
-        return {ACCURACY: accuracy}, []
+        return Evaluation(metrics, scores=self.scores_of(ACCURACY, exact))
 
-    def accuracy(self) -> float:
-        """Return the share of held-out rows whose greedy answer is exactly right."""
-        call = self.group.scatter(ActorWorker.score_supervised, self.held_out)
-        scores = call.result().row("score")
-        return float(scores.mean())
+
+def _perplexity(loss: float) -> float:
+    """Return the exponential of a loss; above 700 it would overflow float64."""
+    return math.exp(min(loss, 700))
 
 
 @dataclass(frozen=True)
@@ -88,11 +109,11 @@ class Demonstrations:
     """The rows of a run, tokenized.
 
     Attributes:
-        train: The rows to learn from.
+        train: The rows to learn from; None for an evaluation alone.
         held_out: The rows of an evaluation; None for a run without one.
     """
 
-    train: SupervisedSource
+    train: SupervisedSource | None
     held_out: TrainingBatch | None
 
 
@@ -101,36 +122,33 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
 
     def read(self, *, trains: bool = True) -> Demonstrations:
         """Read the demonstrations, and the held-out rows if there is an evaluation."""
-        assert trains, "the check of the command `evaluate` refuses a supervised run"
         config = self.config
         tokenizer = load_tokenizer(config.actor.model.path)
-        limits = {"max_tokens": config.sft.max_tokens, "seed": config.run.seed}
+        # The command `evaluate` evaluates whatever run.evaluate_every is.
+        evaluates = config.run.evaluate_every > 0 or not trains
 
-        source = SupervisedSource(
-            config.data.train_path,
-            tokenizer,
-            config.data,
-            **limits,
-        )
-        warn_skipped(source.skipped, "rows of the training data are too long")
+        train: SupervisedSource | None = None
+        if trains:
+            train = self._read_rows(config.data.train_path, tokenizer)
+            warn_skipped(train.skipped, "rows of the training data are too long")
 
         # Without held-out rows the run trains for all of its steps.
         held_out: TrainingBatch | None = None
-        if config.run.evaluate_every and config.data.validation_path is not None:
-            everything = SupervisedSource(
-                config.data.validation_path,
-                tokenizer,
-                config.data,
-                **limits,
-            )
+        if config.data.validation_path is not None and evaluates:
+            everything = self._read_rows(config.data.validation_path, tokenizer)
             warn_skipped(everything.skipped, "held-out rows are too long")
             held_out = everything.all(config.evaluation.num_prompts)
 
-        return Demonstrations(source, held_out)
+        return Demonstrations(train, held_out)
 
     def make_trainer(self, data: Demonstrations, system: System) -> SFTTrainer:
         """Make the trainer of the actor."""
         config = self.config
+        # Memory is recorded with the steps, which an evaluation alone has not.
+        memory: MemoryRecord | None = None
+        if data.train is not None:
+            memory = MemoryRecord(config, system.groups, on_gpus=system.has_gpus)
+
         return SFTTrainer(
             system.actor,
             data.train,
@@ -138,9 +156,22 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
             batch_size=config.sft.batch_size,
             max_skipped_steps=config.run.max_skipped_steps,
             stop_at_accuracy=config.sft.stop_at_accuracy,
-            memory=MemoryRecord(config, system.groups, on_gpus=system.has_gpus),
+            memory=memory,
         )
 
-    def next_command(self) -> str:
-        """Return the command that checks a run on the trained model."""
-        return f"verl-ray check --config-name ppo model.path={self.model_folder}"
+    def _read_rows(
+        self, path: str, tokenizer: PreTrainedTokenizerBase
+    ) -> SupervisedSource:
+        """Read the demonstrations at `path`."""
+        config = self.config
+        return SupervisedSource(
+            path,
+            tokenizer,
+            config.data,
+            max_tokens=config.sft.max_tokens,
+            seed=config.run.seed,
+        )
+
+    def judged_by(self, evaluation: Metrics) -> list[str]:
+        """Return the loss: long answers are hardly ever right word by word."""
+        return [name for name in (LOSS,) if name in evaluation]

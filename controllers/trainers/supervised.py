@@ -12,8 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
-from controllers.trainers.base import Evaluation, Task, Trainable
+import numpy as np
+import numpy.typing as npt
+
+from controllers.trainers.base import Task, Trainable
 from controllers.watch import update_measures
+from controllers.watch.evaluation import Evaluation
 from controllers.watch.gradients import GradientWatch
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
@@ -26,6 +30,7 @@ from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.profiling.timers import Timers
+from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
 
 W = TypeVar("W", bound=ModelWorker)
@@ -90,8 +95,10 @@ class SupervisedTrainer(ABC, Generic[W]):
 
         # Every evaluation reads the same object from the store.
         self._held_out: Sharded[TrainingBatch] | None = None
+        self._digests: list[str] = []
         if held_out is not None:
             self._held_out = put(held_out)
+            self._digests = _digests(held_out)
 
     @abstractmethod
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
@@ -153,6 +160,23 @@ class SupervisedTrainer(ABC, Generic[W]):
         )
         return self._held_out
 
+    def scores_of(
+        self, metric: str, scores: npt.NDArray[np.floating], rows_per_problem: int = 1
+    ) -> HeldOutScores:
+        """Return the score of each held-out row, or pair of rows, for the record.
+
+        Args:
+            metric: Name of the metric that they count towards.
+            scores: One score per problem, [problems].
+            rows_per_problem: Number of neighbouring rows that are one problem.
+        """
+        return HeldOutScores(
+            problems=range(len(scores)),
+            digests=self._digests[::rows_per_problem],
+            metrics=[metric] * len(scores),
+            scores=scores.astype(np.float64)[:, None],
+        )
+
     # ------------------------------------------------------------------------- recovery
 
     @property
@@ -175,6 +199,13 @@ class SupervisedTrainer(ABC, Generic[W]):
             self._source.load_state(state["cursor"])
         self.finished = state["finished"]
         self._gradients.load_state(state["gradients"])
+
+
+def _digests(rows: TrainingBatch) -> list[str]:
+    """Return the digest of each row's tokens."""
+    return [
+        digest(tokens.tobytes()) for tokens in np.split(rows.tokens, rows.offsets[1:-1])
+    ]
 
 
 class SupervisedTask(Task[R, D]):

@@ -16,10 +16,24 @@ import numpy.typing as npt
 
 from controllers.watch.measures import Metrics, spread
 from verl_ray.rewards.shaping import ResponseScores
+from verl_ray.tracking.base import HELD_OUT
 
 Float64s = npt.NDArray[np.float64]
 
 CALIBRATION_BINS = 10
+
+
+def metric_name(source: str, group_size: int, *, right_or_wrong: bool) -> str:
+    """Return the name of the metric of a data source: acc/mean@N or reward/mean@N.
+
+    Args:
+        source: Name of the data source.
+        group_size: Number of responses per prompt.
+        right_or_wrong: Whether scores are between wrong (0) and right (1). Otherwise
+            they may have any scale.
+    """
+    kind = "acc" if right_or_wrong else "reward"
+    return f"{HELD_OUT}{source}/{kind}/mean@{group_size}"
 
 
 def accuracy(
@@ -40,7 +54,7 @@ def accuracy(
     metrics: Metrics = {}
     for name in sorted(set(sources)):
         mean = float(values[names == name].mean())
-        metrics[f"val-core/{name}/acc/mean@{group_size}"] = mean
+        metrics[metric_name(name, group_size, right_or_wrong=True)] = mean
     return metrics
 
 
@@ -64,7 +78,7 @@ def held_out_rewards(
         mean = nan
         if len(values):
             mean = float(values.mean())
-        metrics[f"val-core/{name}/reward/mean@{group_size}"] = mean
+        metrics[metric_name(name, group_size, right_or_wrong=False)] = mean
     return metrics
 
 
@@ -81,21 +95,20 @@ def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
         chosen: Score of the better response of each pair, float64 [pairs].
         rejected: Score of the other response, float64 [pairs].
     """
-    # 1 if the chosen response scores higher, 1/2 for a tie, else 0.
     difference = chosen - rejected
-    right = (1 + np.sign(difference)) / 2
+    is_right = right(chosen, rejected)
 
     log_loss = nan
     calibration_error = nan
     if np.isfinite(difference).all():
         log_loss = float(np.logaddexp(0, -difference).mean())
-        calibration_error = _calibration_error(difference, right)
+        calibration_error = _calibration_error(difference, is_right)
 
     return {
-        "val-core/held_out/pair_accuracy": float(right.mean()),
+        "val-core/held_out/pair_accuracy": float(is_right.mean()),
         "val-core/held_out/log_loss": log_loss,
         "val-aux/held_out/calibration_error": calibration_error,
-        "val-aux/held_out/num_pairs": float(len(right)),
+        "val-aux/held_out/num_pairs": float(len(is_right)),
         **spread("val-aux/held_out/margin", difference),
         **spread("val-aux/held_out/chosen", chosen),
         **spread("val-aux/held_out/rejected", rejected),
@@ -103,12 +116,22 @@ def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
     }
 
 
-def _calibration_error(difference: Float64s, right: Float64s) -> float:
+def right(chosen: Float64s, rejected: Float64s) -> Float64s:
+    """Return 1 where the chosen response scores higher, 1/2 for a tie, else 0.
+
+    Args:
+        chosen: Score of the better response of each pair, float64 [pairs].
+        rejected: Score of the other response, float64 [pairs].
+    """
+    return np.asarray((1 + np.sign(chosen - rejected)) / 2, dtype=np.float64)
+
+
+def _calibration_error(difference: Float64s, is_right: Float64s) -> float:
     """Return the expected calibration error of a reward model.
 
     Args:
         difference: Score of the chosen less that of the rejected response, [pairs].
-        right: 1 where the chosen response scores higher, 1/2 for a tie, [pairs].
+        is_right: See `right`, [pairs].
     """
     # Beyond 700, exp overflows in float64; the certainty is 1 long before.
     distance = np.abs(np.clip(difference, -700, 700))
@@ -117,5 +140,5 @@ def _calibration_error(difference: Float64s, right: Float64s) -> float:
     # The last bin includes a certainty of exactly 1.
     scaled = (certainty - 0.5) * (2 * CALIBRATION_BINS)
     bins = np.minimum(scaled.astype(np.int64), CALIBRATION_BINS - 1)
-    gaps = np.bincount(bins, right - certainty, minlength=CALIBRATION_BINS)
-    return float(np.abs(gaps).sum() / len(right))
+    gaps = np.bincount(bins, is_right - certainty, minlength=CALIBRATION_BINS)
+    return float(np.abs(gaps).sum() / len(is_right))

@@ -40,7 +40,7 @@ CALLS: dict[Phase, tuple[Callable[..., object], ...]] = {
         ActorWorker.compute_log_probs,
         ActorWorker.compute_base_log_probs,
         CriticWorker.compute_values,
-        ActorWorker.score_supervised,
+        ActorWorker.recite,
         RewardModelWorker.compute_scores,
     ),
     "learn": (

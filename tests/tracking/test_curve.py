@@ -1,24 +1,30 @@
 """The picture of a run."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
-import pytest
 from matplotlib.image import imread
 
-from verl_ray.errors import TrackingError
-from verl_ray.tracking.curve import reward_curve, running_mean
+from verl_ray.tracking.curve import PERIOD_S, CurveTracker, picture, running_mean
+
+STEPS: list[dict[str, float]] = [
+    {
+        "training/global_step": step,
+        "critic/rewards/mean": float("nan") if step == 3 else step / 40,
+    }
+    for step in range(1, 41)
+]
 
 
-def write(path: Path, lines: list[dict[str, float | None]]) -> Path:
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
+def pixels(png: bytes) -> np.ndarray:
+    return imread(io.BytesIO(png))[..., :3]
 
 
-def dark_pixels(png: Path) -> int:
+def dark_pixels(png: bytes) -> int:
     """Pixels of the line of running means (and of anything else as blue)."""
-    red, green, blue = np.moveaxis(imread(png)[..., :3], -1, 0)
+    red, green, blue = np.moveaxis(pixels(png), -1, 0)
     return int(((red < 0.3) & (green < 0.45) & (blue > 0.35)).sum())
 
 
@@ -31,30 +37,53 @@ def test_running_mean_by_hand() -> None:
     ]
 
 
-def test_the_picture_shows_the_rewards_and_the_held_out_accuracy(
-    tmp_path: Path,
-) -> None:
-    steps: list[dict[str, float | None]] = [
-        {
-            "training/global_step": step,
-            "critic/rewards/mean": None if step == 3 else step / 40,
-        }
-        for step in range(1, 41)
+def test_there_is_a_plot_for_all_that_was_measured() -> None:
+    alone = picture(STEPS)
+    assert pixels(alone).shape[:2] == (330, 605)
+    assert dark_pixels(alone) > 700
+
+    evaluated = [{"training/global_step": 0, "val-core/sums/acc/mean@1": 0.4}, *STEPS]
+    assert pixels(picture(evaluated)).shape[:2] == (330, 1210)  # beside the reward
+
+    others = {"actor/kl_loss": 0.1, "response_length/mean": 9.0, "actor/entropy": 2.0}
+    full = [evaluated[0], *({**line, **others} for line in STEPS)]
+    assert pixels(picture(full)).shape[:2] == (990, 1210)  # three rows of two
+
+
+def test_it_is_drawn_during_the_run_but_not_at_every_step(tmp_path: Path) -> None:
+    now = [100.0]
+    png = tmp_path / "reward_curve.png"
+    tracker = CurveTracker(tmp_path, clock=lambda: now[0])
+
+    tracker.log(1, STEPS[0])
+    assert not png.exists()
+    now[0] += PERIOD_S
+    tracker.log(2, STEPS[1])
+    first = png.read_bytes()
+    tracker.log(4, STEPS[3])
+    assert png.read_bytes() == first
+    tracker.close(False)
+    assert png.read_bytes() != first
+    assert tracker.outputs() == {"reward curve": str(png)}
+
+
+def test_a_resumed_run_draws_the_steps_before_it_as_well(tmp_path: Path) -> None:
+    rows = [
+        {name: None if value != value else value for name, value in line.items()}
+        for line in STEPS[:20]
     ]
-    png = tmp_path / "curve.png"
-    reward_curve(write(tmp_path / "m.jsonl", steps), png)
-    alone = imread(png)
-    assert alone.shape[:2] == (780, 1040)
-    assert dark_pixels(png) > 1000
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows)
+    )
+    tracker = CurveTracker(tmp_path)
+    for line in STEPS[20:]:
+        tracker.log(int(line["training/global_step"]), line)
+    tracker.close(False)
+    assert (tmp_path / "reward_curve.png").read_bytes() == picture(STEPS)
 
-    evaluated = [{"training/global_step": 0, "val-core/sums/acc/mean@1": 0.4}, *steps]
-    reward_curve(write(tmp_path / "m.jsonl", evaluated), png)
-    assert not np.array_equal(imread(png), alone)
 
-
-def test_a_record_without_rewards_is_an_error(tmp_path: Path) -> None:
-    path = write(tmp_path / "m.jsonl", [{"training/global_step": 0, "x": 1.0}])
-    with pytest.raises(
-        TrackingError, match="none of its 1 lines has critic/rewards/mean"
-    ):
-        reward_curve(path, tmp_path / "curve.png")
+def test_a_run_without_rewards_has_no_picture(tmp_path: Path) -> None:
+    tracker = CurveTracker(tmp_path)
+    tracker.log(1, {"training/global_step": 1, "train/loss": 1.0})
+    tracker.close(False)
+    assert not list(tmp_path.iterdir()) and tracker.outputs() == {}

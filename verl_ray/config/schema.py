@@ -202,11 +202,3 @@ class Config(Section):
     def preparation(self) -> PrepareConfig | None:
         """Settings of the inputs that the run makes itself; None if it makes none."""
         return None
-
-    @property
-    def evaluation_refusal(self) -> tuple[str, str] | None:
-        """Why this task has no evaluation without training, and what to do instead.
-
-        None if a model or a checkpoint can be evaluated.
-        """
-        return None

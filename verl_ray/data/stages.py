@@ -226,6 +226,21 @@ class Scores(Batch):
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
+class Recitals(Batch):
+    """How well a policy would write the responses of some demonstrations.
+
+    No token columns: every row has length 0.
+    """
+
+    # True where greedy decoding writes the row's responses.
+    exact: Bool = row(np.bool_)
+    # Sum of the log-probabilities of the response tokens.
+    log_prob: npt.NDArray[np.float64] = row(np.float64)
+    # Number of these tokens.
+    response_length: Int64 = row(np.int64)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
 class LogProbs(Batch):
     """Log-probabilities that a policy gives to the tokens of some rows."""
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from verl_ray.config.run import RunConfig, TrackingConfig
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker, Trackers
 from verl_ray.tracking.console import ConsoleTracker
+from verl_ray.tracking.curve import CurveTracker
 from verl_ray.tracking.jsonl import JsonlTracker
 from verl_ray.tracking.tensorboard import TensorBoardTracker
 from verl_ray.tracking.wandb_run import WandbTracker
@@ -31,7 +32,8 @@ def open_trackers(
 ) -> Trackers:
     """Open the trackers of a run.
 
-    `metrics.jsonl` and `samples/` are always written, the others as configured.
+    `metrics.jsonl`, `samples/`, `evaluations/` and `reward_curve.png` are always
+    written, the others as configured.
 
     Args:
         config: Section `tracking` of the configuration.
@@ -52,6 +54,7 @@ def open_trackers(
         # should hold more than the record.
         opened.append(JsonlTracker(run_dir, committed_step, state))
 
+        opened.append(CurveTracker(run_dir))
         if config.wandb.mode != "disabled":
             wandb = WandbTracker(config.wandb, run_dir, run.name, tree, state or {})
             opened.append(wandb)

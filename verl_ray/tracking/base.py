@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from verl_ray.tracking.evaluations import HeldOutScores
+
 GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"
 
@@ -38,6 +40,25 @@ class Sample:
     """Whether the response was cut at the length limit."""
 
 
+@dataclass(frozen=True)
+class HeldOutResponse:
+    """A response to a held-out problem, as the command `evaluate` writes it."""
+
+    problem: int
+    """Number of the problem, which is that of its record in the file."""
+
+    data_source: str
+    prompt: str
+    response: str
+    answer: str
+
+    score: float
+    """Number from the grader; nan if it failed."""
+
+    finish: str
+    """Why the response ended: stop, length or aborted."""
+
+
 class Tracker(ABC):
     """A place that receives metrics and samples."""
 
@@ -50,6 +71,13 @@ class Tracker(ABC):
     @abstractmethod
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Record the sample rollouts of `step`, before `log(step)`."""
+
+    def scores(self, step: int, scores: HeldOutScores) -> None:
+        """Record the score of every held-out problem of `step`, before `log(step)`.
+
+        Only the record on disk keeps them.
+        """
+        return
 
     @abstractmethod
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -97,6 +125,9 @@ class Trackers(Tracker):
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         self._for_each(lambda tracker: tracker.samples(step, rows))
+
+    def scores(self, step: int, scores: HeldOutScores) -> None:
+        self._for_each(lambda tracker: tracker.scores(step, scores))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record metrics under their names, and `step` as the global step.

@@ -137,11 +137,11 @@ class ConsoleTracker(Tracker):
         remaining_steps = self._total_steps - step
         if self._recent_s and remaining_steps > 0:
             mean_s = sum(self._recent_s) / len(self._recent_s)
-            parts.append(f"{_duration(mean_s * remaining_steps)} left")
+            parts.append(f"{duration_text(mean_s * remaining_steps)} left")
         return "  ".join(parts)
 
 
-def _duration(seconds: float) -> str:
+def duration_text(seconds: float) -> str:
     """Return seconds as 45s, 3m05s or 2h07m."""
     whole = round(seconds)
     if whole < 60:

@@ -1,80 +1,205 @@
-"""A plot of reward and held-out accuracy over steps, drawn from `metrics.jsonl`.
+"""A picture of a run over its steps, drawn while it goes on: `reward_curve.png`.
 
-Invariant: the plot shows what the file contains, and nothing that was computed
-elsewhere.
+It shows the reward and held-out results, beside them KL divergence, response lengths
+and entropy.
+
+Invariant: the picture shows what `metrics.jsonl` contains, and nothing that was
+computed elsewhere. Drawing takes at most a fiftieth of the run's time, and a picture
+that cannot be drawn never ends a run.
 
 Deliberately not here: a dashboard.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from verl_ray.errors import TrackingError
-from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT
-from verl_ray.tracking.jsonl import read_metrics
+from verl_ray.disk import replace_file
+from verl_ray.tracking.base import GLOBAL_STEP, HELD_OUT, Sample, Tracker
+from verl_ray.tracking.comparison import is_lower_better
+from verl_ray.tracking.jsonl import METRICS, read_metrics
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 REWARD = "critic/rewards/mean"
 
+PICTURE = "reward_curve.png"
 
-def reward_curve(metrics_jsonl: Path, png: Path) -> None:
-    """Draw reward per step and its running mean as a PNG.
+PERIOD_S = 30.0
+"""Shortest time between two pictures."""
 
-    Held-out accuracy is drawn below, if the file has any.
+LARGEST_SHARE = 0.02
+"""Largest share of the time that may be spent on pictures."""
 
-    Args:
-        metrics_jsonl: Metrics of the run.
-        png: File to write; an older one is replaced.
+Points = tuple[NDArray[np.float64], NDArray[np.float64]]
+"""Steps and values of a metric, each [n]."""
 
-    Raises:
-        TrackingError: The file holds no step with a reward.
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of the picture: some metrics of a kind."""
+
+    title: str
+    names: tuple[str, ...]
+
+
+PANELS = (
+    Panel("reward", (REWARD,)),
+    Panel("KL divergence", ("actor/kl_loss", "actor/reward_kl_penalty")),
+    Panel("response length, tokens", ("response_length/mean", "response_length/max")),
+    Panel("entropy, nats per token", ("actor/entropy",)),
+)
+"""Plots besides those of held-out results."""
+
+_SHOWN = {name for panel in PANELS for name in panel.names}
+
+
+class CurveTracker(Tracker):
+    """Draws the picture now and then, and once more at the end."""
+
+    def __init__(
+        self, run_dir: Path, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Begin with what is recorded already.
+
+        Args:
+            run_dir: Folder of the run. Its metrics.jsonl is repaired already.
+            clock: Clock in seconds that only increases.
+        """
+        self._path = run_dir / PICTURE
+        self._clock = clock
+        self._lines: list[dict[str, float]] = []
+        self._next_s = clock() + PERIOD_S
+
+        record = run_dir / METRICS
+        if record.exists():
+            for line in read_metrics(record):
+                self._keep(line)
+
+    def samples(self, step: int, rows: Sequence[Sample]) -> None:
+        """Do nothing: samples are no curve."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Note the metrics of `step`, and draw if the last picture is old."""
+        self._keep(metrics)
+
+        start_s = self._clock()
+        if start_s < self._next_s or not self._has_rewards:
+            return
+        self._draw()
+        end_s = self._clock()
+        pause_s = max(PERIOD_S, (end_s - start_s) / LARGEST_SHARE)
+        self._next_s = end_s + pause_s
+
+    def close(self, failed: bool) -> None:
+        """Draw the last picture."""
+        if self._has_rewards:
+            self._draw()
+
+    def outputs(self) -> dict[str, str]:
+        if not self._has_rewards:
+            return {}
+        return {"reward curve": str(self._path)}
+
+    @property
+    def _has_rewards(self) -> bool:
+        """Whether any step has a reward; supervised runs have none."""
+        return any(REWARD in line for line in self._lines)
+
+    def _keep(self, metrics: Mapping[str, float]) -> None:
+        """Keep the metrics that are drawn."""
+        line = {
+            name: float(value)
+            for name, value in metrics.items()
+            if name in _SHOWN or name.startswith(HELD_OUT)
+        }
+        if line:
+            self._lines.append({**line, GLOBAL_STEP: metrics[GLOBAL_STEP]})
+
+    def _draw(self) -> None:
+        replace_file(self._path, picture(self._lines))
+
+
+def picture(lines: Sequence[Mapping[str, float]]) -> bytes:
+    """Return the picture of some lines of metrics.jsonl as a PNG.
+
+    Metrics that no line has get no plot. The reward has a running mean.
     """
-    # Imported here because it takes a second, at the end of a run.
+    # Imported here because it takes a second.
     from matplotlib.figure import Figure
 
-    lines = read_metrics(metrics_jsonl)
-    steps, rewards = _series(lines, REWARD)
-    if steps.size == 0:
-        raise TrackingError(
-            f"{metrics_jsonl}: none of its {len(lines)} lines has {REWARD}; there is no"
-            " curve to draw"
-        )
-    # A dictionary keeps the order in which the file first names the data sources.
-    held_out = dict.fromkeys(
-        name for line in lines for name in line if name.startswith(HELD_OUT)
-    )
+    panels = _panels(lines)
+    num_columns = 1 if len(panels) == 1 else 2
+    num_rows = -(-len(panels) // num_columns)
 
-    figure = Figure(figsize=(8, 6), layout="constrained")
-    num_panels = 2 if held_out else 1
-    panels = figure.subplots(num_panels, 1, sharex=True, squeeze=False)[:, 0]
-    upper = panels[0]
-    lower = panels[-1]
+    figure = Figure(figsize=(5.5 * num_columns, 3 * num_rows), layout="constrained")
+    grid = figure.subplots(num_rows, num_columns, squeeze=False)
+    for axes, panel in zip(grid.flat, panels, strict=False):
+        _plot(axes, panel, lines)
+    # The last place may be empty.
+    for axes in grid.flat[len(panels) :]:
+        axes.set_visible(False)
 
-    window = max(1, steps.size // 10)
-    mean = running_mean(rewards, window)
-    upper.plot(steps, rewards, color="#9bb8d3", linewidth=1, label="each step")
-    upper.plot(
-        steps, mean, color="#1f4e79", linewidth=2, label=f"mean of {window} steps"
-    )
-    upper.set_ylabel("reward")
+    png = io.BytesIO()
+    figure.savefig(png, dpi=110, format="png")
+    return png.getvalue()
 
-    for name in held_out:
-        evaluated_steps, accuracies = _series(lines, name)
-        label = name.removeprefix(HELD_OUT)
-        lower.plot(evaluated_steps, accuracies, marker="o", linewidth=2, label=label)
-        lower.set_ylabel("held-out accuracy")
-        lower.set_ylim(-0.02, 1.02)
-    lower.set_xlabel("training step")
 
-    for axes in panels:
-        axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    figure.savefig(png, dpi=130)
+def _panels(lines: Sequence[Mapping[str, float]]) -> list[Panel]:
+    """Return the plots that there is something to draw for."""
+    # A dictionary keeps the order in which the lines first name the data sources.
+    names = dict.fromkeys(name for line in lines for name in line)
+    held_out = [name for name in names if name.startswith(HELD_OUT)]
+    rising = tuple(name for name in held_out if not is_lower_better(name))
+
+    panels = []
+    for panel in PANELS:
+        present = tuple(name for name in panel.names if name in names)
+        if present:
+            panels.append(Panel(panel.title, present))
+    # The held-out results stand beside the reward.
+    if rising:
+        panels.insert(1, Panel("held out", rising))
+    return panels
+
+
+def _plot(axes: Axes, panel: Panel, lines: Sequence[Mapping[str, float]]) -> None:
+    """Draw the metrics of one plot."""
+    for name in panel.names:
+        steps, values = _series(lines, name)
+        if name == REWARD:
+            window = max(1, steps.size // 10)
+            mean = running_mean(values, window)
+            axes.plot(steps, values, color="#9bb8d3", linewidth=1, label="each step")
+            axes.plot(
+                steps,
+                mean,
+                color="#1f4e79",
+                linewidth=2,
+                label=f"mean of {window} steps",
+            )
+        else:
+            # Few points would hardly be seen without marks.
+            marker = "o" if steps.size <= 30 else None
+            label = name.removeprefix(HELD_OUT)
+            axes.plot(steps, values, marker=marker, markersize=4, label=label)
+
+    if panel.names and all("/acc/" in name for name in panel.names):
+        axes.set_ylim(-0.02, 1.02)
+    axes.set_title(panel.title, fontsize=10, loc="left")
+    axes.set_xlabel("training step", fontsize=8)
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
 
 
 def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
@@ -95,10 +220,8 @@ def running_mean(values: NDArray[np.float64], window: int) -> NDArray[np.float64
     return np.asarray((sums[ends] - sums[starts]) / (ends - starts), dtype=np.float64)
 
 
-def _series(
-    lines: Sequence[dict[str, float]], name: str
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the steps and values of one metric where it is finite, each [n]."""
+def _series(lines: Sequence[Mapping[str, float]], name: str) -> Points:
+    """Return the steps and values of one metric where it is finite."""
     points = np.array(
         [(line[GLOBAL_STEP], line[name]) for line in lines if name in line],
         dtype=np.float64,

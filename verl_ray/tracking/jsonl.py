@@ -1,4 +1,4 @@
-"""The record of a run: `metrics.jsonl` and `samples/`.
+"""The record of a run: `metrics.jsonl`, `samples/` and `evaluations/`.
 
 `metrics.jsonl` has one JSON object per training step.
 
@@ -25,6 +25,12 @@ from pathlib import Path
 from verl_ray.disk import replace_file, sync
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.base import GLOBAL_STEP, Sample, Tracker
+from verl_ray.tracking.evaluations import (
+    HeldOutScores,
+    drop_evaluations,
+    scores_path,
+    write_scores,
+)
 from verl_ray.tracking.record import format_ranges, parse_ranges, repair
 
 METRICS = "metrics.jsonl"
@@ -39,7 +45,7 @@ _SAMPLES = re.compile(r"step_(\d+)\.jsonl")
 
 
 class JsonlTracker(Tracker):
-    """Writes `<run dir>/metrics.jsonl` and `<run dir>/samples/step_<step>.jsonl`."""
+    """Writes metrics.jsonl, and step_<step>.jsonl in samples/ and evaluations/."""
 
     required = True
 
@@ -72,6 +78,7 @@ class JsonlTracker(Tracker):
             self._samples.mkdir(parents=True, exist_ok=True)
             self._steps = repair(self._path, self._last_step, recorded)
             self._drop_samples()
+            drop_evaluations(run_dir, self._last_step)
             self._file = self._path.open("a", encoding="utf-8")
         except OSError as error:
             raise _cannot_write(self._path, error) from error
@@ -82,6 +89,14 @@ class JsonlTracker(Tracker):
         text = "".join(_line(asdict(row)) for row in rows)
         try:
             replace_file(path, text.encode())
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+
+    def scores(self, step: int, scores: HeldOutScores) -> None:
+        """Write the scores of `step`, in place of older ones."""
+        path = scores_path(self._path.parent, step)
+        try:
+            write_scores(path, scores)
         except OSError as error:
             raise _cannot_write(path, error) from error
 
@@ -184,16 +199,46 @@ def read_metrics(path: Path) -> list[dict[str, float]]:
     return lines
 
 
+def newest_samples(run_dir: Path) -> list[Sample]:
+    """Return the samples of the last evaluation; none where there are none.
+
+    Raises:
+        TrackingError: The file holds something else.
+    """
+    paths = sorted((run_dir / "samples").glob("step_*.jsonl"))
+    if not paths:
+        return []
+
+    path = paths[-1]
+    try:
+        samples = []
+        for line in path.read_text("utf-8").splitlines():
+            fields = json.loads(line)
+            if fields["score"] is None:
+                fields["score"] = math.nan
+            samples.append(Sample(**fields))
+        return samples
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{path}: cannot be read as samples ({error!r}); remove it"
+        ) from error
+
+
 def _line(fields: Mapping[str, object]) -> str:
-    """Return a JSON object and a newline.
+    """Return a JSON object and a newline."""
+    return json.dumps(finite(fields), allow_nan=False, ensure_ascii=False) + "\n"
+
+
+def finite(fields: Mapping[str, object]) -> dict[str, object]:
+    """Return fields as JSON takes them.
 
     JSON has neither nan nor infinity. Both become null, so that the key remains.
     """
-    finite: dict[str, object] = {}
+    numbers: dict[str, object] = {}
     for name, value in fields.items():
         is_number = not isinstance(value, float) or math.isfinite(value)
-        finite[name] = value if is_number else None
-    return json.dumps(finite, allow_nan=False, ensure_ascii=False) + "\n"
+        numbers[name] = value if is_number else None
+    return numbers
 
 
 def _cannot_write(path: Path, error: OSError) -> TrackingError:

@@ -260,17 +260,3 @@ def test_a_step_of_preferences_is_counted_in_pairs(
         "one step: 32 pairs = 64 rows, each of up to 64 tokens"
         in capsys.readouterr().out
     )
-
-
-def test_a_supervised_run_has_no_evaluation_of_its_own(
-    model: Path, data: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    inputs = [
-        f"model.path={model}",
-        f"data.train_path={data}/train.jsonl",
-        f"data.validation_path={data}/test.jsonl",
-    ]
-    assert main(["evaluate", "--config-name", "sft", *inputs]) == 2
-    err = capsys.readouterr().err
-    assert err.startswith("1 problem in the configuration:\n\n  --config-name = sft")
-    assert "Use --config-name ppo or grpo" in err

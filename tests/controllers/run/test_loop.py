@@ -58,7 +58,10 @@ TRANSITIONS = [
     (standing(6, saved=3, unrecorded={}, evaluated=True), Move.RECORD),
     (standing(6, saved=3), Move.SAVE),
     (standing(6, saved=6, saving=True), Move.FINISH_SAVE),
-    # Enough is learned before.
+    # Enough is learned before. A step after which it is known is evaluated at once.
+    (standing(3, saved=3, unrecorded={}), Move.RECORD),
+    (standing(3, saved=3, unrecorded={}, finished=True), Move.EVALUATE),
+    (standing(3, unrecorded={}, evaluated=True, finished=True), Move.RECORD),
     (standing(4, saved=3, finished=True), Move.SAVE),
     (standing(4, saved=4, finished=True, saving=True), Move.FINISH_SAVE),
     (standing(4, saved=4, finished=True), Move.END),
@@ -101,10 +104,9 @@ def test_what_is_turned_off_never_comes(
 
 def test_when_evaluations_are_due(inputs: Inputs, tmp_path: Path) -> None:
     run = run_of(inputs, tmp_path, 7, evaluate=3)
-    assert [step for step in range(8) if evaluation_due(run, step)] == [0, 3, 6, 7]
-    assert not any(
-        evaluation_due(run_of(inputs, tmp_path, 7), step) for step in range(8)
-    )
+    due = [evaluation_due(run, step, is_last=step == 7) for step in range(8)]
+    assert [step for step in range(8) if due[step]] == [0, 3, 6, 7]
+    assert not evaluation_due(run_of(inputs, tmp_path, 7), 7, is_last=True)
 
 
 # --------------------------------------------------------------------------- whole runs

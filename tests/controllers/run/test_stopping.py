@@ -23,6 +23,7 @@ from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.stopping import Stopping
 from controllers.trainers.base import Trainable
+from controllers.watch.evaluation import Evaluation
 from tests.cluster.crew import SlowWriter
 from tests.cluster.crew import processes as worker_processes
 from tests.controllers.conftest import MakeTrainer
@@ -95,11 +96,10 @@ class Cursor:
             raise RuntimeError("the new weights did not arrive")
         return {"actor/loss": 0.1 * number, "actor/grad_norm": math.nan}
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+    def evaluate(self) -> Evaluation:
         self.evaluated.append(self.drawn)
-        return {"val-core/sums/acc/mean@1": self.drawn / 64}, [
-            Sample("1+1=", "2", "2", "sums", 1.0, False)
-        ]
+        metrics = {"val-core/sums/acc/mean@1": self.drawn / 64}
+        return Evaluation(metrics, [Sample("1+1=", "2", "2", "sums", 1.0, False)])
 
     def state(self) -> dict[str, Any]:
         return {

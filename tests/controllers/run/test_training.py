@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from safetensors.torch import load_file, save_file
@@ -18,6 +21,11 @@ from tests.controllers.runs import ROOT, Inputs, command, command_here
 from verl_ray.cluster.session import Session
 from verl_ray.data.prepare import main as prepare_data
 from verl_ray.errors import DataError
+from verl_ray.tracking.evaluations import (
+    read_scores,
+    recorded_evaluations,
+    scores_path,
+)
 from verl_ray.tracking.jsonl import read_metrics
 
 GSM8K = ROOT.parent / "shared" / "data" / "gsm8k"
@@ -133,6 +141,9 @@ def test_a_run_writes_all_that_it_promises(
     assert (run_dir / "reward_curve.png").read_bytes().startswith(b"\x89PNG")
     assert (run_dir / "checkpoints").is_dir() and any((run_dir / "logs").iterdir())
     assert f"{run_dir}/reward_curve.png" in ended.stdout.replace("\n", "")
+    assert list(recorded_evaluations(run_dir)) == [0, 2, 3]
+    assert "finished after 3 steps" in ended.stdout and "generation" in ended.stdout
+    assert f" export {run_dir}/checkpoints/step_00000003 {run_dir}/ex" in ended.stdout
 
     same = [
         "run.total_steps=3",
@@ -147,11 +158,30 @@ def test_a_run_writes_all_that_it_promises(
         "val-aux/num_prompts: 16.0000" in again.stdout
         and again.stdout.count(" (answer ") == 2
     )
-    printed = {key: float(value) for key, _, value in (line.rpartition(": ") for line in again.stdout.splitlines())
-               if key.startswith("val-core/")}  # fmt: skip
-    assert list(printed.values()) == pytest.approx(
-        [held_out(lines)[-1]], abs=1e-4
-    )  # of the checkpoint of step 3
+    (printed,) = [line for line in again.stdout.splitlines() if "val-core/" in line]
+    name, value, of, problems = re.fullmatch(
+        r"(\S+): (\S+)  \((95 %) interval \S+ to \S+, (\d+) problems\)", printed
+    ).groups()  # type: ignore[union-attr]
+    # It is of the checkpoint of step 3.
+    assert float(value) == pytest.approx(held_out(lines)[-1], abs=1e-4)
+    assert of == "95 %" and problems == "16"
+
+    # What was found is on disk: a number of each metric, and each response.
+    folder = run_dir / "evaluated" / "step_000003"
+    assert again.stdout.endswith(f"written to {folder}\n")
+    written = json.loads((folder / "metrics.json").read_text())
+    assert written["metrics"][name] == pytest.approx(float(value), abs=1e-4)
+    assert written["checkpoint"].endswith("step_00000003") and written["step"] == 3
+    rows = [
+        json.loads(line)
+        for line in (folder / "responses.jsonl").read_text().splitlines()
+    ]
+    assert [row["problem"] for row in rows] == list(range(16))
+    assert np.mean([row["score"] for row in rows]) == written["metrics"][name]
+    assert {row["finish"] for row in rows} <= {"stop", "length"}
+    assert all(row["prompt"].endswith("=") and row["answer"] for row in rows)
+    scores = read_scores(scores_path(run_dir, 3))
+    assert scores.scores.tolist() == [[row["score"]] for row in rows]
 
 
 @pytest.mark.cluster
@@ -159,7 +189,7 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
     run_dir = tmp_path / "run"
     changes = ["run.total_steps=30", "run.evaluate_every=15", "sft.batch_size=16", "actor.optimizer.lr=5e-3",
                "sft.max_tokens=16", "tracking.wandb.mode=offline"]  # fmt: skip
-    command(
+    ended = command(
         cluster,
         "train",
         "--config-name",
@@ -173,6 +203,26 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
     assert [
         step for step, value in enumerate(held_out(lines)) if value is not None
     ] == [0, 15, 30]
+    for line in (lines[0], lines[15], lines[30]):
+        perplexity = math.exp(line["val-core/held_out/loss"])
+        assert line["val-aux/held_out/perplexity"] == pytest.approx(perplexity)
+    losses = [lines[step]["val-core/held_out/loss"] for step in (0, 15, 30)]
+    # An untrained model is no better than a guess among all tokens.
+    assert losses[0] == pytest.approx(lines[1]["train/loss"], rel=0.2)
+    assert losses[2] < losses[1] < losses[0]
+    assert "best: step 30, by val-core/held_out/loss" in ended.stdout
+
+    # The model that it wrote is measured by a command of its own.
+    model = f"{run_dir}/model"
+    assert f"model.path={model} actor.model.path={model}" in ended.stdout
+    overrides = [*inputs.overrides(tmp_path / "measured"), f"model.path={model}"]
+    told = command_here(
+        cluster, "evaluate", "--config-name", "sft", *overrides, "sft.max_tokens=16"
+    ).stdout
+    assert f"val-core/held_out/loss: {losses[2]:.4f}\n" in told
+    folder = tmp_path / "measured" / "evaluated" / "step_000000"
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["metrics.json", "scores.jsonl"]
     assert len(wandb_history(run_dir)) == 31
     assert (run_dir / "model" / "model.safetensors").exists() and (
         run_dir / "model" / "tokenizer.json"
@@ -247,13 +297,6 @@ def test_real_text_with_a_chat_template_and_a_rollout_engine_of_two_ranks(
         assert line["reward_health/ok"] == 32
         assert line["training/rollout_probs_diff_mean"] < 1e-5
         assert line["actor/grad_norm"] > 0
-
-
-def test_the_command_to_try_next(inputs: Inputs, tmp_path: Path) -> None:
-    assert task_of(inputs.supervised(tmp_path)).next_command().startswith("verl-ray ")
-    assert (
-        task_of(inputs.config("ppo", tmp_path)).next_command().startswith("verl-ray ")
-    )
 
 
 @pytest.mark.cluster

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import ClassVar
 
 from controllers.system.build import System
-from controllers.trainers.base import Evaluation
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
+from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.objectives import SupervisedObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.config.roles import ModelRole, SupervisedRole
@@ -78,7 +78,7 @@ class ImitationTrainer(SupervisedTrainer[StudentWorker]):
         return self.group.scatter(StudentWorker.imitate, rows, self.weight)
 
     def evaluate(self) -> Evaluation:
-        return {"val-core/held_out/rows": float(len(self.held_out))}, []
+        return Evaluation({"val-core/held_out/rows": float(len(self.held_out))})
 
 
 class ImitationTask(SupervisedTask[ImitationConfig, SupervisedSource]):
@@ -100,6 +100,3 @@ class ImitationTask(SupervisedTask[ImitationConfig, SupervisedSource]):
         trainer = ImitationTrainer("student", student, data, data.all(4), batch_size, 5)
         trainer.weight = self.config.imitation.weight
         return trainer
-
-    def next_command(self) -> str:
-        return f"verl-ray check --config-name sft model.path={self.model_folder}"

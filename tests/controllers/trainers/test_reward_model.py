@@ -89,7 +89,7 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
             cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what)
         )
         told = dict(
-            line.split(": ")
+            line.split("  (")[0].split(": ")
             for line in ended.stdout.splitlines()
             if line.startswith("val-")
         )

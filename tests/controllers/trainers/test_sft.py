@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from controllers.trainers.sft import SFTTrainer
+from controllers.trainers.sft import ACCURACY, SFTTrainer
 from tests.controllers.runs import Inputs, start_some
 from verl_ray.cluster.session import Session
 from verl_ray.config.preparation import TinyModelConfig
@@ -59,7 +59,7 @@ def test_the_loss_falls_and_accuracy_is_that_of_greedy_decoding(
         steps = [trainer.step(number) for number in range(60)]
         assert steps[-1]["train/loss"] < steps[0]["train/loss"] / 3
         assert steps[-1]["training/epoch"] >= 14
-        accuracy = trainer.accuracy()
+        accuracy = trainer.evaluate().metrics[ACCURACY]
         trainer.export(str(tmp_path / "model"))
     assert 0.2 < accuracy <= 1
     assert greedy_accuracy(tmp_path / "model", config, inputs.train) == pytest.approx(
@@ -90,7 +90,7 @@ def test_experts_learn_and_are_kept_in_balance(
         )
         steps = [trainer.step(number) for number in range(30)]
         trainer.export(str(tmp_path / "model"))
-        accuracy = trainer.accuracy()
+        accuracy = trainer.evaluate().metrics[ACCURACY]
     first, last = steps[0], steps[-1]
     assert last["train/loss"] < first["train/loss"] / 1.5
     # top_k = 2 where every expert is used alike

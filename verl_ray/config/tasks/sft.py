@@ -56,12 +56,3 @@ class SFTConfig(Config):
     @property
     def longest_row(self) -> tuple[int, str]:
         return self.sft.max_tokens, "sft.max_tokens"
-
-    @property
-    def evaluation_refusal(self) -> tuple[str, str]:
-        rule = (
-            "an evaluation generates responses and grades them, which a supervised run"
-            " has no settings for"
-        )
-        fix = "Use --config-name ppo or grpo, with the model's directory as model.path."
-        return rule, fix

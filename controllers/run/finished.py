@@ -1,0 +1,87 @@
+"""A run that has nothing left to do, recognised before anything is started.
+
+Invariant: neither torch nor ray is imported, so the result comes in a second. A run
+counts as finished only if its last process said so, and its newest checkpoint is whole
+by the sizes of its files.
+
+Deliberately not here: the checkpoint that an unfinished run continues from
+(`resumption.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+from controllers.run.next_command import next_commands, print_next
+from verl_ray.checkpoint.changes import changed_keys
+from verl_ray.checkpoint.manifest import Checkpoint
+from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.config.load import to_tree
+from verl_ray.config.renamed import migrated
+from verl_ray.config.schema import Config
+from verl_ray.errors import CheckpointError, TrackingError
+from verl_ray.tracking.history import read_history
+
+REPORT = "report.txt"
+"""File in run.dir with the report of the process that ended last."""
+
+
+def finished_step(config: Config) -> int | None:
+    """Return the last step of a run that has nothing left to do, else None.
+
+    A run with other settings than its checkpoint is not finished here, where they may
+    not differ: what refuses them comes later.
+    """
+    if config.run.resume != "auto":
+        return None
+
+    checkpoint = _newest_checkpoint(config)
+    if checkpoint is None or checkpoint.state["unrecorded"] is not None:
+        return None
+
+    # What comes after the last step, such as writing the model, is done as well.
+    try:
+        history = read_history(Path(config.run.dir))
+    except TrackingError:
+        return None
+    if not history or history[-1].ending != "finished":
+        return None
+    if history[-1].last_step != checkpoint.step:
+        return None
+
+    _, refused = changed_keys(migrated(checkpoint.config), to_tree(config))
+    if refused:
+        return None
+
+    total_steps = config.run.total_steps
+    reached_goal = bool(checkpoint.state["trainer"].get("finished"))
+    is_finished = checkpoint.step == total_steps or (
+        reached_goal and checkpoint.step < total_steps
+    )
+    return checkpoint.step if is_finished else None
+
+
+def show_finished(config: Config, step: int) -> None:
+    """Print that a run is finished, its report, and what to try next."""
+    run_dir = Path(config.run.dir)
+    report = run_dir / REPORT
+    if report.is_file():
+        print(report.read_text("utf-8", errors="replace"), end="")
+
+    print(
+        f"{run_dir} is finished: {step} steps are done and nothing is left to do. For"
+        " more steps, raise run.total_steps"
+    )
+    print_next(next_commands(config))
+
+
+def _newest_checkpoint(config: Config) -> Checkpoint | None:
+    """Return the newest checkpoint of a run if none was passed over, else None."""
+    run = config.run
+    store = CheckpointStore(Path(run.dir) / "checkpoints", run.keep_checkpoints)
+    with contextlib.suppress(CheckpointError):
+        newest = store.latest(verify=False)
+        if not newest.skipped:
+            return newest.checkpoint
+    return None

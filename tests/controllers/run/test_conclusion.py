@@ -1,0 +1,235 @@
+"""The end of a run, from its record: the report, the exit code, what to try next."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from controllers.command_line import main
+from controllers.commands.resume_hint import failure_hint
+from controllers.compose.composition import compose
+from controllers.run.conclusion import Conclusion
+from controllers.run.finished import finished_step
+from controllers.run.next_command import next_commands, program_words
+from controllers.trainers.base import task_of
+from controllers.trainers.rl import ReinforcementTask
+from tests.controllers.run.checkpoints import write_checkpoints
+from tests.controllers.runs import Inputs
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.errors import Interrupted, RewardError
+from verl_ray.tracking import Trackers
+from verl_ray.tracking.evaluations import HeldOutScores
+from verl_ray.tracking.history import begin_stint, end_stint, read_history
+from verl_ray.tracking.jsonl import JsonlTracker
+
+SUMS = "val-core/sums/acc/mean@1"
+LONG = ["run.total_steps=3", "run.checkpoint_every=1"]
+
+
+def recorded(config: RLConfig, right: dict[int, int], steps: int) -> Trackers:
+    """The record of a run with evaluations of ten problems, of which some are right."""
+    trackers = Trackers([JsonlTracker(Path(config.run.dir))])
+    for step in range(steps + 1):
+        metrics = {"timing_s/step": 2.0, "timing_s/gen": 1.5} if step else {}
+        if step in right:
+            values = np.arange(10.0)[:, None] < right[step]
+            trackers.scores(
+                step,
+                HeldOutScores(range(10), ["a"] * 10, [SUMS] * 10, values.astype(float)),
+            )
+            metrics[SUMS] = right[step] / 10
+        if metrics:
+            trackers.log(step, metrics)
+    trackers.close(failed=False)
+    return trackers
+
+
+def concluding(config: RLConfig, trackers: Trackers | None) -> Conclusion:
+    conclusion = Conclusion(config, 0, begun_s=time.time() - 40)
+    if trackers is not None:
+        conclusion.record(task_of(config), trackers)
+    return conclusion
+
+
+def test_a_finished_run_reports_what_its_record_holds(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path, *LONG)
+    trackers = recorded(config, {0: 2, 2: 9, 3: 8}, steps=3)
+    write_checkpoints(config, 3)
+    assert concluding(config, trackers).finish(["12 scores failed"]) == 0
+
+    text = capsys.readouterr().out
+    assert "finished after 3 steps" in text
+    cells = [line.replace("│", " ").split() for line in text.splitlines()]
+    assert [SUMS, "0.2", "0.8", "+0.6"] in cells
+    # 6 of 10 problems are right only after the run: the change is 0.6 in the mean, and
+    # its standard error 0.15.
+    intervals = re.findall(r"\[[-+.\d]+, [-+.\d]+\]", text)
+    assert intervals == ["[0, 0.5]", "[0.5, 1]", "[+0.3, +0.9]"]
+    assert ["generation", "11%", "4s"] in cells  # 4.5 of 40 s
+    assert f"best: step 2, by {SUMS} 0.9" in text
+    assert "warning: 12 scores failed" in text
+    assert f"export {tmp_path}/checkpoints/step_00000003 {tmp_path}/exported" in text
+    assert f"evaluate --config-dir {tmp_path} --config-name config\n" in text
+
+    assert read_history(tmp_path)[-1].ending == "finished"
+    assert SUMS in (tmp_path / "report.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("failure", "ending"), [(Interrupted("x"), "stopped"), (RewardError("y"), "failed")]
+)
+def test_a_run_that_was_broken_off_reports_the_same(
+    inputs: Inputs,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    failure: Exception,
+    ending: str,
+) -> None:
+    config = inputs.config("ppo", tmp_path, "run.total_steps=9")
+    concluding(config, recorded(config, {0: 2}, steps=2)).break_off(failure)
+    text = capsys.readouterr().out
+    assert f"{ending} after step 2 of 9" in text and "generation" in text
+    assert [stint.ending for stint in read_history(tmp_path)] == [ending]
+
+    # Before the first line there is nothing to report.
+    (tmp_path / "metrics.jsonl").unlink()
+    concluding(config, None).break_off(failure)
+    assert capsys.readouterr().out == ""
+
+
+def test_damage_to_the_record_costs_only_a_part_of_the_report(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path, *LONG)
+    trackers = recorded(config, {0: 2, 3: 8}, steps=3)
+    (tmp_path / "evaluations" / "step_000003.jsonl").write_text("[")
+    assert concluding(config, trackers).finish() == 0
+    text = capsys.readouterr().out
+    assert "step_000003.jsonl: cannot be read" in text and "+0.6" in text
+
+
+def test_a_failed_run_goes_on_from_a_checkpoint_if_there_is_one(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    assert failure_hint(config, ["train"]) is None
+    write_checkpoints(config, 1)
+    hint = failure_hint(config, ["train", "run.dir=x"])
+    assert hint is not None and hint.endswith(" train run.dir=x")
+
+
+@pytest.mark.parametrize(
+    ("after", "text"), [(0.4, "fell by 0.010"), (0.42, "rose by 0.010")]
+)
+def test_a_gain_that_is_missing_says_which_way_it_went(
+    tmp_path: Path, after: float, text: str
+) -> None:
+    config = compose("quickstart", [f"run.dir={tmp_path}", "prepare.min_gain=0.2"])
+    assert isinstance(config, RLConfig)
+    told = ReinforcementTask(config).shortfall({SUMS: 0.41}, {SUMS: after})
+    assert told is not None and text in told and "prepare.min_gain = 0.2" in told
+
+
+# ------------------------------------------------------------------- it is run again
+
+
+def finished(config: RLConfig, ending: str = "finished") -> None:
+    write_checkpoints(config, 2, 3)
+    begin_stint(Path(config.run.dir), 0, 1.0)
+    end_stint(Path(config.run.dir), 3, ending)  # type: ignore[arg-type]
+
+
+def test_a_finished_run_says_so_before_anything_starts(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path, *LONG)
+    finished(config)
+    (tmp_path / "report.txt").write_text("the report\n")
+    assert main(["train", "--config-name", "ppo", *inputs.rl(tmp_path), *LONG]) == 0
+    printed = capsys.readouterr().out
+    assert printed.startswith(f"the report\n{tmp_path} is finished: 3 steps are done")
+    assert "export " in printed
+    assert not (tmp_path / "logs").exists() and not (tmp_path / "lock").exists()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["run.total_steps=4"],
+        ["run.total_steps=2"],
+        ["run.seed=7"],
+        ["run.resume=none"],
+    ],
+)
+def test_a_run_with_something_left_to_do_is_not_finished(
+    inputs: Inputs, tmp_path: Path, changes: list[str]
+) -> None:
+    finished(inputs.config("ppo", tmp_path, *LONG))
+    assert finished_step(inputs.config("ppo", tmp_path, *LONG)) == 3
+    assert finished_step(inputs.config("ppo", tmp_path, *LONG, *changes)) is None
+
+
+def _damage_checkpoint(config: RLConfig) -> None:
+    shard = "checkpoints/step_00000003/actor/shard"
+    (Path(config.run.dir) / shard).write_bytes(b"")
+
+
+def _stop(config: RLConfig) -> None:
+    end_stint(Path(config.run.dir), 3, "stopped")
+
+
+def _forget(config: RLConfig) -> None:
+    (Path(config.run.dir) / "history.jsonl").unlink()
+
+
+@pytest.mark.parametrize("change", [_damage_checkpoint, _stop, _forget])
+def test_only_a_whole_run_that_said_so_is_finished(
+    inputs: Inputs, tmp_path: Path, change: Callable[[RLConfig], None]
+) -> None:
+    config = inputs.config("ppo", tmp_path, *LONG)
+    finished(config)
+    change(config)
+    assert finished_step(config) is None
+
+
+# ----------------------------------------------------------------------- what is next
+
+
+def test_the_next_commands_are_those_that_can_work(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["controllers"])
+    config = inputs.config("ppo", tmp_path / "my run")
+    assert next_commands(config) == {}
+
+    write_checkpoints(config, 1)
+    export, evaluate = next_commands(config).values()
+    checkpoint = "'my run/checkpoints/step_00000001'"
+    assert export.endswith(f" export {checkpoint} 'my run/exported'")
+    assert evaluate.endswith(" evaluate --config-dir 'my run' --config-name config")
+
+    # A run that has written its model needs no export.
+    (tmp_path / "my run" / "model").mkdir()
+    assert list(next_commands(config).values()) == [evaluate]
+
+
+def test_the_program_is_called_as_the_user_can_call_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    program = tmp_path / "verl-ray"
+    program.touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [str(program)])
+    assert program_words() == [str(program)]
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program_words() == ["verl-ray"]
+    monkeypatch.setenv("VERL_RAY_SCRIPT", "../scripts/quickstart")
+    assert program_words() == [str(Path(sys.executable).with_name("verl-ray"))]

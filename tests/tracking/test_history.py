@@ -1,0 +1,80 @@
+"""How long the processes of a run took, and on what."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from verl_ray.errors import TrackingError
+from verl_ray.tracking.durations import REST, REST_OF_STEPS, phase_durations
+from verl_ray.tracking.history import (
+    HISTORY,
+    begin_stint,
+    end_stint,
+    read_history,
+    wall_s,
+)
+
+
+def test_the_processes_of_a_run_add_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [1000.0]
+    monkeypatch.setattr("verl_ray.tracking.history.time.time", lambda: now[0])
+
+    begin_stint(tmp_path, 0, 1000.0)
+    now[0] = 1030.0
+    end_stint(tmp_path, 5, "stopped")
+
+    # This one is killed after it wrote a line at 1120.
+    begin_stint(tmp_path, 5, 1100.0)
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.touch()
+    os.utime(metrics, (1120, 1120))
+
+    begin_stint(tmp_path, 7, 1200.0)
+    now[0] = 1240.0
+    history = read_history(tmp_path)
+    assert [stint.ending for stint in history] == ["stopped", "killed", "running"]
+    assert [stint.first_step for stint in history] == [0, 5, 7]
+    assert wall_s(history) == 30 + 20 + 40
+
+    # A run that begins anew has no past.
+    begin_stint(tmp_path, 0, 1240.0)
+    assert len(read_history(tmp_path)) == 1
+
+
+def test_a_damaged_history_is_named_and_begins_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / HISTORY).write_text("[1]\n")
+    with pytest.raises(TrackingError, match=r"history\.jsonl: cannot be read"):
+        read_history(tmp_path)
+    assert read_history(tmp_path / "elsewhere") == []
+
+    begin_stint(tmp_path, 4, 1.0)
+    assert "history.jsonl: cannot be read" in capsys.readouterr().err
+    assert [stint.first_step for stint in read_history(tmp_path)] == [4]
+    (tmp_path / HISTORY).unlink()
+    end_stint(tmp_path, 5, "finished")
+
+
+def test_the_phases_of_a_run() -> None:
+    lines = [
+        {"training/global_step": 0, "timing_s/testing": 4.0},
+        {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/controller": 0.1},
+        {"timing_s/step": 10.0, "timing_s/gen": 7.0, "timing_s/save_checkpoint": 1.0},
+    ]
+    assert phase_durations(lines, 40.0) == {
+        REST: 40 - 20 - 4 - 1,
+        "generation": 13,
+        REST_OF_STEPS: 7,
+        "evaluation": 4,
+        "checkpoints": 1,
+    }
+    # Phases that ran at the same time, and lines of a process whose end is not known.
+    overlapping = [{"timing_s/step": 10.0, "timing_s/ref": 8.0, "timing_s/values": 9.0}]
+    assert phase_durations(overlapping, 5.0) == {
+        "values": 9,
+        "reference log-probs": 8,
+    }

@@ -1,0 +1,143 @@
+"""The scores of every held-out problem, one file per evaluation of a run.
+
+A line of `evaluations/step_000010.jsonl` holds the number of a problem, a digest of it,
+the metric that its scores count towards, and the score of each response.
+
+Invariant: the mean over the lines of a metric is what metrics.jsonl has under its name,
+but for problems of which a score failed and was left out. Two evaluations are paired by
+number and digest, so a problem that changed in between is not paired.
+
+Deliberately not here: the responses. `samples/` has the first ones, and the command
+`evaluate` writes all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.disk import replace_file
+from verl_ray.errors import TrackingError
+
+FOLDER = "evaluations"
+
+_NAME = re.compile(r"step_(\d+)\.jsonl")
+
+
+@dataclass(frozen=True, eq=False)
+class HeldOutScores:
+    """Scores of the responses to the held-out problems of one evaluation."""
+
+    problems: Sequence[int]
+    """Number of each problem, which is that of its record in the file."""
+
+    digests: Sequence[str]
+    """`digest` of each problem."""
+
+    metrics: Sequence[str]
+    """Name of the metric that the scores of each problem count towards."""
+
+    # float64 [problems, responses]; NaN where a score is left out of the metric
+    scores: npt.NDArray[np.float64]
+
+    def of(self, metric: str) -> npt.NDArray[np.float64]:
+        """Return the scores that count towards a metric, [problems, responses]."""
+        counts = np.array(self.metrics) == metric
+        selected: npt.NDArray[np.float64] = self.scores[counts]
+        return selected
+
+
+def digest(*parts: bytes) -> str:
+    """Return eight hexadecimal digits that stand for a problem."""
+    content = b"\0".join(parts)
+    return hashlib.blake2b(content, digest_size=4).hexdigest()
+
+
+def scores_path(run_dir: Path, step: int) -> Path:
+    """Return the file for the scores of the evaluation after `step` of a run."""
+    return run_dir / FOLDER / f"step_{step:06d}.jsonl"
+
+
+def write_scores(path: Path, scores: HeldOutScores) -> None:
+    """Write the scores of an evaluation, in place of older ones.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    columns = zip(
+        scores.problems, scores.digests, scores.metrics, scores.scores, strict=True
+    )
+    lines = []
+    for problem, problem_digest, metric, row in columns:
+        fields = {
+            "problem": int(problem),
+            "digest": problem_digest,
+            "metric": metric,
+            "scores": [_short(score) for score in row.tolist()],
+        }
+        lines.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False))
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def read_scores(path: Path) -> HeldOutScores:
+    """Return the scores in a file of `write_scores`.
+
+    Raises:
+        TrackingError: The file cannot be read, or holds something else.
+    """
+    try:
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        rows = [line["scores"] for line in lines]
+        scores = np.array(rows, dtype=np.float64).reshape(len(rows), -1)
+        return HeldOutScores(
+            problems=[line["problem"] for line in lines],
+            digests=[line["digest"] for line in lines],
+            metrics=[line["metric"] for line in lines],
+            scores=scores,
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise TrackingError(
+            f"{path}: cannot be read as the scores of an evaluation ({error!r});"
+            " remove it, and the run goes on without it"
+        ) from error
+
+
+def recorded_evaluations(run_dir: Path) -> dict[int, Path]:
+    """Return the files of scores by their steps, in increasing order."""
+    paths = {}
+    for path in (run_dir / FOLDER).glob("step_*.jsonl"):
+        name = _NAME.fullmatch(path.name)
+        if name is not None:
+            paths[int(name[1])] = path
+    return dict(sorted(paths.items()))
+
+
+def drop_evaluations(run_dir: Path, after: int) -> None:
+    """Remove the scores of steps after `after`, which run again.
+
+    Raises:
+        OSError: A file cannot be removed.
+    """
+    for step, path in recorded_evaluations(run_dir).items():
+        if step > after:
+            path.unlink()
+
+
+def _short(score: float) -> float | int | None:
+    """Return a score as JSON: short, and null where it is left out."""
+    if not math.isfinite(score):
+        return None
+    if score == int(score):
+        return int(score)
+    # Scores are float32, which have no more digits than these.
+    return float(f"{score:.7g}")
