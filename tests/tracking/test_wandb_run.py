@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -10,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.tracking.wandb_server import serving
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
 from verl_ray.tracking.base import Sample, Trackers
@@ -61,7 +63,7 @@ def history(session: Path) -> list[dict[str, object]]:
 def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
     tmp_path: Path,
 ) -> None:
-    run_dir = tmp_path / "outputs" / "run"  # not there yet
+    run_dir = tmp_path / "all outputs" / "run"  # not there yet
     first = WandbTracker(OFFLINE, run_dir, "first try", TREE, {})
     trackers = Trackers([first])
     trackers.samples(0, [SAMPLE])
@@ -128,10 +130,31 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
     assert history(resumed) == [
         {"training/global_step": 1, "critic/rewards/mean": 0.75}
     ]
-    pattern = second.outputs()["W&B"].removeprefix(
-        f"wandb sync {run_dir}/"
-    )  # the shell makes it all its sessions
-    assert sorted(run_dir.glob(pattern)) == [session, resumed]
+    commands = second.outputs()
+    assert commands == {
+        "W&B, part 1 of 2": f"wandb sync '{session}'",
+        "W&B, part 2 of 2": f"wandb sync '{resumed}'",
+    }
+
+    with serving() as server:
+        environment = {
+            **os.environ,
+            "HOME": str(tmp_path),
+            "WANDB_API_KEY": "0" * 40,
+            "WANDB_BASE_URL": server.url,
+        }
+        for command in commands.values():
+            synced = [sys.executable, "-m", *shlex.split(command)]
+            # It keeps a log in the current folder.
+            subprocess.run(
+                synced, check=True, timeout=120, env=environment, cwd=tmp_path
+            )
+    # One run, with the lines of both sessions.
+    uploaded = [
+        line["training/global_step"] for line in server.history[state["wandb_run_id"]]
+    ]
+    assert uploaded == [0, 1, 1] and len(server.history) == 1
+    assert second.outputs() == {}
 
 
 PROGRAM = """

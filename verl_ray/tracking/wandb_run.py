@@ -16,6 +16,7 @@ import contextlib
 import io
 import os
 import secrets
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple, fields
 from pathlib import Path
@@ -107,8 +108,7 @@ class WandbTracker(Tracker):
         }
         self._run = self._start()
 
-        # Every process of an offline run has a folder, so a resumed run has several.
-        self._offline_folders = f"{run_dir}/wandb/offline-run-*-{self._run.id}"
+        self._folder = run_dir / "wandb"
         self._table: dict[str, wandb.Table] = {}
         self._closed = False
 
@@ -145,10 +145,26 @@ class WandbTracker(Tracker):
             raise
 
     def outputs(self) -> dict[str, str]:
-        """Return the run's URL, or the command that uploads its folders."""
+        """Return the run's URL, or the commands that upload its folders, in order.
+
+        Every process of an offline run has a folder, so a resumed run has several. Each
+        was started with resume=allow, so `wandb sync` appends it to the run of its id.
+        """
         if self._online and self._run.url:
             return {"W&B": self._run.url}
-        return {"W&B": f"wandb sync {self._offline_folders}"}
+
+        commands = []
+        for folder in sorted(self._folder.glob(f"offline-run-*-{self._run.id}")):
+            # `wandb sync` leaves this marker, and passes over what has it.
+            if not any(folder.glob("*.wandb.synced")):
+                commands.append(shlex.join(["wandb", "sync", str(folder)]))
+
+        if len(commands) == 1:
+            return {"W&B": commands[0]}
+        return {
+            f"W&B, part {number} of {len(commands)}": command
+            for number, command in enumerate(commands, start=1)
+        }
 
     def state(self) -> dict[str, str]:
         return {RUN_ID: self._run.id}
