@@ -72,12 +72,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(stop, file=sys.stderr)
         return stop.exit_code
     except VerlRayError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        print(f"{_public_name(error)}: {error}", file=sys.stderr)
         _print_origin(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return Interrupted.exit_code
+
+
+def _public_name(error: VerlRayError) -> str:
+    """Return the name of the nearest class of an error that users may know."""
+    for kind in type(error).__mro__:
+        if kind.__module__ == VerlRayError.__module__:
+            return kind.__name__
+    raise AssertionError("VerlRayError itself is such a class")
 
 
 def _print_origin(error: VerlRayError) -> None:

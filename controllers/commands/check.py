@@ -19,10 +19,16 @@ from controllers.commands.check_tables import auto_table, batch_table, role_tabl
 from controllers.compose.composition import examine
 from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
-from verl_ray.config.resolve import resolutions, resolve
+from verl_ray.config.resolve import (
+    resolution_of_steps,
+    resolutions,
+    resolve,
+    with_total_steps,
+)
+from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.preflight.data_files import DataFindings, examine_data
+from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
@@ -95,6 +101,11 @@ def checked_config(
             trials = try_rewards(planned, data.files, evaluates=evaluates)
         problems += [*data.problems, *trials.problems]
 
+        # Some rules compare the number of steps, which follows from the data.
+        counted = _with_counted_steps(config, data.files)
+        if counted is not config:
+            problems += rule_violations(counted, evaluates=evaluates)
+
     if config is None or problems:
         raise ConfigError(problems)
     warnings = [*findings.warnings, *data.warnings, *trials.warnings]
@@ -141,7 +152,7 @@ def check(
         ConfigError: all problems.
     """
     checked = checked_config(config_name, overrides, config_dir, reads_data=reads_data)
-    config = checked.config
+    config = _with_counted_steps(checked.config, checked.data.files)
     # A run that would be refused because of its folder is refused here, too.
     resumption = Resumption(config, verify=False)
     resumption.refuse_fewer_steps(config.run.total_steps)
@@ -156,6 +167,7 @@ def check(
         resolved = resolutions(config, facts)
         if resolved:
             print_tables(auto_table(resolved))
+    _print_length(checked.config, checked.data.files)
 
     print_tables(memory_table(planned_memory))
     print_data(config, checked.data.files, checked.trials.trials)
@@ -165,12 +177,52 @@ def check(
     return 0
 
 
+def _with_counted_steps(config: Config, files: Sequence[DataFile]) -> Config:
+    """Return the configuration with the steps of run.total_epochs, if they are known.
+
+    They are not where the training data were not read, or only at their beginning.
+    """
+    num_examples = _num_examples(files)
+    if num_examples is None:
+        return config
+    return with_total_steps(config, num_examples)
+
+
+def _num_examples(files: Sequence[DataFile]) -> int | None:
+    """Return the number of examples to learn from; None if it is not known."""
+    for file in files:
+        if file.key == "data.train_path" and file.is_whole:
+            return file.num_examples
+    return None
+
+
+def _print_length(config: Config, files: Sequence[DataFile]) -> None:
+    """Print what run.total_epochs becomes; nothing if the length is in steps."""
+    epochs = config.run.total_epochs
+    if epochs is None:
+        return
+
+    num_examples = _num_examples(files)
+    if num_examples is None:
+        print(
+            f"run.total_steps: run.total_epochs={epochs} x examples /"
+            f" {config.examples_per_step} per step; the run counts its examples"
+        )
+        return
+
+    resolution = resolution_of_steps(config, num_examples)
+    assert resolution is not None, "the rules ask for a number of steps or of epochs"
+    print(f"{resolution.key} = {resolution.value}: {resolution.because}")
+
+
 def _writing(config: Config, resumption: Resumption) -> str:
     """Return what the run does in its folder, as the end of a sentence."""
     step = resumption.step
     total = config.run.total_steps
     if step is None:
         return f"writes to {config.run.dir}"
+    if total is None:
+        return f"goes on after step {step} in {config.run.dir}"
     if step >= total:
         return (
             f"is finished: {config.run.dir} holds step {step} of run.total_steps ="

@@ -93,6 +93,8 @@ def _passes(config: Config, files: Sequence[DataFile]) -> str | None:
     if not train.is_whole or train.key != "data.train_path":
         return None
     steps = config.run.total_steps
+    if steps is None:
+        return None
     total = steps * config.examples_per_step
     return (
         f"{steps} steps of {config.examples_per_step} are"

@@ -22,6 +22,7 @@ from controllers.trainers.base import read_data, task_of
 from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.config.load import to_tree
+from verl_ray.config.resolve import with_total_steps
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.tracking.base import HeldOutResponse
@@ -82,6 +83,8 @@ def evaluation_of(requested: Config) -> Evaluated:
         shape = ClusterShape.of(session)
         config = resolve_on(requested, shape, checkpoint=resumption.path, learns=False)
         resumption.settle(config)
+        # An evaluation takes no step, so the number does not matter.
+        config = with_total_steps(config, num_examples=1)
         task = task_of(config)
 
         with start(config, session, task.workers, learns=False) as system:

@@ -12,11 +12,11 @@ import argparse
 import tempfile
 from pathlib import Path
 
+from controllers.run.saved import named_checkpoint
 from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
 from verl_ray.checkpoint.manifest import Checkpoint
-from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.cluster.calls import wait_all
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
@@ -38,10 +38,12 @@ def main(argv: list[str]) -> int:
     """Export a role, verify the result, and return 0."""
     arguments = _parser().parse_args(argv)
 
-    # Paths are made absolute, since ranks have a current folder of their own.
-    checkpoint = CheckpointStore.open(Path(arguments.checkpoint).absolute())
+    checkpoint = named_checkpoint(arguments.checkpoint, best=arguments.best)
     config = typed_config(migrated(checkpoint.config))
     role = _role(arguments.role, config, checkpoint.path)
+    if arguments.adapter:
+        _refuse_missing_adapter(role, config)
+
     directory = Path(arguments.directory)
     _refuse_full_directory(directory)
 
@@ -126,6 +128,14 @@ def _export(
             return max(differences.result())
 
 
+def _refuse_missing_adapter(role: str, config: Config) -> None:
+    """Raise ConfigError if a role has no adapter that could be written alone."""
+    if config.model_roles[role].adapter is None:
+        rule = f"the {role} was trained without an adapter ({role}.lora.rank = 0)"
+        fix = "Leave --adapter out to write the whole model."
+        raise ConfigError([Problem("--adapter", role, rule, fix)])
+
+
 def _refuse_full_directory(directory: Path) -> None:
     if directory.exists() and any(directory.iterdir()):
         rule = "this directory is not empty"
@@ -159,8 +169,10 @@ def _parser() -> argparse.ArgumentParser:
             " engine. Takes as many ranks as the run had."
         ),
         epilog=(
-            "example:\n  verl-ray export outputs/first/checkpoints/step_00000200"
-            " models/first"
+            "examples:\n"
+            "  verl-ray export outputs/first models/first\n"
+            "  verl-ray export outputs/first models/best --best\n"
+            "  verl-ray export outputs/first/checkpoints/step_00000200 models/200"
         ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -168,12 +180,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "checkpoint",
         metavar="CHECKPOINT",
-        help="a step_... directory of a run",
+        help="the folder of a run (its newest checkpoint), or a step_... folder in it",
     )
     parser.add_argument(
         "directory",
         metavar="DIR",
         help="where to write; new or empty",
+    )
+    parser.add_argument(
+        "--best",
+        action="store_true",
+        help="of the folder of a run, the checkpoint with the best evaluation",
     )
     parser.add_argument(
         "--role",

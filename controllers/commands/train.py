@@ -27,7 +27,10 @@ from controllers.trainers.base import read_data, task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.load import to_tree
+from verl_ray.config.resolve import resolution_of_steps, with_total_steps
+from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
 
@@ -49,6 +52,8 @@ def train(config: Config) -> int:
         data = None
         if config.preparation is None:
             data = read_data(config)
+            config = _with_counted_steps(config, data)
+            resumption.refuse_fewer_steps(config.run.total_steps)
 
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.set_aside_old_record()
@@ -91,6 +96,10 @@ def run(
     if data is None:
         prepare(config, session)
         data = task.read()
+        config = _with_counted_steps(config, data)
+        resumption.settle(config)
+        _write_config(config)
+        task = task_of(config)
 
     recovery = Recovery(resumption)
     stopping = Stopping(config, recovery)
@@ -105,6 +114,40 @@ def run(
         loop = Loop(config.run, trainer, trackers, recovery, stopping)
         loop.run()
         task.conclude(trainer)
+
+
+def _with_counted_steps(config: Config, data: Any) -> Config:
+    """Return the configuration with the steps that run.total_epochs stands for.
+
+    Args:
+        config: the configuration, which may have run.total_steps already.
+        data: what the run's task has read.
+
+    Raises:
+        ConfigError: The number of steps breaks a rule, or the task does not count its
+            examples.
+    """
+    if config.run.total_steps is not None:
+        return config
+
+    num_examples = task_of(config).num_examples(data)
+    if num_examples is None:
+        rule = f"the task {config.task} does not say how many examples it learns from"
+        fix = "Use run.total_steps, or give the task a method num_examples."
+        raise ConfigError(
+            [Problem("run.total_epochs", config.run.total_epochs, rule, fix)]
+        )
+
+    resolution = resolution_of_steps(config, num_examples)
+    assert resolution is not None, "the rules ask for a number of steps or of epochs"
+    print(f"{resolution.key} = {resolution.value}: {resolution.because}", flush=True)
+
+    # The rules that compare the number of steps could not do so before.
+    counted = with_total_steps(config, num_examples)
+    problems = rule_violations(counted)
+    if problems:
+        raise ConfigError(problems)
+    return counted
 
 
 def _write_config(config: Config) -> None:

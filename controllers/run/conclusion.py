@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from controllers.run.best import BestEvaluation
 from controllers.run.finished import REPORT
 from controllers.run.next_command import next_commands, print_next
 from controllers.trainers.base import Task
@@ -27,7 +28,7 @@ from verl_ray.disk import replace_file
 from verl_ray.errors import Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
-from verl_ray.tracking.comparison import best_step, intervals, paired_differences
+from verl_ray.tracking.comparison import intervals, paired_differences
 from verl_ray.tracking.durations import phase_durations
 from verl_ray.tracking.evaluations import (
     HeldOutScores,
@@ -87,7 +88,11 @@ class Conclusion:
         step = self._last_step(lines)
         end_stint(self._folder, step, "finished")
 
-        self._report(lines, f"finished after {step} steps", warnings)
+        best = _best(task, _evaluations(lines))
+        how = best.early_stop_in_words()
+        if how is None or step >= task.config.run.steps:
+            how = f"finished after {step} steps"
+        self._report(lines, how, warnings)
         print_next(next_commands(task.config))
 
         before, after = _first_and_last(_evaluations(lines))
@@ -197,7 +202,7 @@ def report_of(
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),
         changes=changes,
-        best=_best_in_words(task, evaluations),
+        best=_best(task, evaluations).in_words(),
         warnings=[*warnings, *damage],
         samples=samples,
         outputs=outputs,
@@ -251,17 +256,9 @@ def _with_intervals(
     return replace(side, intervals=intervals(scores[side.step]))
 
 
-def _best_in_words(
-    task: Task[Any, Any], evaluations: Mapping[int, Metrics]
-) -> str | None:
-    """Return the best step of a run in words; None if no evaluation tells."""
-    if not evaluations:
-        return None
-
-    names = task.judged_by(evaluations[max(evaluations)])
-    step = best_step(evaluations, names)
-    if step is None:
-        return None
-
-    values = [f"{name} {evaluations[step][name]:.4g}" for name in names]
-    return f"step {step}, by {', '.join(values)}"
+def _best(task: Task[Any, Any], evaluations: Mapping[int, Metrics]) -> BestEvaluation:
+    """Return the best of all evaluations of a run."""
+    best = BestEvaluation(task.config, None)
+    for step, metrics in sorted(evaluations.items()):
+        best.note(step, metrics)
+    return best

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from controllers.run.best import BestEvaluation
 from controllers.run.next_command import next_commands, print_next
 from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
@@ -55,7 +56,13 @@ def finished_step(config: Config) -> int | None:
         return None
 
     total_steps = config.run.total_steps
-    reached_goal = bool(checkpoint.state["trainer"].get("finished"))
+    # How many steps run.total_epochs stands for is known when the data are read.
+    if total_steps is None:
+        return None
+
+    # Earlier versions did not save the best evaluation.
+    best = BestEvaluation(config, checkpoint.state.get("best"))
+    reached_goal = checkpoint.state["trainer"].get("finished") or best.is_exhausted
     is_finished = checkpoint.step == total_steps or (
         reached_goal and checkpoint.step < total_steps
     )
@@ -71,7 +78,7 @@ def show_finished(config: Config, step: int) -> None:
 
     print(
         f"{run_dir} is finished: {step} steps are done and nothing is left to do. For"
-        " more steps, raise run.total_steps"
+        " more steps, raise run.total_steps, or run.early_stop where it stopped early"
     )
     print_next(next_commands(config))
 

@@ -83,6 +83,9 @@ class Position:
     evaluated: bool = False
     """Whether the last finished step has been evaluated."""
 
+    best: bool = False
+    """Whether that evaluation is the best one so far, so that the step is saved."""
+
     saved: int = 0
     """Last step whose checkpoint is written or being written; 0 where there is none."""
 
@@ -90,7 +93,8 @@ class Position:
     """Whether the checkpoint of step `saved` may still be incomplete."""
 
     finished: bool = False
-    """Whether the trainer has reached its goal before the last step."""
+    """Whether the run ends before its last step: the trainer has reached its goal, or
+    run.early_stop evaluations have brought no improvement."""
 
     failure: BaseException | None = None
     """Exception with which the last move failed or was interrupted."""
@@ -107,7 +111,7 @@ def decide(run: RunConfig, position: Position) -> Move:
     if not position.begun:
         return Move.BEGIN
 
-    is_last = position.finished or position.step >= run.total_steps
+    is_last = position.finished or position.step >= run.steps
     # A step's evaluation goes into its line, so it comes first.
     if position.unrecorded is not None:
         needs_evaluation = evaluation_due(run, position.step, is_last=is_last)
@@ -141,7 +145,8 @@ def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> boo
     already_saved = position.step <= position.saved
     if already_saved or not run.checkpoint_every:
         return False
-    return is_last or position.step % run.checkpoint_every == 0
+    is_due = position.step % run.checkpoint_every == 0
+    return is_last or position.best or is_due
 
 
 def evaluation_due(run: RunConfig, step: int, *, is_last: bool) -> bool:
@@ -241,7 +246,7 @@ class Loop:
             step=done,
             unrecorded=unrecorded,
             saved=done,
-            finished=self._trainer.finished,
+            finished=self._is_finished,
         )
 
     def _step(self, position: Position) -> Position:
@@ -259,8 +264,9 @@ class Loop:
             step=number,
             unrecorded=metrics,
             evaluated=False,
+            best=False,
             saving=False,
-            finished=self._trainer.finished,
+            finished=self._is_finished,
         )
 
     def _evaluate(self, position: Position) -> Position:
@@ -283,9 +289,27 @@ class Loop:
     def _record(self, position: Position) -> Position:
         """Write the metrics line of the last finished step."""
         assert position.unrecorded is not None
+        best = self._persistence.best
+        # The best step is part of the state that goes with the line.
+        if best is not None and position.evaluated:
+            best.refuse_missing(position.unrecorded)
+            best.note(position.step, position.unrecorded)
+
         self._trackers.log(position.step, position.unrecorded)
         self._persistence.commit_line(position.step, self._trainer, self._trackers)
-        return replace(position, unrecorded=None, finished=self._trainer.finished)
+        return replace(
+            position,
+            unrecorded=None,
+            best=best is not None and best.step == position.step,
+            finished=self._is_finished,
+        )
+
+    @property
+    def _is_finished(self) -> bool:
+        """Whether the run ends before its last step."""
+        best = self._persistence.best
+        is_exhausted = best is not None and best.is_exhausted
+        return self._trainer.finished or is_exhausted
 
     def _save(self, position: Position) -> Position:
         """Write a checkpoint of the last finished step, or begin to."""

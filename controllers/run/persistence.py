@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Protocol
 
+from controllers.run.best import BestEvaluation
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals
@@ -27,6 +28,10 @@ class Persistence(Protocol):
 
     unrecorded: Metrics | None
     """Metrics of the last finished step until its line is written, then None."""
+
+    @property
+    def best(self) -> BestEvaluation | None:
+        """Best evaluation so far; None for a run that does not look for it."""
 
     def restore(self, trainer: Trainable, /) -> int:
         """Restore the trainer and return the number of finished steps."""
@@ -82,6 +87,7 @@ class NoPersistence:
     """Persistence of a run that starts anew whenever it was ended early."""
 
     unrecorded: Metrics | None = None
+    best = None
 
     def restore(self, _: Trainable) -> int:
         return 0

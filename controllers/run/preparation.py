@@ -239,13 +239,6 @@ def supervised_job(
     warm = preparation.warm_start
     model = ModelConfig(path=str(folder / "untrained"))
 
-    run_settings = config.run.model_dump()
-    run_settings |= {
-        "total_steps": warm.max_steps,
-        "evaluate_every": warm.evaluate_every,
-        "checkpoint_every": 0,
-    }
-
     data = DataFilesConfig(
         train_path=str(train),
         validation_path=str(validation),
@@ -274,7 +267,7 @@ def supervised_job(
 
     return SFTConfig(
         task="sft",
-        run=RunConfig(**run_settings),
+        run=_run_settings(config.run, warm),
         ray=config.ray,
         model=model,
         data=data,
@@ -283,3 +276,18 @@ def supervised_job(
         evaluation=SupervisedEvaluationConfig(num_prompts=None),
         tracking=config.tracking,
     )
+
+
+def _run_settings(run: RunConfig, warm: WarmStartConfig) -> RunConfig:
+    """Return the settings of the warm start as a run, which has a length of its own."""
+    settings = {
+        "total_steps": warm.max_steps,
+        "total_epochs": None,
+        "evaluate_every": warm.evaluate_every,
+        "checkpoint_every": 0,
+        # It stops by its accuracy alone.
+        "best_metric": None,
+        "best_is": None,
+        "early_stop": None,
+    }
+    return run.model_copy(update=settings)

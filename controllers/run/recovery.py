@@ -17,6 +17,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from controllers.run.best import BestEvaluation
 from controllers.run.resumption import Resumption
 from controllers.trainers.base import Resumable
 from verl_ray.cluster.calls import Call, wait_all
@@ -56,6 +57,9 @@ class Recovery:
         self._saves = run.checkpoint_every > 0
         self._unfinished: contextlib.ExitStack | None = None
         self._trainer_state: dict[str, Any] = {}
+
+        self.best = BestEvaluation(resumption.config, resumption.best)
+        """Best evaluation so far. Its step has a checkpoint if any are written."""
 
         self.finished_step = resumption.step
         """Last finished step; None where no step is finished."""
@@ -204,6 +208,7 @@ class Recovery:
             "trainer": self._trainer_state,
             "trackers": trackers.state(),
             "unrecorded": self.unrecorded,
+            "best": self.best.state(),
         }
 
     @contextlib.contextmanager
@@ -214,7 +219,9 @@ class Recovery:
         config = to_tree(self._resumption.config)
         self.writing_step = number
         try:
-            with self._store.writing(number, state, config, roles) as folder:
+            with self._store.writing(
+                number, state, config, roles, best=self.best.step
+            ) as folder:
                 yield folder
             self.saved_step = number
             self._saved_in = self._store.root

@@ -86,16 +86,34 @@ class Resumption:
         metrics: dict[str, float] | None = self.checkpoint.state["unrecorded"]
         return metrics
 
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """State of `BestEvaluation` in the checkpoint, if it has any."""
+        if self.checkpoint is None:
+            return None
+        # Earlier versions did not save it.
+        best: dict[str, Any] | None = self.checkpoint.state.get("best")
+        return best
+
     def settle(self, resolved: Config) -> None:
         """Replace the configuration by the resolved one, which every checkpoint holds.
 
         Raises:
             ConfigError: An `auto` setting now stands for another value than when the
-                checkpoint was written, in a key that may not change.
+                checkpoint was written, in a key that may not change; or the checkpoint
+                is of a later step than the last one of run.total_epochs.
         """
+        counts_epochs = self.config.run.total_steps is None
         self.config = resolved
-        if self.checkpoint is not None:
-            self._changes(self.checkpoint)
+        if counts_epochs:
+            self.refuse_fewer_steps(resolved.run.total_steps)
+        if self.checkpoint is None:
+            return
+
+        for change in self._changes(self.checkpoint):
+            # Other changes were reported when the checkpoint was found.
+            if change.key == "run.total_steps" and counts_epochs:
+                self._report_change(change, self.checkpoint)
 
     @property
     def recorded_step(self) -> int | None:
@@ -121,13 +139,16 @@ class Resumption:
         # missing here.
         return {name: value for name, value in state.items() if name != RECORDED_STEPS}
 
-    def refuse_fewer_steps(self, total_steps: int) -> None:
+    def refuse_fewer_steps(self, total_steps: int | None) -> None:
         """Refuse a run that would end before the step of its checkpoint.
+
+        Args:
+            total_steps: Last step of the run; None while it is not known yet.
 
         Raises:
             ConfigError: The checkpoint is of a later step than `total_steps`.
         """
-        if self.step is None or self.step <= total_steps:
+        if total_steps is None or self.step is None or self.step <= total_steps:
             return
 
         rule = f"{self.step} steps are done already"

@@ -27,8 +27,6 @@ from verl_ray.preflight.data_files import problem_of
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import machine_of
 from verl_ray.profiling.timers import Timers
-from verl_ray.tracking.base import HELD_OUT
-from verl_ray.tracking.comparison import is_lower_better
 
 C = TypeVar("C", bound=Config)
 D = TypeVar("D")
@@ -90,6 +88,13 @@ class Task(ABC, Generic[C, D]):
             DataError: The data cannot be used.
         """
 
+    def num_examples(self, data: D) -> int | None:
+        """Return the number of examples to learn from, for run.total_epochs.
+
+        A task without this answer takes only run.total_steps.
+        """
+        return None
+
     @abstractmethod
     def make_trainer(self, data: D, system: System) -> Trainable:
         """Make the trainer of a run from what `read` returned and running processes."""
@@ -115,20 +120,6 @@ class Task(ABC, Generic[C, D]):
             after: Metrics of the last evaluation.
         """
         return None
-
-    def judged_by(self, evaluation: Metrics) -> list[str]:
-        """Return the metrics by whose mean the best step is chosen.
-
-        They are the held-out metrics that should rise.
-
-        Args:
-            evaluation: Metrics of the last evaluation.
-        """
-        return [
-            name
-            for name in evaluation
-            if name.startswith(HELD_OUT) and not is_lower_better(name)
-        ]
 
     @property
     def folder(self) -> Path:

@@ -133,6 +133,10 @@ class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
 
         return Preferences(train, held_out)
 
+    def num_examples(self, data: Preferences) -> int | None:
+        """Return the number of pairs to learn from."""
+        return None if data.train is None else len(data.train)
+
     def make_trainer(self, data: Preferences, system: System) -> PreferenceTrainer:
         """Make the trainer of the reward model."""
         config = self.config

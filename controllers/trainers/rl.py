@@ -259,6 +259,10 @@ class ReinforcementTask(Task[RLConfig, Problems]):
 
         return Problems(tokenizer, prompts, held_out)
 
+    def num_examples(self, data: Problems) -> int:
+        """Return the number of prompts to learn from."""
+        return len(data.prompts)
+
     def make_trainer(self, data: Problems, system: System) -> Trainer:
         """Make the trainer, with an evaluator where there are held-out problems."""
         evaluator: Evaluator | None = None

@@ -141,6 +141,10 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
 
         return Demonstrations(train, held_out)
 
+    def num_examples(self, data: Demonstrations) -> int | None:
+        """Return the number of rows to learn from."""
+        return None if data.train is None else len(data.train)
+
     def make_trainer(self, data: Demonstrations, system: System) -> SFTTrainer:
         """Make the trainer of the actor."""
         config = self.config
@@ -171,7 +175,3 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
             max_tokens=config.sft.max_tokens,
             seed=config.run.seed,
         )
-
-    def judged_by(self, evaluation: Metrics) -> list[str]:
-        """Return the loss: long answers are hardly ever right word by word."""
-        return [name for name in (LOSS,) if name in evaluation]

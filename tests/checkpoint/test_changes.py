@@ -58,6 +58,12 @@ def test_allowed(key: str, value: object) -> None:
     ]
 
 
+def test_steps_that_are_not_counted_yet_have_not_changed() -> None:
+    by_epochs = with_value("run.total_steps", None)
+    by_epochs["run"]["total_epochs"] = 3
+    assert changed_keys(SAVED, by_epochs) == ([], [])
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

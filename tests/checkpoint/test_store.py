@@ -22,10 +22,14 @@ from verl_ray.errors import CheckpointError
 CONFIG = {"run": {"dir": "outputs/x"}}
 
 
-def write(store: CheckpointStore, step: int, content: bytes = b"shard") -> None:
-    with store.writing(
-        step, {"cursor": {"drawn": step * 16}, "kl": 0.1}, CONFIG, ["actor"]
-    ) as folder:
+def write(
+    store: CheckpointStore,
+    step: int,
+    content: bytes = b"shard",
+    best: int | None = None,
+) -> None:
+    state = {"cursor": {"drawn": step * 16}, "kl": 0.1}
+    with store.writing(step, state, CONFIG, ["actor"], best=best) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "0.distcp").write_bytes(content + bytes([step]))
 
@@ -65,6 +69,15 @@ def test_the_last_ones_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 9, 10):
         write(store, step)
     assert names(store) == ["step_00000009", "step_00000010"]
+
+
+def test_the_best_one_is_kept_as_well_while_it_is_the_best(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path, keep=2)
+    for step, best in ((1, None), (2, 2), (3, 2), (4, 2), (5, 2)):
+        write(store, step, best=best)
+    assert names(store) == ["step_00000002", "step_00000004", "step_00000005"]
+    write(store, 6, best=5)
+    assert names(store) == ["step_00000005", "step_00000006"]
 
 
 def test_a_checkpoint_without_a_manifest_does_not_exist(tmp_path: Path) -> None:

@@ -14,9 +14,11 @@ from verl_ray.config.load import to_tree
 from verl_ray.config.resolve import (
     AUTO_KEYS,
     ClusterFacts,
+    resolution_of_steps,
     resolutions,
     resolve,
     with_threads_unresolved,
+    with_total_steps,
 )
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
@@ -226,3 +228,29 @@ def _may_be_auto(annotation: Any, key: str = "") -> Iterator[str]:
     else:
         for argument in get_args(annotation):
             yield from _may_be_auto(argument, key)
+
+
+@pytest.mark.parametrize(
+    ("examples", "epochs", "steps", "because"),
+    [
+        (64, 3, 24, "run.total_epochs=3 x 64 examples / 8 per step"),
+        (9, 2, 3, "/ 8 per step is 2.2, rounded up so that each is used at least 2 times"),
+        (3, 1, 1, "/ 8 per step is 0.4, rounded up so that each is used at least once"),
+    ],
+)  # fmt: skip
+def test_epochs_become_steps_that_use_every_example(
+    examples: int, epochs: int, steps: int, because: str
+) -> None:
+    changes = ("run.total_steps=null", f"run.total_epochs={epochs}")
+    config = compose("ppo", [*INPUTS, *changes, "data.prompts_per_step=8"])
+    resolution = resolution_of_steps(config, examples)
+    assert resolution is not None and resolution.because.endswith(because)
+
+    counted = with_total_steps(config, examples)
+    assert (counted.run.total_steps, counted.run.total_epochs) == (steps, None)
+    # The cursor has drawn every row `epochs` times only now.
+    assert (steps - 1) * 8 < epochs * examples <= steps * 8
+    assert counted.learning_steps("actor") == steps
+    assert rule_violations(counted) == []
+    assert resolution_of_steps(counted, examples) is None
+    assert with_total_steps(counted, 7 * examples) == counted

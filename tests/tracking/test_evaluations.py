@@ -9,7 +9,6 @@ import pytest
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.comparison import (
-    best_step,
     intervals,
     paired_differences,
 )
@@ -99,20 +98,6 @@ def test_a_paired_difference_is_surer_than_two_means() -> None:
     change = paired_differences(scores(hard), scores(better))[SUMS]
     assert change.mean == pytest.approx(0.05) and change.low > 0
     assert intervals(scores(better))[SUMS].low < 0.5
-
-
-def test_the_best_step_by_any_metric() -> None:
-    loss = "val-core/held_out/loss"
-    evaluations = {
-        0: {SUMS: 0.2, TEXTS: 0.6, loss: 2.0},
-        10: {SUMS: 0.7, TEXTS: 0.5, loss: 1.0},
-        20: {SUMS: 0.6, TEXTS: 0.6, loss: 1.5},
-        30: {SUMS: nan, TEXTS: 0.9, loss: nan},
-    }
-    assert best_step(evaluations, [SUMS]) == 10
-    assert best_step(evaluations, [SUMS, TEXTS]) == 10  # the first one of a tie
-    assert best_step(evaluations, [loss]) == 10
-    assert best_step(evaluations, []) is None and best_step({}, [SUMS]) is None
 
 
 def test_a_problem_is_known_by_its_contents() -> None:

@@ -86,7 +86,8 @@ def changed_keys(
 
     Paths below run.dir are compared relative to it, so that a run's folder can be
     moved. A setting that is `auto` on one side is left to the run, so it did not
-    change. Where a run begins (run.resume) is no setting of what it does.
+    change, and neither did the number of steps where run.total_epochs counts them.
+    Where a run begins (run.resume) is no setting of what it does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.
@@ -132,9 +133,12 @@ def _differences(
             yield from _differences(saved.get(key), now.get(key), path)
         return
 
-    if saved == now or prefix == "run.resume":
+    # What run.total_epochs becomes is compared as run.total_steps.
+    if saved == now or prefix in ("run.resume", "run.total_epochs"):
         return
     is_left_to_the_run = prefix in AUTO_KEYS and "auto" in (saved, now)
+    if prefix == "run.total_steps":
+        is_left_to_the_run = None in (saved, now)
     if not is_left_to_the_run:
         yield prefix, saved, now
 

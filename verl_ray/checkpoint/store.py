@@ -41,6 +41,11 @@ _UNFINISHED = ".partial"
 _LISTED_FILES = 3
 
 
+def is_checkpoint_name(name: str) -> bool:
+    """Return whether a folder of this name is a checkpoint."""
+    return _NAME.fullmatch(name) is not None
+
+
 @dataclass(frozen=True)
 class LatestCheckpoint:
     """The newest usable checkpoint, and why newer ones were passed over."""
@@ -62,7 +67,7 @@ class CheckpointStore:
 
         Args:
             root: Directory of the checkpoints.
-            keep: Number of checkpoints that remain after a new one is written.
+            keep: Number of newest checkpoints that remain after one is written.
         """
         self.root = Path(root)
         self.keep = keep
@@ -74,10 +79,13 @@ class CheckpointStore:
         state: Mapping[str, Any],
         config: Mapping[str, Any],
         roles: Collection[str],
+        *,
+        best: int | None = None,
     ) -> Iterator[Path]:
         """Yield a directory for the files of a checkpoint, and commit it at the end.
 
-        After the commit, older checkpoints are removed except for the last `keep`.
+        After the commit, older checkpoints are removed except for the last `keep` and
+        that of step `best`.
         Checkpoints of later steps are removed, too, since this run went back and will
         make these steps anew. If the block or the commit fails, the directory is
         removed and all checkpoints are as before.
@@ -87,6 +95,7 @@ class CheckpointStore:
             state: State of the driver, a JSON object.
             config: Configuration of the run, a JSON object.
             roles: Roles that write files under their names in the block.
+            best: Step whose checkpoint stays as well, if there is one.
 
         Raises:
             CheckpointError: A role has written no files, or the file system refuses,
@@ -117,7 +126,7 @@ class CheckpointStore:
         # The checkpoint exists from here on, even if this part fails.
         with _readable_errors(final):
             write_json(self.root / NEWEST, sealed({"step": step}))
-            self._prune(step)
+            self._prune(step, best)
 
     def replace_state(self, checkpoint: Checkpoint, state: Mapping[str, Any]) -> None:
         """Replace the driver's state in a checkpoint; its files stay as they are.
@@ -244,11 +253,11 @@ class CheckpointStore:
         newest = unsealed(path, read_object(path))
         return int(newest["step"])
 
-    def _prune(self, step: int) -> None:
-        """Remove all checkpoints but the last `keep` up to `step`."""
+    def _prune(self, step: int, best: int | None) -> None:
+        """Remove all checkpoints but the last `keep` up to `step`, and the best one."""
         steps = self._steps()
         past = sorted(known for known in steps if known <= step)
-        remaining = past[-self.keep :]
+        remaining = {*past[-self.keep :], best}
         for known, path in steps.items():
             if known not in remaining:
                 self._remove(path)

@@ -20,7 +20,13 @@ RENAMED = {
 Where several keys became one, the new key takes the value of the first of them.
 """
 
-ADDED: dict[str, Any] = {"rollout.staleness": 0}
+ADDED: dict[str, Any] = {
+    "rollout.staleness": 0,
+    "run.total_epochs": None,
+    "run.best_metric": None,
+    "run.best_is": None,
+    "run.early_stop": None,
+}
 """Key that earlier versions did not have -> the value that keeps their behaviour."""
 
 

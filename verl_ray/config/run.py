@@ -41,8 +41,11 @@ class RunConfig(Section):
     """Folder of everything that the run writes."""
     seed: Seed
     """Root of every random stream: data order, sampling, new parameters."""
-    total_steps: Positive
-    """Training steps in all, those before a resume included."""
+    total_steps: Positive | None
+    """Training steps in all, those before a resume included; null = by total_epochs."""
+    total_epochs: Positive | None
+    """Times that every example of the training data is used, at least; null = by
+    total_steps. The run counts the examples and records the steps as total_steps."""
     evaluate_every: NonNegative
     """Evaluate before the first step and every N steps; 0 = never."""
     checkpoint_every: NonNegative
@@ -52,7 +55,20 @@ class RunConfig(Section):
     """Go on training while a checkpoint is written, from a copy of the state in host
     memory; it counts a step later."""
     keep_checkpoints: Positive
-    """Number of newest checkpoints that stay on disk."""
+    """Number of newest checkpoints that stay on disk, besides that of the best step.
+
+    A step with the best evaluation so far is saved even if no checkpoint is due.
+    """
+    best_metric: str | None
+    """Held-out metric that the best step is chosen by, as in metrics.jsonl; * stands
+    for anything, and several metrics are averaged. null = the task's own: accuracy or
+    reward, the mean over data sources; the loss of a supervised run."""
+    best_is: Literal["highest", "lowest"] | None
+    """Which value of that metric is the best; null = the lowest of a loss or a
+    perplexity, else the highest."""
+    early_stop: Positive | None
+    """End the run after N evaluations in a row that brought no improvement of that
+    metric; null = never."""
     resume: str
     """auto = from the newest checkpoint in run.dir if there is one; none = refuse a
     run.dir that has one; or the path of a checkpoint."""
@@ -69,6 +85,14 @@ class RunConfig(Section):
     A rollout replica is replaced instead. Progress is counted in rows, micro-batches,
     tokens or bytes: work that goes on is never late, however long it takes.
     """
+
+    @property
+    def steps(self) -> int:
+        """The value of `total_steps`, once run.total_epochs is resolved."""
+        assert self.total_steps is not None, (
+            "the length of a run is read before its data were counted"
+        )
+        return self.total_steps
 
     @property
     def threads(self) -> Threads:

@@ -103,7 +103,15 @@ class Config(Section):
 
     def learning_steps(self, role: str) -> int:
         """Return the number of training steps in which a role learns."""
-        return self.run.total_steps
+        return self.run.steps
+
+    @property
+    def main_metric(self) -> str:
+        """Name of the held-out metric that the best step is chosen by.
+
+        * stands for anything; metrics with several matching names are averaged.
+        """
+        return "val-core/*"
 
     # ----------------------------------------------------------------------------- rows
 

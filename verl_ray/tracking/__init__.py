@@ -61,7 +61,7 @@ def open_trackers(
         if config.tensorboard:
             opened.append(TensorBoardTracker(run_dir, committed_step))
         if config.console:
-            opened.append(ConsoleTracker(run.total_steps))
+            opened.append(ConsoleTracker(run.steps))
     except BaseException:
         Trackers(opened).close(failed=True)
         raise

@@ -8,7 +8,6 @@ Deliberately not here: reading the scores (`evaluations.py`), and showing the re
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import isnan
 
 import numpy as np
@@ -46,36 +45,6 @@ def paired_differences(
     return {
         metric: bootstrap(np.array(values)) for metric, values in differences.items()
     }
-
-
-def best_step(
-    evaluations: Mapping[int, Mapping[str, float]], names: Sequence[str]
-) -> int | None:
-    """Return the step with the best mean of some metrics; the first one of a tie.
-
-    Args:
-        evaluations: Metrics of each evaluated step.
-        names: Metrics to judge by. They are all of one kind: either all should rise or
-            all should fall.
-
-    Returns:
-        None if no evaluation has a number for all of them.
-    """
-    if not names:
-        return None
-
-    falls = is_lower_better(names[0])
-    best: tuple[float, int] | None = None
-    for step, metrics in sorted(evaluations.items()):
-        values = [metrics.get(name, float("nan")) for name in names]
-        mean = float(np.mean(values))
-        if isnan(mean):
-            continue
-        quality = -mean if falls else mean
-        if best is None or quality > best[0]:
-            best = (quality, step)
-
-    return None if best is None else best[1]
 
 
 def is_lower_better(name: str) -> bool:

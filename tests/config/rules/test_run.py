@@ -31,6 +31,20 @@ CASES = [
         "run_has_a_name", "\"run.dir=' '\"", "run.dir", "needs a folder", "outputs/NAME"
     ),
     Case(
+        "run_has_one_length",
+        "run.total_epochs=2",
+        "run.total_epochs",
+        "run.total_steps=200 sets the length",
+        "run.total_steps=null",
+    ),
+    Case(
+        "run_has_one_length",
+        "run.total_steps=null",
+        "run.total_steps",
+        "in steps or in epochs",
+        "run.total_epochs=1",
+    ),
+    Case(
         "resume_is_a_choice_or_a_path",
         "run.resume=Auto",
         "run.resume",
@@ -59,6 +73,27 @@ CASES = [
         "run.evaluate_every=0 turns that off",
         "Use null",
         "sft",
+    ),
+    Case(
+        "best_is_measured",
+        "run.evaluate_every=0 prepare.min_gain=0 run.early_stop=3",
+        "run.early_stop",
+        "run.evaluate_every=0 turns evaluation off",
+        "run.evaluate_every=10",
+    ),
+    Case(
+        "best_is_measured",
+        "run.best_metric=acc/mean@1",
+        "run.best_metric",
+        "begin with val-",
+        "val-core/*/acc/mean@1, or null",
+    ),
+    Case(
+        "best_is_measured",
+        "run.best_is=lowest",
+        "run.best_is",
+        "which has its direction",
+        "run.best_metric=val-core/held_out/...",
     ),
     Case(
         "checkpoints_are_kept",

@@ -9,6 +9,7 @@ import pytest
 from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
+from verl_ray.config.resolve import with_total_steps
 from verl_ray.errors import CheckpointError, ConfigError
 
 
@@ -133,6 +134,24 @@ def test_fewer_steps_than_are_done_are_refused(inputs: Inputs, tmp_path: Path) -
     ):
         found.refuse_fewer_steps(2)
     found.refuse_fewer_steps(3)
+
+
+def test_counted_epochs_are_compared_with_the_steps_that_are_done(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoints(inputs.config("ppo", tmp_path), 3)
+    asked = inputs.config("ppo", tmp_path, "run.total_steps=null", "run.total_epochs=1")
+    found = Resumption(asked)
+    found.settle(asked)
+    assert "run.total_" not in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=r"run.total_steps = 2: 3 steps are done"):
+        found.settle(with_total_steps(asked, num_examples=16))
+
+    found = Resumption(asked)
+    capsys.readouterr()
+    found.settle(with_total_steps(asked, num_examples=64))
+    said = capsys.readouterr().out
+    assert said == "changed since step_00000003: run.total_steps: 100 -> 8\n"
 
 
 def test_another_runs_checkpoint_does_not_push_out_this_runs(

@@ -31,11 +31,13 @@ from verl_ray.config.rules.roles import (
 )
 from verl_ray.config.rules.rule import OverriddenKeys, Rule
 from verl_ray.config.rules.run import (
+    best_is_measured,
     checkpoints_are_kept,
     evaluation_has_data,
     evaluation_is_used,
     resume_is_a_choice_or_a_path,
     run_has_a_name,
+    run_has_one_length,
     wandb_settings_are_used,
 )
 from verl_ray.config.schema import Config
@@ -64,9 +66,11 @@ def rule_violations(
 
 RULES: tuple[Rule, ...] = (
     run_has_a_name,
+    run_has_one_length,
     resume_is_a_choice_or_a_path,
     evaluation_has_data,
     evaluation_is_used,
+    best_is_measured,
     checkpoints_are_kept,
     wandb_settings_are_used,
     schedule_settings_are_used,

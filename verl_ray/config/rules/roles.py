@@ -141,7 +141,8 @@ def critic_settings_are_used(
 
     # A critic that exists uses its settings, so only its warm-up can be wrong.
     if config.has_critic:
-        if warmup_steps >= total_steps:
+        # The steps of run.total_epochs are known, and compared, when the data are read.
+        if total_steps is not None and warmup_steps >= total_steps:
             rule = (
                 f"the actor would never learn in the {total_steps} steps of"
                 " run.total_steps"

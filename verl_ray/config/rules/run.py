@@ -36,6 +36,25 @@ def run_has_a_name(config: Config, _: OverriddenKeys) -> Iterator[Problem]:
         yield Problem("run.dir", folder, rule, "Use outputs/NAME.")
 
 
+def run_has_one_length(config: Config, _: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem unless the length is given in steps or in epochs, not both."""
+    steps = config.run.total_steps
+    epochs = config.run.total_epochs
+
+    if steps is not None and epochs is not None:
+        rule = f"run.total_steps={steps} sets the length of the run as well"
+        fix = (
+            "Add run.total_steps=null to train for epochs, or use"
+            " run.total_epochs=null."
+        )
+        yield Problem("run.total_epochs", epochs, rule, fix)
+
+    if steps is None and epochs is None:
+        rule = "the run needs a length, in steps or in epochs"
+        fix = "Use a number of steps, or add run.total_epochs=1."
+        yield Problem("run.total_steps", None, rule, fix)
+
+
 def resume_is_a_choice_or_a_path(
     config: Config, _: OverriddenKeys
 ) -> Iterator[Problem]:
@@ -115,6 +134,26 @@ def stopping_is_measured(config: SFTConfig, _: OverriddenKeys) -> Iterator[Probl
         )
         fix = "Use null, or run.evaluate_every=10."
         yield Problem("sft.stop_at_accuracy", accuracy, rule, fix)
+
+
+def best_is_measured(config: Config, overridden: OverriddenKeys) -> Iterator[Problem]:
+    """Yield a problem for each setting of a best step that is never looked for."""
+    run = config.run
+    if run.best_metric is not None and not run.best_metric.startswith("val-"):
+        rule = "names of metrics on held-out rows begin with val-"
+        fix = "Use one of metrics.jsonl, such as val-core/*/acc/mean@1, or null."
+        yield Problem("run.best_metric", run.best_metric, rule, fix)
+
+    if run.best_metric is None and run.best_is is not None:
+        rule = "run.best_metric=null is the task's own metric, which has its direction"
+        fix = "Leave it out, or name a metric: run.best_metric=val-core/held_out/..."
+        yield Problem("run.best_is", run.best_is, rule, fix)
+
+    if run.evaluate_every == 0:
+        reason = "run.evaluate_every=0 turns evaluation off"
+        fix = "Leave it out, or use run.evaluate_every=10."
+        for key in ("run.best_metric", "run.best_is", "run.early_stop"):
+            yield from ignored_settings(overridden.under(key), config, reason, fix)
 
 
 # --------------------------------------------------------------------- what is recorded

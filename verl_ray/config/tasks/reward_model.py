@@ -52,6 +52,10 @@ class RewardModelConfig(Config):
         return "value"
 
     @property
+    def main_metric(self) -> str:
+        return "val-core/held_out/pair_accuracy"
+
+    @property
     def examples_per_step(self) -> int:
         """Number of pairs per step."""
         return self.preference.batch_size

@@ -115,8 +115,13 @@ class RLConfig(RolloutTaskConfig):
     def learning_steps(self, role: str) -> int:
         if role == "actor":
             # The critic learns alone in the first steps.
-            return self.run.total_steps - self.algorithm.critic_warmup_steps
-        return self.run.total_steps
+            return self.run.steps - self.algorithm.critic_warmup_steps
+        return self.run.steps
+
+    @property
+    def main_metric(self) -> str:
+        # The accuracy or the mean reward of every data source.
+        return f"val-core/*/mean@{self.evaluation.group_size}"
 
     # --------------------------------------------------------------- inputs and graders
 

@@ -45,6 +45,11 @@ class SFTConfig(Config):
         return {"actor": self.actor}
 
     @property
+    def main_metric(self) -> str:
+        # Long answers are hardly ever right word by word, so the loss tells more.
+        return "val-core/held_out/loss"
+
+    @property
     def examples_per_step(self) -> int:
         """Number of rows per step."""
         return self.sft.batch_size
