@@ -71,7 +71,7 @@ def main(argv: list[str]) -> int:
 
     with (
         TemporaryDirectory() as logs,
-        Session.open(None, object_store_bytes=store_bytes),
+        Session.open(None, object_store_bytes=store_bytes, log_dir=Path(logs)),
     ):
         stop_on_signals()  # again: Ray's own handler exits without a message
         # The growth comes first, because later operations return memory.

@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
         make_inputs(config, warm_start=False)
 
-    with Session.open(config.ray.address) as session:
+    log_dir = Path(config.run.dir) / "logs"
+    with Session.open(config.ray.address, log_dir=log_dir) as session:
         stop_on_signals()
         data = resolve_on(config, ClusterShape.of(session)).data
         tokenizer = load_tokenizer(config.actor.model.path)

@@ -192,7 +192,8 @@ def main(argv: list[str]) -> int:
         make_inputs(config, warm_start=is_small)
 
     start_s = time.perf_counter()
-    with Session.open(config.ray.address) as session:
+    log_dir = Path(config.run.dir) / "logs"
+    with Session.open(config.ray.address, log_dir=log_dir) as session:
         stop_on_signals()  # again: Ray's own handler exits without a message
         config = resolve_on(config, ClusterShape.of(session))
         threads = max(config.run.threads["trainers"], config.run.threads["engines"])
@@ -242,7 +243,8 @@ def make_inputs(config: RLConfig, *, warm_start: bool) -> None:
     if (folder / INPUTS_COMPLETE).exists():
         return
     if warm_start:
-        with Session.open(config.ray.address) as session:
+        log_dir = Path(config.run.dir) / "logs"
+        with Session.open(config.ray.address, log_dir=log_dir) as session:
             prepare(resolve_on(config, ClusterShape.of(session)), session)
         return
 

@@ -153,7 +153,8 @@ def measure(
     with contextlib.redirect_stdout(sys.stderr):  # stdout is for the figures
         make_inputs(config, warm_start=False)
 
-    with Session.open(config.ray.address) as session:
+    log_dir = Path(config.run.dir) / "logs"
+    with Session.open(config.ray.address, log_dir=log_dir) as session:
         stop_on_signals()
         shape = ClusterShape.of(session)
         config = resolve_on(config, shape)

@@ -92,7 +92,10 @@ def _export(
     Returns:
         The largest difference of a log-prob or a score on fixed tokens.
     """
-    with Session.open(address) as session, tempfile.TemporaryDirectory() as logs:
+    with (
+        tempfile.TemporaryDirectory() as logs,
+        Session.open(address, log_dir=Path(logs)) as session,
+    ):
         # Once more, since Ray has put its own handler there, which exits without a
         # message.
         stop_on_signals()

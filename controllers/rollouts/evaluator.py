@@ -17,7 +17,7 @@ from controllers.watch import held_out_measures, measures
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
-from verl_ray.config.reward import HELD_OUT
+from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
@@ -154,7 +154,7 @@ class Evaluator:
 
         Those of a model have any scale, so their mean is no accuracy.
         """
-        return HELD_OUT in raw_scores or self._config.reward.kind == "function"
+        return HELD_OUT_GRADER in raw_scores or self._config.reward.kind == "function"
 
 
 class HeldOutResponses(Iterable[HeldOutResponse]):

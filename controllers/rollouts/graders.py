@@ -15,7 +15,7 @@ import numpy as np
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.store import read
-from verl_ray.config.reward import HELD_OUT
+from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
@@ -86,8 +86,8 @@ class Graders:
     def names(self, purpose: str) -> tuple[str, ...]:
         """Return the graders of rollouts with this purpose."""
         # An evaluation may have a grader of its own.
-        if purpose == EVALUATION and HELD_OUT in self._groups:
-            return (HELD_OUT,)
+        if purpose == EVALUATION and HELD_OUT_GRADER in self._groups:
+            return (HELD_OUT_GRADER,)
         return tuple(self._config.graders)
 
     def score(self, rollouts: Sharded[Rollouts], purpose: str) -> PendingScores:
@@ -106,7 +106,7 @@ class Graders:
         """
         for name, grader_scores in scores.items():
             # The held-out grader's failures are a metric of the evaluation.
-            if name != HELD_OUT:
+            if name != HELD_OUT_GRADER:
                 self._check_failures(name, grader_scores)
 
     def _check_failures(self, name: str, scores: Sharded[Scores]) -> None:

@@ -33,7 +33,9 @@ def open_session(config: Config) -> Session:
     """
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
     with announcing(lambda: Outlook("stopping as soon as Ray has started", "")):
-        session = Session.open(config.ray.address)
+        session = Session.open(
+            config.ray.address, log_dir=Path(config.run.dir) / "logs"
+        )
 
     # `ray.init` has installed a signal handler of its own, which this call replaces.
     stop_on_signals()

@@ -51,7 +51,7 @@ class System:
     rollout: Replicas | None
 
     graders: Mapping[str, WorkerGroup[Grader]]
-    """Groups of the reward role by the keys of its components, and by HELD_OUT."""
+    """Groups of the reward role by the keys of its components and HELD_OUT_GRADER."""
 
     has_gpus: bool
 

@@ -97,7 +97,7 @@ class Echo:
 
     def one_then_die(self, rows: Rows) -> Iterator[LogProbs]:
         yield self.halve(rows.select([0]))
-        time.sleep(1.0)  # what was yielded is on its way
+        self.gate.wait(20)  # until what was yielded has arrived
         os.kill(os.getpid(), signal.SIGKILL)
 
     @concurrent
@@ -155,7 +155,7 @@ class Echo:
             time.sleep(60)
 
     def nap(self) -> None:
-        time.sleep(2)
+        time.sleep(3)
 
     def plod(self, steps: int) -> int:
         for done in range(steps):
@@ -289,7 +289,6 @@ class SlowWriter(Echo):
             time.sleep(0.01)
         self.target.mkdir()
         (self.target / "shard").write_bytes(bytes(100))
-        self.gate_file.with_name(self.gate_file.name + ".told").touch()
 
     def load(self, path: str) -> list[str]:
         assert (Path(path) / "shard").stat().st_size == 100

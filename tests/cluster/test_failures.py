@@ -43,6 +43,8 @@ from verl_ray.errors import (
 )
 
 Crew = Callable[..., WorkerGroup[Any]]
+LIMIT_S = 4.0
+"""A process that replies does so within an eighth of it, also on a busy machine."""
 pytestmark = pytest.mark.cluster
 
 
@@ -204,7 +206,7 @@ def test_the_death_of_a_rank_is_reported_and_not_what_it_did_to_its_peers(
 
 
 def test_one_that_stands_still_is_named_and_shown(crew: Crew) -> None:
-    group = crew(Echo, 2, stall_s=1.0)
+    group = crew(Echo, 2, stall_s=LIMIT_S)
     with pytest.raises(DeadlineExceeded) as caught:
         group.broadcast(Echo.sleep_for_long, 1).result()
     assert caught.value.rank == 1
@@ -223,7 +225,7 @@ def test_what_makes_progress_is_not_late(crew: Crew) -> None:
 
 
 def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
-    group = crew(Echo, 1, stall_s=1.0)
+    group = crew(Echo, 1, stall_s=LIMIT_S)
     done = [group.rank_zero(Echo.plod, 1) for _ in range(16)]
     queued = [
         group.rank_zero(Echo.stick, 3),
@@ -235,7 +237,8 @@ def test_the_stuck_one_of_many_queued_calls_is_named(crew: Crew) -> None:
             check_progress(queued[1:])  # as while something else is waited for
             time.sleep(0.1)
     assert (
-        "run.stall_s = 1)" in caught.value.message and "in stick" in caught.value.detail
+        f"run.stall_s = {LIMIT_S:g})" in caught.value.message
+        and "in stick" in caught.value.detail
     )
     with pytest.raises(DeadlineExceeded, match="the group failed earlier"):
         group.rank_zero(Echo.pid)
@@ -278,7 +281,7 @@ def test_rows_that_do_not_arrive_are_named(crew: Crew) -> None:
 
 
 def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
-    group = crew(Reducer, 2, process_group=True, stall_s=2.0)
+    group = crew(Reducer, 2, process_group=True, stall_s=LIMIT_S)
     group.broadcast(Reducer.total, 1.0).result()
     with pytest.raises(
         DeadlineExceeded, match="total_but_one_is_stuck makes no progress"
@@ -304,11 +307,11 @@ def test_who_waits_in_a_collective_is_not_to_blame(crew: Crew) -> None:
 def test_a_process_whose_control_group_is_stuck_too_is_reported(
     crew: Crew, method: Callable[[Echo], None], shown: str
 ) -> None:
-    group = crew(Echo, 1, stall_s=1.0)
+    group = crew(Echo, 1, stall_s=LIMIT_S)
     group.rank_zero(Echo.plod, 5).result()
     with pytest.raises(
         DeadlineExceeded,
-        match=r"the process has not replied for .* s \(run.stall_s = 1\)",
+        match=r"the process has not replied for .* s \(run.stall_s = 4\)",
     ) as caught:
         group.rank_zero(method).result()
     assert "the control group does not reply either" in caught.value.detail
@@ -318,14 +321,14 @@ def test_a_process_whose_control_group_is_stuck_too_is_reported(
 def test_the_control_group_replies_while_a_call_runs(crew: Crew) -> None:
     group = crew(Echo, 1)
     group.rank_zero(Echo.nap)
-    time.sleep(0.3)
-    running = group.status()[0].running
-    assert running is not None
+    running = None
+    while running is None:
+        running = group.status()[0].running
     assert running[:2] == ("echo", "nap")
-    assert 0.1 < running[2] < 10
+    assert 0 < running[2] < 4
     stacks = group.stacks()[0]
     assert (
-        "time.sleep(2)" in stacks[: stacks.index("thread", 10)]
+        "time.sleep(3)" in stacks[: stacks.index("thread", 10)]
     )  # the busy thread comes first
 
 
@@ -335,8 +338,10 @@ def test_streams_report_exceptions_and_deaths(crew: Crew) -> None:
         (Echo.one_then_fail, WorkerError, "no more rows"),
         (Echo.one_then_die, WorkerDied, "the process died during one_then_die"),
     ):
-        pieces = crew(Echo, 1).stream(method, rows)
+        group = crew(Echo, 1)
+        pieces = group.stream(method, rows)
         assert read(next(pieces), 5).log_probs.tolist() == [0, 0.5]
+        group.rank_zero(Echo.open_the_gate)
         with pytest.raises(kind, match=text):
             next(pieces)
     late = crew(Echo, 1, stall_s=1.0).stream(Echo.one_by_one, rows, 30.0)

@@ -86,6 +86,13 @@ def test_scatter_follows_topology_and_assignment(crew: Crew) -> None:
         match="the assignment holds 4 rows for 2 data-parallel ranks, expected 5 rows",
     ):
         group.scatter(Echo.halve, rows, assignment=[np.array([0, 1]), np.array([2, 3])])
+    with pytest.raises(DataError, match=r"lacks 1 of them, the first is row 2$"):
+        group.stream(
+            Echo.one_by_one,
+            rows,
+            0.0,
+            assignment=[np.array([0, 1]), np.array([3, 4, 4])],
+        )
     with pytest.raises(
         DataError, match="one argument holds 5 rows of Rows and another 3 rows of Rows"
     ):
@@ -136,9 +143,14 @@ def test_stream_yields_pieces_as_they_finish_anywhere(crew: Crew) -> None:
     assert sorted(arrived) == [0, 1, 2, 3, 4, 5]
     assert arrived.index(0) < arrived.index(5) and arrived.index(3) < 5
     # A replica without rows is not called, and a listener who leaves stops the
-    # replicas.
-    pieces = group.stream(Echo.one_by_one, put(rows_of([1] * 3000)), 0.2)
-    next(pieces)
+    # replicas. Both of them have begun by then.
+    parts = [np.arange(1500), np.arange(1500, 3000)]
+    pieces = group.stream(
+        Echo.one_by_one, put(rows_of([1] * 3000)), 0.2, assignment=parts
+    )
+    begun = set()
+    while len(begun) < 2:
+        begun.add(read(next(pieces), 5).log_probs[0] * 2 // 1000 < 1500)
     pieces.close()
     assert group.broadcast(Echo.was_aborted).result() == [
         True,

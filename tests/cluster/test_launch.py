@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import ray
+from ray._private.utils import publish_error_to_driver
 
 from tests.cluster.crew import Builds, Echo, NeverReady, Unbuildable, processes, rows_of
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role, check_topologies
+from verl_ray.cluster.ray_patches import ray_messages
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.store import put
 from verl_ray.errors import ClusterError, DeadlineExceeded, ModelError, WorkerError
@@ -40,6 +44,27 @@ def wait_until_released(cluster: Session) -> None:
     assert hosts() == []
 
 
+@pytest.fixture
+def ray_log(cluster: Session, tmp_path: Path) -> Iterator[Path]:
+    """The file in which Ray's messages to this process are kept meanwhile."""
+    ray_messages.keep_in(tmp_path)
+    yield tmp_path / "ray.log"
+    ray_messages.release()
+
+
+def lines_with_last(ray_log: Path, last: str) -> list[str]:
+    """The messages up to one that is sent now."""
+    publish_error_to_driver(
+        "remark", last, ray._private.worker.global_worker.gcs_client
+    )
+    until = time.monotonic() + 60
+    lines: list[str] = []
+    while not any(last in line for line in lines) and time.monotonic() < until:
+        time.sleep(0.1)
+        lines = ray_log.read_text().splitlines() if ray_log.exists() else []
+    return lines
+
+
 def test_topologies_must_cover_every_data_parallel_rank_once() -> None:
     check_topologies(
         "actor", [Topology(0, 2, False), Topology(0, 2, True), Topology(1, 2, True)]
@@ -55,7 +80,7 @@ def test_topologies_must_cover_every_data_parallel_rank_once() -> None:
 
 @pytest.mark.cluster
 def test_colocated_roles_share_a_process_and_close_gracefully(
-    cluster: Session, tmp_path: Path
+    cluster: Session, tmp_path: Path, ray_log: Path
 ) -> None:
     actor = Role("actor", "trainer", Echo, (tmp_path,))
     critic = Role("critic", "trainer", Echo, (tmp_path,))
@@ -114,6 +139,9 @@ def test_colocated_roles_share_a_process_and_close_gracefully(
         "closed-rollout-0",
     ]
     wait_until_released(cluster)
+    # Of a worker that was killed, Ray would say that it died unexpectedly.
+    (last,) = lines_with_last(ray_log, "all of them are gone")
+    assert last.endswith(" (raylet) all of them are gone")
 
 
 @pytest.mark.cluster

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 import ray
 
 from tests.leftovers import left_in_shared_memory
+from verl_ray.cluster.ray_patches import ray_messages
 from verl_ray.cluster.session import Session, store_bytes
 from verl_ray.cluster.session_folders import name_owners, remove_ended_sessions
 from verl_ray.errors import ClusterError
@@ -272,15 +274,37 @@ def test_a_running_cluster_is_found_by_address_and_left_running(tmp_path: Path) 
         shutil.rmtree(folder)
 
 
-def test_what_ray_tells_goes_to_stderr(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_ray_tells_goes_to_a_file_or_to_stderr(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     """A benchmark's figures are alone on stdout."""
-    message = {
-        "lines": ["A worker was killed"],
-        "pid": "raylet",
-        "is_err": False,
-        "job": None,
-        "ip": "127.0.0.2",
-    }
-    ray._private.worker.print_to_stdstream(message, ignore_prefix=False)
-    output = capsys.readouterr()
-    assert output.out == "" and "A worker was killed" in output.err
+    logger = logging.getLogger("ray")
+    handlers = logger.handlers[:]
+
+    def tell(line: str) -> None:
+        message = {
+            "lines": [line],
+            "pid": "raylet",
+            "is_err": False,
+            "job": None,
+            "ip": "127.0.0.2",
+        }
+        ray._private.worker.print_to_stdstream(message, ignore_prefix=False)
+
+    unexpected = "A worker died or was killed while executing a task"
+    ray_messages.keep_in(tmp_path / "logs")
+    try:
+        tell(unexpected)
+        logger.error("no connection")
+    finally:
+        ray_messages.release()
+    assert capfd.readouterr() == ("", "")
+    first, second = (tmp_path / "logs" / "ray.log").read_text().splitlines()
+    assert first.endswith(f" (raylet) {unexpected}")
+    assert second.endswith("no connection")
+
+    tell("the disk is nearly full")
+    tell(unexpected)
+    output = capfd.readouterr()
+    assert output.out == "" and unexpected not in output.err
+    assert "the disk is nearly full" in output.err and logger.handlers == handlers

@@ -81,6 +81,9 @@ def test_each_row_is_put_once() -> None:
         made.put(piece(0, 1, 1))
     with pytest.raises(DataError, match="group 7 gets 1 rows more"):
         made.put(piece(14))  # nobody asked for it
+    with pytest.raises(DataError, match="group 7 gets 1 rows more"):
+        made.put(piece(0, 14))
+    assert made.missing(np.array([0])) == 2  # what was refused counts for nothing
     with pytest.raises(DataError, match="these are reserved already: 0"):
         made.reserve(np.array([0]))
     with pytest.raises(DataError, match="the groups 5 are not being generated"):

@@ -170,7 +170,7 @@ def test_what_waits_for_others_says_so(server: RolloutServer) -> None:
             assert began.wait(100)
             assert progress().waits_for_others is waits
             done.set()
-            assert running.result(10)
+            assert running.result(60)
     assert not progress().waits_for_others
 
 
@@ -185,7 +185,7 @@ def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
         pausing = pool.submit(server.pause, mode)  # type: ignore[arg-type]
         soon(lambda: pausing.done() or mode == "wait")
         engine[0].free()
-        pausing.result(10)
+        pausing.result(60)
         later = pool.submit(
             lambda: [
                 chunk for chunks in server.respond([request(5, 1)]) for chunk in chunks
@@ -204,7 +204,7 @@ def test_a_pause_holds_what_comes_and_treats_what_is_there_as_told(
         else:
             assert server.health().in_flight == 1
         server.resume()
-        assert joined(later.result(10)) == {5: [10]}
+        assert joined(later.result(60)) == {5: [10]}
         if mode == "keep":
             ((chunk,),) = list(replies)
             assert (chunk.finish, chunk.tokens.tolist()) == (
@@ -306,7 +306,7 @@ def test_what_fails_is_told_to_everybody_who_waits() -> None:
         server.resume()
         for one in waiting:
             with pytest.raises(EngineFailed, match="a step failed: IndexError"):
-                one.result(10)
+                one.result(60)
     with pytest.raises(
         EngineFailed, match="can no longer be used; start another: a step failed"
     ):
@@ -375,7 +375,7 @@ def test_whatever_ends_its_thread_is_a_lost_engine(
         causes = []
         for one in waiting:
             with pytest.raises(EngineFailed, match=ended_by.__name__) as caught:
-                one.result(10)
+                one.result(60)
             causes.append(type(caught.value.__cause__))
         assert (
             ended_by in causes
@@ -402,7 +402,7 @@ def test_a_resume_takes_a_pause_back_that_still_waits(
         waiting = threads.submit(server.pause, "wait")
         soon(lambda: server._engine_thread.pause_request is not None)
         server.resume()
-        waiting.result(10)
+        waiting.result(60)
     engine[0].free()
     assert joined([chunk for chunks in replies for chunk in chunks]) == {
         1: [10, 11, 12]
@@ -419,7 +419,7 @@ def test_a_second_pause_takes_the_place_of_one_that_still_waits(
         waiting = threads.submit(server.pause, "wait")
         soon(lambda: server._engine_thread.pause_request is not None)
         server.pause("keep")
-        waiting.result(10)
+        waiting.result(60)
     server.resume()
     engine[0].free()
     assert joined([chunk for chunks in replies for chunk in chunks]) == {
@@ -437,7 +437,7 @@ def test_answers_are_left_from_another_thread_and_no_others_with_them(
         )
         engine[0].gate.release()
         first.close()
-        (aborted,) = listening.result(10)
+        (aborted,) = listening.result(60)
     assert aborted.finish is Finish.ABORTED
     engine[0].free()
     (whole,) = [chunk for chunks in second for chunk in chunks]

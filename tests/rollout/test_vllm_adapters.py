@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +23,7 @@ from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import GenerationRequest, Sampling
 from verl_ray.rollout.update import Probe
 from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_loader import WeightLoader
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.shared_memory import create, map_slots, remove
 from verl_ray.weight_sync.transport import WireSpec
@@ -188,3 +191,17 @@ def test_an_adapter_needs_a_model_beside_it(
         match="version 3 is an adapter, and the engine does not hold the model",
     ):
         send(actor, rollout, 3, alone=True)
+
+
+def test_a_model_that_came_from_disk_tells_what_shares_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its first update may be an adapter alone, whose verification may fail."""
+    inbox = SimpleNamespace(begin=lambda: None)
+    monkeypatch.setattr(WeightLoader, "_weights_inbox", inbox)
+    embedding, head = torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False)
+    head.weight = embedding.weight
+    loader: Any = WeightLoader()
+    loader.model_runner = SimpleNamespace(model=torch.nn.Sequential(embedding, head))
+    loader.weights_begin_update(brings_model=False)
+    assert loader.weights_repacked() == ["1"]

@@ -92,7 +92,8 @@ class WorkerGroup(RoleProcesses, Generic[W]):
             else with a list of one value per data-parallel rank.
 
         Raises:
-            DataError: Numbers of rows do not match.
+            DataError: Numbers of rows do not match, or the assignment does not hold
+                each row once.
         """
         check_aligned(self.role, rows, more_args)
         parts = self._assigned(rows, assignment)
@@ -201,9 +202,14 @@ class WorkerGroup(RoleProcesses, Generic[W]):
         different replicas come in any order. A stream has no time limit while its
         process makes progress. If the consumer stops early, the workers' generators
         are stopped as well (`Stream.abandon`).
+
+        Raises:
+            DataError: Numbers of rows do not match, or the assignment does not hold
+                each row once.
         """
         check_aligned(self.role, rows, more_args)
         parts = self._assigned(rows, assignment)
+        check_assignment(self.role, parts, len(rows), self.dp_size)
 
         # `iterate_streams` is a generator, so calls made there would wait for the first
         # `next`.

@@ -26,6 +26,10 @@ from verl_ray.cluster.waiting import TICK_S, wait
 REPLY_S = 3.0
 """Seconds that a process or a node gets to reply to a question about a failure."""
 
+# A process that Ray ends is gone within a tenth of a second; one that is stopped
+# (SIGSTOP) never is.
+_END_S = 2.0
+_END_POLL_S = 0.01
 _TRACKER = "multiprocessing.resource_tracker"
 _STACKS_BYTES = 32_768
 # Two readings of a process's start time differ by rounding alone; a later process with
@@ -48,7 +52,8 @@ def examine(members: Sequence[Member], stacks: bool) -> list[tuple[str, str]]:
         if member.process_info is None:
             pending.append(("it has not started", ""))
         else:
-            pending.append(_on_node(member.process_info, examine_here, stacks))
+            info = member.process_info
+            pending.append(_on_node(info.node_id, examine_here, info, stacks))
 
     results: list[tuple[str, str]] = []
     deadline = time.monotonic() + 2 * REPLY_S
@@ -136,17 +141,39 @@ def _stacks_by_signal(process_info: ProcessInfo) -> str | None:
     return None
 
 
+def end(members: Sequence[Member]) -> None:
+    """End processes whose workers are closed, in order: Ray ends them.
+
+    Ray reports a process that was killed as one that died unexpectedly, so only what
+    Ray could not end is killed. The function never raises, as `kill`.
+    """
+    _on_their_nodes(members, end_here)
+
+
 def kill(members: Sequence[Member]) -> None:
     """Kill processes at once, also stopped ones (SIGSTOP) that Ray cannot reach.
 
     The function never raises, since the cluster may be gone already.
     """
-    pending = []
+    _on_their_nodes(members, kill_here)
+
+
+def _on_their_nodes(
+    members: Sequence[Member],
+    function: Callable[[Sequence[ProcessInfo], Sequence[Any]], None],
+) -> None:
+    """Call `function(process_infos, actors)` on each node, then end what is left."""
+    by_node: dict[str, list[Member]] = {}
     for member in members:
-        if member.process_info is None:
-            continue
+        if member.process_info is not None:
+            by_node.setdefault(member.process_info.node_id, []).append(member)
+
+    pending = []
+    for node_id, on_node in by_node.items():
+        infos = [member.process_info for member in on_node]
+        actors = [member.actor for member in on_node]
         with contextlib.suppress(Exception):
-            reference = _on_node(member.process_info, terminate)
+            reference = _on_node(node_id, function, infos, actors)
             if reference is not None:
                 pending.append(reference)
 
@@ -159,6 +186,33 @@ def kill(members: Sequence[Member]) -> None:
             ray.kill(member.actor)
 
 
+def end_here(process_infos: Sequence[ProcessInfo], actors: Sequence[Any]) -> None:
+    """Let Ray end processes of this node, then kill what is left of them.
+
+    Args:
+        process_infos: The processes.
+        actors: Their actors.
+    """
+    # The descendants of a process cannot be found once it has ended.
+    families = [process for info in process_infos for process in _family(info)]
+
+    for actor in actors:
+        ray.kill(actor)
+    deadline = time.monotonic() + _END_S
+    while any(_is_alive(info) for info in process_infos):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(_END_POLL_S)
+
+    _kill_all(families)
+
+
+def kill_here(process_infos: Sequence[ProcessInfo], actors: Sequence[Any]) -> None:
+    """Kill processes of this node; their actors need nothing more."""
+    for process_info in process_infos:
+        terminate(process_info)
+
+
 def terminate(process_info: ProcessInfo) -> None:
     """Kill a process of this node and the processes that it has started.
 
@@ -166,29 +220,39 @@ def terminate(process_info: ProcessInfo) -> None:
     end of its parent. Python's tracker of shared resources is spared: it exits by
     itself when it has cleaned up.
     """
+    _kill_all(_family(process_info))
+
+
+def _family(process_info: ProcessInfo) -> list[psutil.Process]:
+    """The process and its descendants, without Python's tracker; none if it ended."""
+    family: list[psutil.Process] = []
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(process_info.pid)
         if not _is_same(process, process_info):
-            return
-        for victim in (process, *process.children(recursive=True)):
+            return []
+        for relative in (process, *process.children(recursive=True)):
             with contextlib.suppress(psutil.NoSuchProcess):
-                is_tracker = any(_TRACKER in word for word in victim.cmdline())
+                is_tracker = any(_TRACKER in word for word in relative.cmdline())
                 if not is_tracker:
-                    victim.kill()
+                    family.append(relative)
+    return family
 
 
-def _on_node(
-    process_info: ProcessInfo, function: Callable[..., Any], *args: object
-) -> Any:
-    """Call `function(process_info, *args)` on the node of the process.
+def _kill_all(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+
+
+def _on_node(node_id: str, function: Callable[..., Any], *args: object) -> Any:
+    """Call `function(*args)` on a node.
 
     Returns:
         The result on this node; a reference to the result on another node.
     """
-    if process_info.node_id == ray.get_runtime_context().get_node_id():
-        return function(process_info, *args)
+    if node_id == ray.get_runtime_context().get_node_id():
+        return function(*args)
 
     remote_function = ray.remote(num_cpus=0, max_retries=0)(function)
-    affinity = NodeAffinitySchedulingStrategy(process_info.node_id, soft=False)
-    pinned = remote_function.options(scheduling_strategy=affinity)
-    return pinned.remote(process_info, *args)
+    affinity = NodeAffinitySchedulingStrategy(node_id, soft=False)
+    return remote_function.options(scheduling_strategy=affinity).remote(*args)

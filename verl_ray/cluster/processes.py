@@ -306,7 +306,7 @@ def start(sets: Sequence[Processes]) -> None:
 
 
 def close(sets: Sequence[Processes]) -> None:
-    """Close the workers for a few seconds, then kill the processes in any case."""
+    """Close the workers for a few seconds, then end the processes in any case."""
     try:
         references = []
         for processes in sets:
@@ -316,8 +316,19 @@ def close(sets: Sequence[Processes]) -> None:
         if references:
             ray.wait(references, num_returns=len(references), timeout=_CLOSE_S)
     finally:
-        for processes in sets:
+        end(sets)
+
+
+def end(sets: Sequence[Processes]) -> None:
+    """End the processes of all sets; those of a broken set are killed."""
+    orderly: list[Member] = []
+    for processes in sets:
+        if processes.broken:
             processes.kill()
+        else:
+            orderly += processes.members
+            processes.members = []
+    process_control.end(orderly)
 
 
 def check_topologies(role: str, topologies: Sequence[Topology]) -> None:

@@ -35,13 +35,21 @@ def check_aligned(role: str, rows: Sharded[Any], others: Sequence[object]) -> No
 def check_assignment(
     role: str, assignment: Sequence[Int64], num_rows: int, dp_size: int
 ) -> None:
-    """Raise DataError unless `assignment` has `num_rows` rows for `dp_size` ranks."""
+    """Raise DataError unless `assignment` gives each row to one of `dp_size` ranks."""
     num_assigned = sum(map(len, assignment))
     if len(assignment) != dp_size or num_assigned != num_rows:
         raise DataError(
             f"{role}: the assignment holds {num_assigned} rows for"
             f" {len(assignment)} data-parallel ranks, expected {num_rows} rows for"
             f" {dp_size}"
+        )
+
+    # A row that is assigned twice, or that does not exist, takes the place of another.
+    left_out = np.setdiff1d(np.arange(num_rows), np.concatenate(assignment))
+    if len(left_out):
+        raise DataError(
+            f"{role}: the assignment must hold each of {num_rows} rows once, but it"
+            f" lacks {len(left_out)} of them, the first is row {left_out[0]}"
         )
 
 

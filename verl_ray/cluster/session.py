@@ -21,7 +21,7 @@ from ray._common.utils import get_default_ray_temp_dir
 
 from verl_ray.cluster import authentication
 from verl_ray.cluster.guard import start_guard
-from verl_ray.cluster.ray_patches import leaving_signals_to_driver
+from verl_ray.cluster.ray_patches import leaving_signals_to_driver, ray_messages
 from verl_ray.cluster.session_folders import (
     name_owners,
     remove_ended_sessions,
@@ -93,6 +93,7 @@ class Session:
         cores: int | None = None,
         gpus: int | None = None,
         object_store_bytes: int | None = None,
+        log_dir: Path | None = None,
     ) -> Session:
         """Connect to a cluster, or start one on this machine.
 
@@ -107,6 +108,7 @@ class Session:
             object_store_bytes: Size of the object store of a cluster that is started;
                 None for the smaller of an eighth of the machine's memory and half of
                 the available bytes in /dev/shm.
+            log_dir: Directory for Ray's messages to this process; None for stderr.
 
         Raises:
             ClusterError: This process has an open session, or there is no connection,
@@ -118,9 +120,15 @@ class Session:
                 " first"
             )
         address = address or os.environ.get("RAY_ADDRESS") or None
-        if address is not None:
-            return cls._connect(address)
-        return cls._start(cores, gpus, store_bytes(object_store_bytes))
+        if log_dir is not None:
+            ray_messages.keep_in(log_dir)
+        try:
+            if address is not None:
+                return cls._connect(address)
+            return cls._start(cores, gpus, store_bytes(object_store_bytes))
+        except BaseException:
+            ray_messages.release()
+            raise
 
     @classmethod
     def _connect(cls, address: str) -> Session:
@@ -193,6 +201,7 @@ class Session:
             keep_logs: Whether to keep Ray's folder until the next session starts.
         """
         ray.shutdown()
+        ray_messages.release()
         if self._guard is not None:
             # This closes the guard's input, and waits until it has killed what remains.
             self._guard.communicate()

@@ -21,7 +21,7 @@ from verl_ray.config.section import (
     Temperature,
 )
 
-HELD_OUT = "evaluation"
+HELD_OUT_GRADER = "evaluation"
 """Name of the grader of held-out problems, where these have a grader of their own."""
 
 

@@ -72,20 +72,25 @@ class RolloutBuffer:
     def put(self, experience: Experience) -> None:
         """Store rows that are generated and scored, of any reserved groups.
 
+        Either all rows are stored or none.
+
         Raises:
             DataError: a row belongs to no reserved group, or a group gets more rows
                 than it has.
         """
         group_ids = experience.rollouts.row("group_id")
         ordinals, counts = np.unique(group_ids, return_counts=True)
+        still_missing: dict[int, int] = {}
         for ordinal, count in zip(ordinals.tolist(), counts.tolist(), strict=True):
-            still_missing = self._missing.get(ordinal, 0) - count
-            if still_missing < 0:
+            missing = self._missing.get(ordinal, 0) - count
+            if missing < 0:
                 raise DataError(
-                    f"group {ordinal} gets {-still_missing} rows more than it waits"
+                    f"group {ordinal} gets {-missing} rows more than it waits"
                     " for; each row is generated once"
                 )
-            self._missing[ordinal] = still_missing
+            still_missing[ordinal] = missing
+
+        self._missing.update(still_missing)
         self._stored.append(experience)
 
     def missing(self, ordinals: Int64) -> int:

@@ -313,8 +313,8 @@ class RolloutEngine(EngineHooks):
                 )
             except WeightSyncError as error:
                 self.abort()
-                explanation = self._explain_mismatch()
-                raise WeightSyncError(f"{error}. {explanation}") from None
+                parts = [str(error), self._explain_mismatch()]
+                raise WeightSyncError(". ".join(filter(None, parts))) from None
 
         # Tokens sampled during the probe are delivered only now that their version is
         # accepted.

@@ -79,13 +79,15 @@ class WeightLoader(_Worker):
         self._weights_inbox.begin()
         self._weights_brings_model = brings_model
         self._weights_adapter = {}
+
+        # A failed verification names them, whatever the update brings.
+        model = self.model_runner.model
+        self._weights_tied = _tied_modules(model)
         if not brings_model:
             return
 
-        model = self.model_runner.model
         if self._weights_on_cpu():
             self._weights_reset_expert_kernels(model)
-        self._weights_tied = _tied_modules(model)
         with self._weights_context():
             self.start_weight_update()
 

@@ -25,6 +25,7 @@ from tests.cluster.crew import Echo, SlowWriter, processes
 from tests.controllers.run.checkpoints import cursor, write_checkpoints
 from tests.controllers.runs import Inputs, lasting
 from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.processes import Role
@@ -203,14 +204,13 @@ class Learner:
     def load_state(self, state: dict[str, Any]) -> None: ...
 
 
-def until(available: Path) -> None:
-    while not available.exists():
-        time.sleep(0.01)
-
-
 @pytest.mark.cluster
 def test_what_is_written_behind_counts_if_it_is_whole(
-    cluster: Session, inputs: Inputs, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    cluster: Session,
+    inputs: Inputs,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run_dir, gates = tmp_path / "run", tmp_path / "gates"
     gates.mkdir()
@@ -226,6 +226,15 @@ def test_what_is_written_behind_counts_if_it_is_whole(
     with start_groups(sets, roles, stall_s=120, log_dir=tmp_path) as groups:
         first, second = (groups[role] for role in roles)
         newest = CheckpointStore(run_dir / "checkpoints", keep=9).latest
+
+        calls: list[Call[Any]] = []
+        broadcast = first.broadcast
+
+        def recorded(*args: Any) -> Call[Any]:
+            calls.append(broadcast(*args))
+            return calls[-1]
+
+        monkeypatch.setattr(first, "broadcast", recorded)
 
         # Another role fails in the next step while this one still writes.
         learner = Learner(first, drawn=8)
@@ -246,8 +255,7 @@ def test_what_is_written_behind_counts_if_it_is_whole(
         learner.drawn = 16
         recovery.commit(2, learner)
         recovery.save(learner, trackers)
-        until(gates / "step_00000002.told")
-        first.rank_zero(Echo.pid).result()  # its earlier answer has arrived as well
+        assert calls[-1].replied(60)  # the one that waits for the part
         with pytest.raises(WorkerDied):
             first.rank_zero(Echo.die, 0).result()
         recovery.rescue_save()

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from verl_ray.config.algorithm import AlgorithmConfig
 from verl_ray.config.preparation import PrepareConfig
-from verl_ray.config.reward import HELD_OUT, FunctionReward, Reward, SingleReward
+from verl_ray.config.reward import HELD_OUT_GRADER, FunctionReward, Reward, SingleReward
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.rules.rl import RL_RULES
@@ -132,7 +132,7 @@ class RLConfig(RolloutTaskConfig):
         """Return the reward's sources, and the grader of held-out problems.
 
         A single evaluation needs only the latter, if held-out problems have a grader of
-        their own (`HELD_OUT`).
+        their own (`HELD_OUT_GRADER`).
         """
         evaluation = self.evaluation
         if evaluation.functions is None:
@@ -150,4 +150,4 @@ class RLConfig(RolloutTaskConfig):
             max_failed_fraction=1.0,
         )
         sources = self.graders if learns else {}
-        return sources | {HELD_OUT: held_out}
+        return sources | {HELD_OUT_GRADER: held_out}
