@@ -215,7 +215,7 @@ def test_a_supervised_run(cluster: Session, inputs: Inputs, tmp_path: Path) -> N
 
     # The model that it wrote is measured by a command of its own.
     model = f"{run_dir}/model"
-    assert f"model.path={model} actor.model.path={model}" in ended.stdout
+    assert f"run.resume=auto model.path={model} actor.model" in ended.stdout
     overrides = [*inputs.overrides(tmp_path / "measured"), f"model.path={model}"]
     told = command_here(
         cluster, "evaluate", "--config-name", "sft", *overrides, "sft.max_tokens=16"
