@@ -53,10 +53,17 @@ def next_commands(config: Config) -> dict[str, str]:
     can_be_evaluated = checkpoint is not None or has_model
     if can_be_evaluated and config.data.validation_path is not None:
         words = ["evaluate", "--config-dir", _shown(run_dir), "--config-name", "config"]
-        if checkpoint is None:
+        # What the run itself began from stands in its config.yaml.
+        if checkpoint is not None:
+            words.append(f"run.resume={_shown(checkpoint)}")
+        else:
             model = _shown(run_dir / MODEL)
             role = config.evaluated_role
-            words += [f"model.path={model}", f"{role}.model.path={model}"]
+            words += [
+                "run.resume=auto",
+                f"model.path={model}",
+                f"{role}.model.path={model}",
+            ]
         commands["measure it again, with every response on disk"] = shell_command(
             *words
         )

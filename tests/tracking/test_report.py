@@ -44,9 +44,9 @@ def test_intervals_stand_below_their_numbers_within_80_columns() -> None:
     text = shown(
         before=HeldOut(0, {SUMS: 0.41}, {SUMS: Interval(0.41, 0.37, 0.45, 500)}),
         after=HeldOut(200, {SUMS: 0.755}, {SUMS: Interval(0.755, 0.72, 0.79, 500)}),
-        changes={SUMS: Interval(0.345, 0.3, -0.0712, 500)},
+        changes={SUMS: Interval(0.345, 0.3, 0.3871, 500)},
     )
-    ranges = ["[0.37,", "0.45]", "[0.72,", "0.79]", "[+0.3,", "-0.0712]"]
+    ranges = ["[0.37,", "0.45]", "[0.72,", "0.79]", "[+0.3,", "+0.387]"]
     assert ranges in rows(text)
     same = Interval(0.41, 0.41, 0.41, 500)
     assert "[" not in shown(before=HeldOut(0, {SUMS: 0.41}, {SUMS: same}))

@@ -77,7 +77,10 @@ def test_a_finished_run_reports_what_its_record_holds(
     assert f"best: step 2, by {SUMS} 0.9" in text
     assert "warning: 12 scores failed" in text
     assert f"export {tmp_path}/checkpoints/step_00000003 {tmp_path}/exported" in text
-    assert f"evaluate --config-dir {tmp_path} --config-name config\n" in text
+    assert (
+        f"evaluate --config-dir {tmp_path} --config-name config"
+        f" run.resume={tmp_path}/checkpoints/step_00000003\n" in text
+    )
 
     assert read_history(tmp_path)[-1].ending == "finished"
     assert SUMS in (tmp_path / "report.txt").read_text()
@@ -215,7 +218,10 @@ def test_the_next_commands_are_those_that_can_work(
     export, evaluate = next_commands(config).values()
     checkpoint = "'my run/checkpoints/step_00000001'"
     assert export.endswith(f" export {checkpoint} 'my run/exported'")
-    assert evaluate.endswith(" evaluate --config-dir 'my run' --config-name config")
+    assert evaluate.endswith(
+        " evaluate --config-dir 'my run' --config-name config"
+        " 'run.resume=my run/checkpoints/step_00000001'"
+    )
 
     # A run that has written its model needs no export.
     (tmp_path / "my run" / "model").mkdir()
