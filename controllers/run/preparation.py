@@ -252,6 +252,7 @@ def supervised_job(
         overlong=config.data.overlong,
         shuffle=config.data.shuffle,
         apply_chat_template=config.data.apply_chat_template,
+        special_tokens=config.data.special_tokens,
     )
 
     actor = SupervisedRole(
