@@ -45,7 +45,7 @@ _STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class SpelledTokens:
-    """What happens to special tokens that texts spell out."""
+    """Guards the texts of a data set, and encodes them afterwards."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase, setting: SpecialTokens
@@ -141,7 +141,7 @@ class SpelledTokens:
         """Return a value with a stand-in for each special token that a text spells."""
         if isinstance(value, str):
             return self._any_name_or_mark.sub(
-                lambda found: self._stand_in(found[0], where), value
+                lambda match: self._stand_in(match[0], where), value
             )
         if isinstance(value, list):
             return [self._with_stand_ins(part, where) for part in value]
@@ -152,22 +152,22 @@ class SpelledTokens:
             }
         return value
 
-    def _stand_in(self, found: str, where: str) -> str:
-        if found == _OPEN:
+    def _stand_in(self, name: str, where: str) -> str:
+        if name == _OPEN:
             raise DataError(
                 f"{where}: found the character {_OPEN!r}, which marks special tokens"
                 " here (data.special_tokens = escape) and which Unicode keeps out of"
                 " texts; remove it"
             )
-        return f"{_OPEN}{self._numbers[found]}{_CLOSE}"
+        return f"{_OPEN}{self._numbers[name]}{_CLOSE}"
 
     def _with_names(self, text: str) -> str:
         """Return a text as the copied tokenizer reads it.
 
         The special tokens of the template are aliases, and those of texts are names.
         """
-        aliased = self._any_name.sub(lambda found: _alias(found[0]), text)
-        return _STAND_IN.sub(lambda found: self._names[int(found[1])], aliased)
+        aliased = self._any_name.sub(lambda match: _alias(match[0]), text)
+        return _STAND_IN.sub(lambda match: self._names[int(match[1])], aliased)
 
     @cached_property
     def _with_aliases(self) -> PreTrainedTokenizerBase:
