@@ -40,10 +40,15 @@ from verl_ray.config.tasks.sft import (
     SupervisedConfig,
     SupervisedEvaluationConfig,
 )
-from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
+from verl_ray.data.word_problems import (
+    VOCABULARY,
+    sample_texts,
+    write_word_problems,
+)
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import (
@@ -74,7 +79,7 @@ def prepare(run: Config, session: Session) -> None:
     completed = folder / INPUTS_COMPLETE
     recipe = _recipe(config, preparation)
     if completed.exists():
-        if completed.read_text() != recipe:
+        if not _same_recipe(completed.read_text(), recipe):
             rule = f"{folder} was made with another seed or other settings of prepare"
             fix = "set them back, or use another run.dir"
             raise ConfigError([Problem("prepare", "changed", rule, fix)])
@@ -90,16 +95,8 @@ def prepare(run: Config, session: Session) -> None:
     (folder / INPUTS_STARTED).touch()
 
     seed = config.run.seed
-    files = write_arithmetic(
-        folder,
-        max_operand=preparation.max_operand,
-        num_train=preparation.num_train,
-        num_validation=preparation.num_validation,
-        seed=seed,
-        wrong_fraction=preparation.warm_start.wrong_fraction,
-    )
+    files = _write_problems(folder, preparation, seed)
     tokenizer = folder / "tokenizer"
-    character_tokenizer(tokenizer, ALPHABET)
     make_tiny_qwen3(folder / "untrained", tokenizer, preparation.model, seed)
 
     train = files.train.jsonl
@@ -110,10 +107,44 @@ def prepare(run: Config, session: Session) -> None:
     completed.write_text(recipe)
 
 
+def _write_problems(
+    folder: Path, preparation: PrepareConfig, seed: int
+) -> ArithmeticFiles:
+    """Write the problems, and a tokenizer for them, to `folder`."""
+    is_words = preparation.problems == "word_problems"
+    write = write_word_problems if is_words else write_arithmetic
+    files = write(
+        folder,
+        max_operand=preparation.max_operand,
+        num_train=preparation.num_train,
+        num_validation=preparation.num_validation,
+        seed=seed,
+        wrong_fraction=preparation.warm_start.wrong_fraction,
+    )
+
+    tokenizer = folder / "tokenizer"
+    if is_words:
+        # Plain texts have no turns to delimit.
+        texts = sample_texts()
+        train_bpe(tokenizer, texts, VOCABULARY, None, single_digits=True)
+    else:
+        character_tokenizer(tokenizer, ALPHABET)
+    return files
+
+
 def _recipe(config: RolloutTaskConfig, preparation: PrepareConfig) -> str:
     """Return the settings that the inputs depend on, as JSON."""
     settings = preparation.model_dump(exclude={"min_gain"})
     return json.dumps({"seed": config.run.seed, **settings}, indent=1)
+
+
+def _same_recipe(written: str, recipe: str) -> bool:
+    """Return whether inputs that were made by one recipe are those of another.
+
+    Inputs of a version without prepare.problems are sums.
+    """
+    settings = {"problems": "sums", **json.loads(written)}
+    return bool(settings == json.loads(recipe))
 
 
 class WarmStart(SFTTrainer):
