@@ -204,6 +204,19 @@ class Config(Section):
         return None
 
     @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the loss is corrected for the mismatch of sampler and trainer."""
+        return False
+
+    @property
+    def responses_per_evaluation(self) -> int | None:
+        """Number of responses that an evaluation generates.
+
+        None if it generates none, or if only the held-out file tells how many.
+        """
+        return None
+
+    @property
     def evaluation_refusal(self) -> tuple[str, str] | None:
         """Why this task has no evaluation without training, and what to do instead.
 

@@ -118,6 +118,18 @@ class RLConfig(RolloutTaskConfig):
             return self.run.total_steps - self.algorithm.critic_warmup_steps
         return self.run.total_steps
 
+    @property
+    def corrects_mismatch(self) -> bool:
+        return self.algorithm.correction.form != "none"
+
+    @property
+    def responses_per_evaluation(self) -> int | None:
+        evaluation = self.evaluation
+        prompts = evaluation.num_prompts
+        if prompts is None and self.prepare is not None:
+            prompts = self.prepare.num_validation
+        return None if prompts is None else prompts * evaluation.group_size
+
     # --------------------------------------------------------------- inputs and graders
 
     @property
