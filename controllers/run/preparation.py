@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from controllers.run.loop import Loop
@@ -79,7 +79,10 @@ def prepare(run: Config, session: Session) -> None:
     completed = folder / INPUTS_COMPLETE
     recipe = _recipe(config, preparation)
     if completed.exists():
-        if not _same_recipe(completed.read_text(), recipe):
+        if completed.read_text() not in (
+            recipe,
+            *_earlier_recipes(config, preparation),
+        ):
             rule = f"{folder} was made with another seed or other settings of prepare"
             fix = "set them back, or use another run.dir"
             raise ConfigError([Problem("prepare", "changed", rule, fix)])
@@ -95,7 +98,7 @@ def prepare(run: Config, session: Session) -> None:
     (folder / INPUTS_STARTED).touch()
 
     seed = config.run.seed
-    files = _write_problems(folder, preparation, seed)
+    files = write_problems(folder, preparation, seed)
     tokenizer = folder / "tokenizer"
     make_tiny_qwen3(folder / "untrained", tokenizer, preparation.model, seed)
 
@@ -107,7 +110,7 @@ def prepare(run: Config, session: Session) -> None:
     completed.write_text(recipe)
 
 
-def _write_problems(
+def write_problems(
     folder: Path, preparation: PrepareConfig, seed: int
 ) -> ArithmeticFiles:
     """Write the problems, and a tokenizer for them, to `folder`."""
@@ -132,19 +135,25 @@ def _write_problems(
     return files
 
 
-def _recipe(config: RolloutTaskConfig, preparation: PrepareConfig) -> str:
-    """Return the settings that the inputs depend on, as JSON."""
-    settings = preparation.model_dump(exclude={"min_gain"})
+def _recipe(
+    config: RolloutTaskConfig, preparation: PrepareConfig, *unknown: str
+) -> str:
+    """Return the settings that the inputs depend on, as JSON.
+
+    Args:
+        unknown: Settings to leave out.
+    """
+    settings = preparation.model_dump(exclude={"min_gain", *unknown})
     return json.dumps({"seed": config.run.seed, **settings}, indent=1)
 
 
-def _same_recipe(written: str, recipe: str) -> bool:
-    """Return whether inputs that were made by one recipe are those of another.
-
-    Inputs of a version without prepare.problems are sums.
-    """
-    settings = {"problems": "sums", **json.loads(written)}
-    return bool(settings == json.loads(recipe))
+def _earlier_recipes(
+    config: RolloutTaskConfig, preparation: PrepareConfig
+) -> Iterator[str]:
+    """Yield what an earlier version wrote for the same inputs."""
+    # Without prepare.problems all problems were sums.
+    if preparation.problems == "sums":
+        yield _recipe(config, preparation, "problems")
 
 
 class WarmStart(SFTTrainer):

@@ -325,6 +325,9 @@ class ReinforcementTask(Task[RLConfig, Problems]):
 
     def next_command(self) -> str:
         """Return a command that the user may try next."""
-        if self.config.prepare is None:
+        preparation = self.config.prepare
+        if preparation is None:
             return "verl-ray evaluate --help"
+        if preparation.problems == "word_problems":
+            return "verl-ray train --config-name word_problems algorithm=rloo"
         return "scripts/quickstart algorithm=grpo backend=fsdp"
