@@ -79,10 +79,8 @@ def prepare(run: Config, session: Session) -> None:
     completed = folder / INPUTS_COMPLETE
     recipe = _recipe(config, preparation)
     if completed.exists():
-        if completed.read_text() not in (
-            recipe,
-            *_earlier_recipes(config, preparation),
-        ):
+        recipes = [recipe, *_earlier_recipes(config, preparation)]
+        if completed.read_text() not in recipes:
             rule = f"{folder} was made with another seed or other settings of prepare"
             fix = "set them back, or use another run.dir"
             raise ConfigError([Problem("prepare", "changed", rule, fix)])
