@@ -24,7 +24,7 @@ def cost_warnings(
         machine: Machine that will hold the run, if it is known.
         evaluates: Whether the command only evaluates, so that nothing learns.
     """
-    if machine is not None and not machine.gpus:
+    if machine is not None and not (machine.gpus or machine.computes_bfloat16):
         yield from _bfloat16_on_a_cpu(config)
     if evaluates:
         return
@@ -55,7 +55,7 @@ def _different_types(config: Config) -> Iterator[str]:
 
 
 def _bfloat16_on_a_cpu(config: Config) -> Iterator[str]:
-    """Yield a warning if anything computes in bfloat16 on a CPU."""
+    """Yield a warning if anything computes in bfloat16, which the CPU emulates."""
     types = {
         f"{name}.backend.dtype": role.backend.dtype
         for name, role in config.model_roles.items()
@@ -66,8 +66,8 @@ def _bfloat16_on_a_cpu(config: Config) -> Iterator[str]:
     keys = [key for key, dtype in types.items() if dtype == "bfloat16"]
     if keys:
         yield (
-            f"{', '.join(keys)}=bfloat16 on a CPU: most CPUs compute it more slowly"
-            " than float32, and results are less exact; use float32"
+            f"{', '.join(keys)}=bfloat16 on a CPU without instructions for it"
+            " (avx512_bf16, amx_bf16): slower than float32, and less exact; use float32"
         )
 
 
