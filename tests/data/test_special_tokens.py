@@ -195,7 +195,7 @@ def test_pairs(tmp_path: Path, chat: Any) -> None:
         limits = {"max_tokens": 512, "seed": 0, "margin": 0.0}
         return PreferenceSource(str(path), chat, settings, **limits).all()
 
-    with pytest.raises(DataError, match=r"line 1, chosen, message 1, content"):
+    with pytest.raises(DataError, match=r"line 1, chosen, prompt: .* spells"):
         rows("refuse")
     chosen = rows("escape").select([0]).tokens
     assert chat.decode(chosen) == (
