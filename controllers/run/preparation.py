@@ -112,25 +112,26 @@ def write_problems(
     folder: Path, preparation: PrepareConfig, seed: int
 ) -> ArithmeticFiles:
     """Write the problems, and a tokenizer for them, to `folder`."""
-    is_words = preparation.problems == "word_problems"
-    write = write_word_problems if is_words else write_arithmetic
-    files = write(
-        folder,
-        max_operand=preparation.max_operand,
-        num_train=preparation.num_train,
-        num_validation=preparation.num_validation,
-        seed=seed,
-        wrong_fraction=preparation.warm_start.wrong_fraction,
-    )
-
+    sizes = {
+        "max_operand": preparation.max_operand,
+        "num_train": preparation.num_train,
+        "num_validation": preparation.num_validation,
+        "seed": seed,
+    }
+    wrong_fraction = preparation.warm_start.wrong_fraction
     tokenizer = folder / "tokenizer"
-    if is_words:
+
+    if preparation.problems == "word_problems":
         # Plain texts have no turns to delimit.
-        texts = sample_texts()
-        train_bpe(tokenizer, texts, VOCABULARY, None, single_digits=True)
-    else:
-        character_tokenizer(tokenizer, ALPHABET)
-    return files
+        train_bpe(tokenizer, sample_texts(), VOCABULARY, None, single_digits=True)
+        return write_word_problems(
+            folder,
+            **sizes,
+            wordings=preparation.wordings,
+            wrong_fraction=wrong_fraction,
+        )
+    character_tokenizer(tokenizer, ALPHABET)
+    return write_arithmetic(folder, **sizes, wrong_fraction=wrong_fraction)
 
 
 def _recipe(

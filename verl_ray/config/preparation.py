@@ -65,3 +65,8 @@ class PrepareConfig(Section):
     warm_start: WarmStartConfig
     min_gain: Fraction
     """The run fails unless held-out greedy accuracy rises by at least this much."""
+
+    @property
+    def wordings(self) -> int:
+        """Number of training problems with the same numbers, in different words."""
+        return 4 if self.problems == "word_problems" else 1

@@ -61,6 +61,7 @@ def write_word_problems(
     num_train: int,
     num_validation: int,
     seed: int,
+    wordings: int = 1,
     wrong_fraction: float = 0.0,
 ) -> ArithmeticFiles:
     """Write `train` and `validation` under `directory`, in every format.
@@ -71,13 +72,17 @@ def write_word_problems(
     Args:
         max_operand: The largest of the two numbers that are added, or of the number
             that is taken away and the one that is left.
+        wordings: Number of training problems with the same two numbers.
         wrong_fraction: In this fraction of the training records the demonstrated
             response is too large by 1, see `write_arithmetic`.
 
     Raises:
         DataError: there are too few problems with numbers up to `max_operand`.
     """
-    train, validation = draw_sums(max_operand, num_train, num_validation, seed)
+    num_pairs = -(-num_train // wordings)
+    pairs, validation = draw_sums(max_operand, num_pairs, num_validation, seed)
+    train = np.repeat(pairs, wordings, axis=0)[:num_train]
+
     random = np.random.default_rng([seed, num_train, len(_QUESTIONS)])
     train_is_wrong = random.random(len(train)) < wrong_fraction
     validation_is_wrong = np.zeros(len(validation), np.bool_)
