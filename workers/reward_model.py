@@ -18,6 +18,7 @@ import numpy as np
 
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
+from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.conversations import tokenize
 from verl_ray.data.prompts import as_messages, prompt_text
@@ -95,12 +96,15 @@ class RewardModelGrader(RewardModelWorker, Grader):
         spec: EngineSpec,
         policy_path: str,
         apply_chat_template: bool,
+        special_tokens: SpecialTokens,
     ) -> None:
         """Load both tokenizers next to the model.
 
         Args:
             apply_chat_template: Whether the policy's prompts went through its chat
                 template (data.apply_chat_template).
+            special_tokens: What happened to special tokens that the policy's prompts
+                spelled out (data.special_tokens).
         """
         super().__init__(context, spec)
         self._policy_tokenizer = load_tokenizer(policy_path)
@@ -109,6 +113,12 @@ class RewardModelGrader(RewardModelWorker, Grader):
         self._shares_tokens = both_template and same_tokens(
             self._policy_tokenizer, self._model_tokenizer
         )
+
+        # A prompt that the run has read gets a score, whatever this tokenizer's special
+        # tokens are called.
+        self._special_tokens: SpecialTokens = "escape"
+        if special_tokens == "allow":
+            self._special_tokens = "allow"
 
         # A row has to fit the model's positions, and a micro-batch of all its ranks.
         micro_batch_tokens = (
@@ -169,7 +179,9 @@ class RewardModelGrader(RewardModelWorker, Grader):
         return Ragged.concat(parts), refused
 
     def _retemplate(self, rows: Rollouts) -> Ragged:
-        return retemplate(rows, self._policy_tokenizer, self._model_tokenizer)
+        return retemplate(
+            rows, self._policy_tokenizer, self._model_tokenizer, self._special_tokens
+        )
 
     def _too_long(self, length: int) -> Score:
         detail = (
@@ -183,6 +195,7 @@ def retemplate(
     rows: Rollouts,
     policy_tokenizer: PreTrainedTokenizerBase,
     model_tokenizer: PreTrainedTokenizerBase,
+    special_tokens: SpecialTokens,
 ) -> Ragged:
     """Write prompt and response of each row in another tokenizer's tokens, int32.
 
@@ -190,6 +203,9 @@ def retemplate(
     policy are left out of the response. The names of the other tokenizer's special
     tokens are left out too where a text spells them: they would end the response, or
     begin another turn.
+
+    Args:
+        special_tokens: What happens to those that a prompt spells out.
 
     Raises:
         DataError: the template refuses a prompt, or `model_tokenizer` has no tokens for
@@ -213,7 +229,12 @@ def retemplate(
 
     where = [f"rollout {number}" for number in rows.row_id.tolist()]
     tokens, _ = tokenize(
-        contents, where, model_tokenizer, apply_chat_template=chat, responses="last"
+        contents,
+        where,
+        model_tokenizer,
+        apply_chat_template=chat,
+        special_tokens=special_tokens,
+        responses="last",
     )
     # A response that was cut has not written the end of its turn.
     return _without_last_token(tokens, rows.finish != Finish.STOP)

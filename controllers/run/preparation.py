@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from controllers.run.loop import Loop
@@ -40,10 +40,15 @@ from verl_ray.config.tasks.sft import (
     SupervisedConfig,
     SupervisedEvaluationConfig,
 )
-from verl_ray.data.arithmetic import ALPHABET, write_arithmetic
+from verl_ray.data.arithmetic import ALPHABET, ArithmeticFiles, write_arithmetic
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer
+from verl_ray.data.tokenizers import character_tokenizer, load_tokenizer, train_bpe
+from verl_ray.data.word_problems import (
+    VOCABULARY,
+    sample_texts,
+    write_word_problems,
+)
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.models.tiny import make_tiny_qwen3
 from verl_ray.preflight.findings import (
@@ -74,7 +79,8 @@ def prepare(run: Config, session: Session) -> None:
     completed = folder / INPUTS_COMPLETE
     recipe = _recipe(config, preparation)
     if completed.exists():
-        if completed.read_text() != recipe:
+        recipes = [recipe, *_earlier_recipes(config, preparation)]
+        if completed.read_text() not in recipes:
             rule = f"{folder} was made with another seed or other settings of prepare"
             fix = "set them back, or use another run.dir"
             raise ConfigError([Problem("prepare", "changed", rule, fix)])
@@ -90,16 +96,8 @@ def prepare(run: Config, session: Session) -> None:
     (folder / INPUTS_STARTED).touch()
 
     seed = config.run.seed
-    files = write_arithmetic(
-        folder,
-        max_operand=preparation.max_operand,
-        num_train=preparation.num_train,
-        num_validation=preparation.num_validation,
-        seed=seed,
-        wrong_fraction=preparation.warm_start.wrong_fraction,
-    )
+    files = write_problems(folder, preparation, seed)
     tokenizer = folder / "tokenizer"
-    character_tokenizer(tokenizer, ALPHABET)
     make_tiny_qwen3(folder / "untrained", tokenizer, preparation.model, seed)
 
     train = files.train.jsonl
@@ -110,10 +108,51 @@ def prepare(run: Config, session: Session) -> None:
     completed.write_text(recipe)
 
 
-def _recipe(config: RolloutTaskConfig, preparation: PrepareConfig) -> str:
-    """Return the settings that the inputs depend on, as JSON."""
-    settings = preparation.model_dump(exclude={"min_gain"})
+def write_problems(
+    folder: Path, preparation: PrepareConfig, seed: int
+) -> ArithmeticFiles:
+    """Write the problems, and a tokenizer for them, to `folder`."""
+    sizes = {
+        "max_operand": preparation.max_operand,
+        "num_train": preparation.num_train,
+        "num_validation": preparation.num_validation,
+        "seed": seed,
+    }
+    wrong_fraction = preparation.warm_start.wrong_fraction
+    tokenizer = folder / "tokenizer"
+
+    if preparation.problems == "word_problems":
+        # Plain texts have no turns to delimit.
+        train_bpe(tokenizer, sample_texts(), VOCABULARY, None, single_digits=True)
+        return write_word_problems(
+            folder,
+            **sizes,
+            wordings=preparation.wordings,
+            wrong_fraction=wrong_fraction,
+        )
+    character_tokenizer(tokenizer, ALPHABET)
+    return write_arithmetic(folder, **sizes, wrong_fraction=wrong_fraction)
+
+
+def _recipe(
+    config: RolloutTaskConfig, preparation: PrepareConfig, *unknown: str
+) -> str:
+    """Return the settings that the inputs depend on, as JSON.
+
+    Args:
+        unknown: Settings to leave out.
+    """
+    settings = preparation.model_dump(exclude={"min_gain", *unknown})
     return json.dumps({"seed": config.run.seed, **settings}, indent=1)
+
+
+def _earlier_recipes(
+    config: RolloutTaskConfig, preparation: PrepareConfig
+) -> Iterator[str]:
+    """Yield what an earlier version wrote for the same inputs."""
+    # Without prepare.problems all problems were sums.
+    if preparation.problems == "sums":
+        yield _recipe(config, preparation, "problems")
 
 
 class WarmStart(SFTTrainer):
@@ -245,6 +284,7 @@ def supervised_job(
         overlong=config.data.overlong,
         shuffle=config.data.shuffle,
         apply_chat_template=config.data.apply_chat_template,
+        special_tokens=config.data.special_tokens,
     )
 
     actor = SupervisedRole(

@@ -313,7 +313,8 @@ def grader_role(
     if model is not None:
         spec = engine_spec(name, model, config)
         has_template = resolved(config.data.apply_chat_template)
-        return Role(name, home, RewardModelGrader, (spec, policy, has_template))
+        arguments = (spec, policy, has_template, config.data.special_tokens)
+        return Role(name, home, RewardModelGrader, arguments)
 
     if grader.as_judge is not None:
         return Role(name, home, JudgeWorker, (grader, policy, config.run.seed))

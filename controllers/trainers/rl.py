@@ -51,12 +51,19 @@ class Trainer:
         system: System,
         prompts: PromptSource,
         evaluator: Evaluator | None,
+        num_held_out: int = 0,
     ) -> None:
+        """Connect the parts of a step.
+
+        Args:
+            num_held_out: Number of problems that `evaluator` takes its own from.
+        """
         assert system.rollout is not None
         self.config = config
         self.system = system
         self.prompts = prompts
         self.evaluator = evaluator
+        self.num_held_out = num_held_out
         self.timers = Timers()
 
         self.replicas = system.rollout
@@ -187,8 +194,25 @@ class Trainer:
         )
 
         name = "timing_s/testing"
-        metrics = evaluation.metrics | {name: timers.take()[name]}
+        elapsed_s = timers.take()[name]
+        self._report_time_of_all(elapsed_s)
+        metrics = evaluation.metrics | {name: elapsed_s}
         return replace(evaluation, metrics=metrics)
+
+    def _report_time_of_all(self, elapsed_s: float) -> None:
+        """Print once how long all held-out problems take, where some are left out."""
+        evaluated = self.config.evaluation.num_prompts
+        if evaluated is None or evaluated >= self.num_held_out:
+            return
+
+        all_s = elapsed_s * self.num_held_out / evaluated
+        print(
+            f"evaluated {evaluated} of {self.num_held_out} held-out problems in"
+            f" {elapsed_s:.0f} s; all of them would take about {all_s:.0f} s"
+            " (evaluation.num_prompts=null)",
+            flush=True,
+        )
+        self.num_held_out = 0
 
     # ------------------------------------------------------------------------- recovery
 
@@ -220,11 +244,13 @@ class Problems:
         tokenizer: The tokenizer of the policy.
         prompts: The prompts to learn from.
         held_out: The problems of an evaluation; None for a run without one.
+        num_held_out: How many problems the evaluation could have.
     """
 
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSource
     held_out: Prompts | None
+    num_held_out: int
 
 
 class ReinforcementTask(Task[RLConfig, Problems]):
@@ -245,6 +271,7 @@ class ReinforcementTask(Task[RLConfig, Problems]):
 
         # Held-out problems are read only where there is an evaluation.
         held_out: Prompts | None = None
+        num_held_out = 0
         if config.run.evaluate_every or not trains:
             assert config.data.validation_path is not None, (
                 "the configuration requires it where there is an evaluation"
@@ -256,8 +283,9 @@ class ReinforcementTask(Task[RLConfig, Problems]):
                 config.run.seed,
             )
             held_out = source.all(config.evaluation.num_prompts)
+            num_held_out = len(source)
 
-        return Problems(tokenizer, prompts, held_out)
+        return Problems(tokenizer, prompts, held_out, num_held_out)
 
     def num_examples(self, data: Problems) -> int:
         """Return the number of prompts to learn from."""
@@ -268,7 +296,7 @@ class ReinforcementTask(Task[RLConfig, Problems]):
         evaluator: Evaluator | None = None
         if data.held_out is not None:
             evaluator = Evaluator(self.config, data.tokenizer, data.held_out)
-        return Trainer(self.config, system, data.prompts, evaluator)
+        return Trainer(self.config, system, data.prompts, evaluator, data.num_held_out)
 
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return an error text if held-out accuracy rose too little, else None."""

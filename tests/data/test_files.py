@@ -5,6 +5,7 @@ field.
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from verl_ray.data.files import DataFiles, write_records
@@ -194,9 +195,6 @@ def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     assert "found field 'data_sources', expected 'data_source'" in refusal(
         tmp_path, {**good, "data_sources": "x"}
     )
-    assert "no field 'answer'; the fields found are 'prompt', 'answer'" in refusal(
-        tmp_path, {**good, "answer": None}
-    )
     assert "answer is int '2', expected text" in refusal(
         tmp_path, {**good, "answer": 2}
     )
@@ -206,7 +204,7 @@ def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     assert "prompt is list '[]', expected a list of chat messages" in refusal(
         tmp_path, {**good, "prompt": []}
     )
-    assert "line 1, prompt: no field 'content'" in refusal(
+    assert "line 1, prompt, message 1: no field 'content'" in refusal(
         tmp_path, {**good, "prompt": [{"role": "user"}]}
     )
     ends = [*CHAT, {"role": "assistant", "content": "2"}]
@@ -215,6 +213,68 @@ def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     )
     # A field that no one knows is somebody else's, and stays unread.
     assert read_prompts(lines(tmp_path, {**good, "level": 3}))[0].extra == "{}"
+
+
+def test_a_null_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "1+1=", "answer": "2"}
+    assert "sums.jsonl, line 2: answer is null" in refusal(
+        tmp_path, good, {**good, "answer": None}
+    )
+    assert "line 1: prompt is null" in refusal(tmp_path, {**good, "prompt": None})
+    spoken = [*CHAT, {"role": "user", "content": None}]
+    assert "line 1, prompt, message 3: content is null" in refusal(
+        tmp_path, {**good, "prompt": spoken}
+    )
+    # Parquet has nulls where a record lacks an optional field.
+    absent = {**good, "data_source": None, "extra": None}
+    (record,) = read_prompts(lines(tmp_path, absent))
+    assert (record.data_source, record.extra) == ("sums", "{}")
+    with pytest.raises(DataError, match="line 1: rejected is null"):
+        read_preferences(
+            lines(tmp_path, {"prompt": "1", "chosen": "2", "rejected": None})
+        )
+
+
+def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
+    good = {"prompt": "é🙂", "answer": "2", "extra": {"é": ["🙂"]}}
+    half = "ok \ud83d"
+    expected = r"character 4 is '\ud83d', half of a surrogate pair"
+    for change, place in (
+        ({"prompt": half}, "prompt"),
+        ({"answer": half}, "answer"),
+        ({"data_source": half}, "data_source"),
+        ({"extra": {"hints": ["fine", half]}}, "extra, hints, item 2"),
+        ({"extra": {half: 1}}, "extra"),
+        ({"prompt": [{"role": "user", "content": half}]}, "prompt, message 1, content"),
+        (
+            {"prompt": [{"role": "user", "content": "", "name": half}]},
+            "prompt, message 1, name",
+        ),
+    ):
+        message = refusal(tmp_path, good, good | change)
+        assert f"sums.jsonl, line 2, {place}: {expected}" in message
+    with pytest.raises(DataError, match="line 1, response: character 4 is"):
+        read_supervised(lines(tmp_path, {"prompt": "1", "response": half}))
+    pair = {"prompt": "1", "chosen": "2", "rejected": half}
+    with pytest.raises(DataError, match="line 1, rejected: character 4 is"):
+        read_preferences(lines(tmp_path, pair))
+    # A whole pair is a character, however it is written.
+    assert read_prompts(lines(tmp_path, good))[0].prompt == "é🙂"
+
+
+def test_parquet_that_is_no_utf_8_is_named(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    offsets = pa.py_buffer(np.array([0, 2, 4], np.int32).tobytes())
+    broken = pa.Array.from_buffers(
+        pa.string(), 2, [None, offsets, pa.py_buffer(b"ok\xed\xa0")]
+    )
+    table = pa.table({"answer": ["1", "2"], "prompt": broken})
+    pyarrow.parquet.write_table(table, tmp_path / "sums.parquet")
+    assert "sums.parquet, row 2, prompt: not UTF-8" in refusal_of(
+        tmp_path / "sums.parquet"
+    )
 
 
 def test_broken_lines(tmp_path: Path) -> None:

@@ -294,7 +294,7 @@ def test_prepare_pairs(
     out = tmp_path / "out"
     assert main(["gsm8k", str(solved), str(out), "--pairs"]) == 0
     shown = capsys.readouterr().out
-    assert "--config-name grpo model.path=PATH_OF_A_MODEL" in shown
+    assert "--config-name gsm8k model.path=PATH_OF_A_MODEL" in shown
     assert (
         f"--config-name reward_model model.path=PATH_OF_A_MODEL data.train_path={out}/pairs/train.parquet"
         in shown

@@ -54,6 +54,7 @@ def source(
     values = {
         **FILES,
         "apply_chat_template": bool(tokenizer.chat_template),
+        "special_tokens": "allow",
         "unusable": "refuse",
         **data,
     }
@@ -110,7 +111,9 @@ def test_a_chat_pair_is_what_rollouts_would_be(tmp_path: Path, chat: Any) -> Non
     (tmp_path / "turns.jsonl").write_text(
         "".join(json.dumps({"messages": [USER, x]}) + "\n" for x in (TWO, THREE))
     )
-    config = DataFilesConfig.model_validate({**FILES, "apply_chat_template": True})
+    config = DataFilesConfig.model_validate(
+        {**FILES, "apply_chat_template": True, "special_tokens": "refuse"}
+    )
     demonstrations = SupervisedSource(
         str(tmp_path / "turns.jsonl"), chat, config, max_tokens=64, seed=0
     ).all()

@@ -39,6 +39,7 @@ def config(**changes: object) -> DataConfig:
         "overlong": "refuse",
         "shuffle": True,
         "apply_chat_template": False,
+        "special_tokens": "refuse",
         **changes,
     }
     return DataConfig.model_validate(values)

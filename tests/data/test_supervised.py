@@ -43,6 +43,7 @@ def config(**changes: object) -> DataConfig:
         "overlong": "refuse",
         "shuffle": False,
         "apply_chat_template": False,
+        "special_tokens": "refuse",
         **changes,
     }
     return DataConfig.model_validate(values)

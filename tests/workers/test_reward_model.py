@@ -80,6 +80,7 @@ def grader(folder: Path, tmp_path: Path) -> Grader:
             spec(model, cap),
             str(folder / policy),
             has_chat_template(str(folder / policy)),
+            "refuse",
         )
 
     return make
@@ -230,7 +231,7 @@ def test_conversations_are_written_as_the_reward_models_template_writes_them(
 ) -> None:
     rows = rollouts(load_tokenizer(folder / policy), ROWS)
     reward = load_tokenizer(folder / own)
-    found = lists(retemplate(rows, load_tokenizer(folder / policy), reward))
+    found = lists(retemplate(rows, load_tokenizer(folder / policy), reward, "escape"))
     assert found == [conversation(reward, *row) for row in ROWS]
     ended = [row[-1] == reward.eos_token_id for row in found]
     assert ended == [finish == Finish.STOP for *_, finish in ROWS]
@@ -247,6 +248,7 @@ def test_without_a_chat_template_the_texts_follow_each_other(folder: Path) -> No
             rollouts(load_tokenizer(folder / "chatml"), ROWS[:3]),
             load_tokenizer(folder / "chatml"),
             own,
+            "escape",
         )
     )
 
@@ -296,7 +298,7 @@ def test_a_response_cannot_spell_a_special_token(
     assert not np.isin(
         rows.tokens[rows.response_mask][:-1], policy.all_special_ids
     ).any()
-    (found,) = lists(retemplate(rows, policy, own))
+    (found,) = lists(retemplate(rows, policy, own, "escape"))
     assert found == conversation(own, SUM, seen, Finish.STOP)
     assert [
         found.count(own.convert_tokens_to_ids(name))
@@ -314,7 +316,7 @@ def test_special_tokens_that_the_policy_sampled_are_left_out(folder: Path) -> No
     texts = [policy.decode(tokens[a + p : b], skip_special_tokens=True) for a, b, p in
              zip(rows.offsets, rows.offsets[1:], rows.prompt_length, strict=False)]  # fmt: skip
     assert not any("<" in text for text in texts)
-    found = lists(retemplate(rows.replace(tokens=tokens), policy, own))
+    found = lists(retemplate(rows.replace(tokens=tokens), policy, own, "escape"))
     assert found == [
         conversation(own, SUM, text, finish)
         for text, finish in zip(texts, (Finish.STOP, Finish.LENGTH), strict=True)
@@ -448,7 +450,7 @@ def test_a_score_depends_neither_on_other_rows_nor_on_the_micro_batch(
         max(
             rows.lengths.max(),
             retemplate(
-                rows, wide._policy_tokenizer, wide._model_tokenizer
+                rows, wide._policy_tokenizer, wide._model_tokenizer, "escape"
             ).lengths.max(),
         )
     )

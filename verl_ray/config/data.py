@@ -10,6 +10,8 @@ from typing import Literal
 
 from verl_ray.config.section import Auto, Positive, Section
 
+SpecialTokens = Literal["refuse", "escape", "allow"]
+
 
 class DataFilesConfig(Section):
     """Files that rows come from, and how these become tokens.
@@ -29,6 +31,11 @@ class DataFilesConfig(Section):
     apply_chat_template: bool | Auto
     """Whether prompts go through the tokenizer's chat template; auto = if it has
     one."""
+    special_tokens: SpecialTokens
+    """What happens if a text spells out a special token, such as <eos>. refuse = the
+    run does not start; escape = the text stays text (responses of preference pairs lose
+    it, as in scoring); allow = it becomes the token, for texts that a chat template has
+    written already."""
 
 
 class PreferenceDataConfig(DataFilesConfig):

@@ -5,6 +5,8 @@ Deliberately not here: making them (`controllers/run/preparation.py`).
 
 from __future__ import annotations
 
+from typing import Literal
+
 from verl_ray.config.roles import OptimizerConfig
 from verl_ray.config.section import Fraction, NonNegative, Positive, Section
 
@@ -47,9 +49,12 @@ class WarmStartConfig(Section):
 class PrepareConfig(Section):
     """Inputs that the run makes under run.dir/inputs before it trains.
 
-    They are problems such as `a+b=`, a tokenizer for them, and a model.
+    They are problems, a tokenizer for them, and a model.
     """
 
+    problems: Literal["sums", "word_problems"]
+    """sums = `27+10=`; word_problems = a question in words, whose response ends in
+    `#### 37` as those of GSM8K do."""
     max_operand: Positive
     """The largest operand of a problem."""
     num_train: Positive
@@ -60,3 +65,8 @@ class PrepareConfig(Section):
     warm_start: WarmStartConfig
     min_gain: Fraction
     """The run fails unless held-out greedy accuracy rises by at least this much."""
+
+    @property
+    def wordings(self) -> int:
+        """Number of training problems with the same numbers, in different words."""
+        return 4 if self.problems == "word_problems" else 1

@@ -210,3 +210,16 @@ class Config(Section):
     def preparation(self) -> PrepareConfig | None:
         """Settings of the inputs that the run makes itself; None if it makes none."""
         return None
+
+    @property
+    def corrects_mismatch(self) -> bool:
+        """Whether the loss is corrected for the mismatch of sampler and trainer."""
+        return False
+
+    @property
+    def responses_per_evaluation(self) -> int | None:
+        """Number of responses that an evaluation generates.
+
+        None if it generates none, or if only the held-out file tells how many.
+        """
+        return None

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Int64, Ragged, offsets_of
 from verl_ray.data.prompts import as_messages
 from verl_ray.data.records import Content, Message
+from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Bool
-from verl_ray.data.tokenizers import encode, render, require_chat_template
+from verl_ray.data.tokenizers import render, require_chat_template
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -31,12 +33,14 @@ def tokenize(
     tokenizer: PreTrainedTokenizerBase,
     *,
     apply_chat_template: bool,
+    special_tokens: SpecialTokens,
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
     """Turn contents into rows of prompt and response; a row ends with a response.
 
     Args:
         where: The name of each content, for errors.
+        special_tokens: What happens to special tokens that a content spells out.
         responses: Which turns of the assistant are responses: all of them, or only the
             last message, to which all others are then the prompt.
 
@@ -47,11 +51,16 @@ def tokenize(
         DataError: the tokenizer or its chat template does not fit a content, or a
             prompt has no tokens.
     """
+    spelled = SpelledTokens(tokenizer, special_tokens)
+    guarded = [
+        _guarded(content, place, spelled)
+        for content, place in zip(contents, where, strict=True)
+    ]
     if apply_chat_template:
         require_chat_template(tokenizer)
-        tokens, mask = _tokenize_chat(contents, where, tokenizer, responses)
+        tokens, mask = _tokenize_chat(guarded, where, tokenizer, spelled, responses)
     else:
-        tokens, mask = _tokenize_text(contents, where, tokenizer)
+        tokens, mask = _tokenize_text(guarded, where, tokenizer, spelled)
 
     # A model predicts a token from those before it: the first response token needs one.
     starts_with_response = mask[tokens.offsets[:-1]]
@@ -71,6 +80,16 @@ def alternate(first: Ragged, second: Ragged) -> Ragged:
     return Ragged.concat([first, second]).select(order)
 
 
+def _guarded(content: Content, place: str, spelled: SpelledTokens) -> Content:
+    if isinstance(content, list):
+        return spelled.guard(content, place)
+    prompt, response = content
+    return (
+        spelled.guard(prompt, f"{place}, prompt"),
+        spelled.guard(response, f"{place}, response"),
+    )
+
+
 # -------------------------------------------------------------------------- plain texts
 
 
@@ -78,6 +97,7 @@ def _tokenize_text(
     contents: Sequence[Content],
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
 ) -> tuple[Ragged, Bool]:
     prompts = []
     responses = []
@@ -87,8 +107,8 @@ def _tokenize_text(
         responses.append(response + tokenizer.eos_token)
 
     name = where.__getitem__
-    prompt_tokens = encode(tokenizer, prompts, special=True, where=name)
-    response_tokens = encode(tokenizer, responses, special=False, where=name)
+    prompt_tokens = spelled.encode(prompts, special=True, where=name)
+    response_tokens = spelled.encode(responses, special=False, where=name)
     one_turn_each = np.ones(len(contents), dtype=np.int64)
     return _join(prompt_tokens, response_tokens, one_turn_each)
 
@@ -124,6 +144,7 @@ def _tokenize_chat(
     contents: Sequence[Content],
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
     turns = _turns(contents, responses)
@@ -163,8 +184,8 @@ def _tokenize_chat(
 
     turns_per_row = np.bincount([turn.row for turn in turns], minlength=len(contents))
     return _join(
-        encode(tokenizer, context_texts, special=False, where=turn_where),
-        encode(tokenizer, response_texts, special=False, where=turn_where),
+        spelled.encode(context_texts, special=False, where=turn_where),
+        spelled.encode(response_texts, special=False, where=turn_where),
         turns_per_row.astype(np.int64),
     )
 

@@ -11,8 +11,12 @@ import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_ray.errors import DataError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 Fields = dict[str, object]
 """Fields of one record, as the file has them."""
@@ -80,11 +84,29 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
     try:
         number = 0
         for batch in pyarrow.parquet.ParquetFile(path).iter_batches():
-            for fields in batch.to_pylist():
+            try:
+                rows = batch.to_pylist()
+            except UnicodeDecodeError:
+                _refuse_undecodable(batch, path, number)
+                raise
+            for fields in rows:
                 number += 1
                 yield f"{path}, row {number}", fields
     except pa.ArrowException as error:
         raise DataError(f"{path}: cannot be read as Parquet ({error})") from None
+
+
+def _refuse_undecodable(batch: pa.RecordBatch, path: Path, rows_before: int) -> None:
+    """Raise DataError for the first value that is no UTF-8, with its row and field."""
+    for row in range(batch.num_rows):
+        for name in batch.schema.names:
+            try:
+                batch.column(name)[row].as_py()
+            except UnicodeDecodeError as error:
+                raise DataError(
+                    f"{path}, row {rows_before + row + 1}, {name}: not UTF-8 ({error});"
+                    " write the file with texts that are"
+                ) from None
 
 
 def _read_folder(path: Path) -> Iterator[tuple[str, Fields]]:

@@ -253,7 +253,10 @@ def _tokenize(
     contents = []
     for record in records:
         content = record.chosen if side == "chosen" else record.rejected
-        contents.append(_without_specials(content, tokenizer))
+        # What is to be refused is not removed before it is seen.
+        if config.special_tokens != "refuse":
+            content = _without_specials(content, tokenizer)
+        contents.append(content)
 
     # Both sides end with their response, which is all that the mask would show.
     tokens, _ = tokenize(
@@ -261,6 +264,7 @@ def _tokenize(
         [f"{record.where}, {side}" for record in records],
         tokenizer,
         apply_chat_template=resolved(config.apply_chat_template),
+        special_tokens=config.special_tokens,
         responses="last",
     )
     return tokens

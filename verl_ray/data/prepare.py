@@ -115,7 +115,7 @@ def _prepare_gsm8k(
         model = str(out / "model")
         _make_model(model, files, prompt_format, vocabulary)
 
-    print(_next("grpo", model, files))
+    print(_next("gsm8k", model, files))
     return model
 
 

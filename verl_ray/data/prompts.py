@@ -18,8 +18,9 @@ from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
 from verl_ray.data.cursor import Cursor, CursorState
 from verl_ray.data.records import Message, PromptRecord, read_prompts
+from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Prompts
-from verl_ray.data.tokenizers import encode, render, require_chat_template
+from verl_ray.data.tokenizers import render, require_chat_template
 from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
@@ -51,7 +52,8 @@ class PromptSource:
             raise DataError(f"{path} holds no records; expected at least one prompt")
 
         chat = resolved(config.apply_chat_template)
-        tokens = _tokenize(records, tokenizer, apply_chat_template=chat)
+        spelled = SpelledTokens(tokenizer, config.special_tokens)
+        tokens = _tokenize(records, tokenizer, spelled, apply_chat_template=chat)
         rows = fitting_rows(
             tokens.lengths,
             [record.where for record in records],
@@ -159,23 +161,30 @@ def fitting_rows(
 def _tokenize(
     records: Sequence[PromptRecord],
     tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
     *,
     apply_chat_template: bool,
 ) -> Ragged:
     def where(index: int) -> str:
         return records[index].where
 
+    prompts = [
+        spelled.guard(record.prompt, f"{record.where}, prompt") for record in records
+    ]
     if apply_chat_template:
         require_chat_template(tokenizer)
-        conversations = [as_messages(record.prompt) for record in records]
+        conversations = [as_messages(prompt) for prompt in prompts]
         texts = render(
             tokenizer, conversations, add_generation_prompt=True, where=where
         )
         # The template has written the special tokens already.
-        return encode(tokenizer, texts, special=False, where=where)
+        return spelled.encode(texts, special=False, where=where)
 
-    texts = [plain_text(record.prompt, record.where) for record in records]
-    return encode(tokenizer, texts, special=True, where=where)
+    texts = [
+        plain_text(prompt, record.where)
+        for prompt, record in zip(prompts, records, strict=True)
+    ]
+    return spelled.encode(texts, special=True, where=where)
 
 
 def as_messages(prompt: str | list[Message]) -> list[Message]:

@@ -25,6 +25,7 @@ import difflib
 import functools
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -125,7 +126,8 @@ def require_text(fields: Fields, name: str, where: str) -> str:
     """Return the text of a field.
 
     Raises:
-        DataError: the field is missing or holds something else.
+        DataError: the field is missing, is null, holds something else, or holds a text
+            that cannot be encoded.
     """
     value = fields.get(name)
     if value is None:
@@ -134,7 +136,47 @@ def require_text(fields: Fields, name: str, where: str) -> str:
         raise DataError(
             f"{where}: {name} is {_excerpt(value)}, expected text (a JSON string)"
         )
+    require_encodable(value, f"{where}, {name}")
     return value
+
+
+def texts_in(value: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each text in a value, keys of objects included.
+
+    Args:
+        place: The name of the value. A part of it is called `place, item 2` in a list
+            and `place, key` in an object.
+    """
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for number, part in enumerate(value, start=1):
+            yield from texts_in(part, f"{place}, item {number}")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from texts_in(key, place)
+            yield from texts_in(part, f"{place}, {key}")
+
+
+def require_encodable(value: object, place: str) -> None:
+    """Raise DataError if a text in a value holds half of a surrogate pair.
+
+    JSON can spell such halves by themselves. They are no characters, so that neither
+    a tokenizer nor a file could take the text.
+    """
+    for where, text in texts_in(value, place):
+        # Nearly every text is ASCII, which Python knows without looking at it.
+        if text.isascii():
+            continue
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise DataError(
+                f"{where}: character {error.start + 1} is {half!r}, half of a"
+                " surrogate pair, which no encoding has; write the whole character"
+                " or leave it out"
+            ) from None
 
 
 # --------------------------------------------------------------------- kinds of records
@@ -158,6 +200,7 @@ def _prompt_record(where: str, fields: Fields, default_source: str) -> PromptRec
         raise DataError(
             f"{where}: extra holds a value that JSON cannot ({error})"
         ) from None
+    require_encodable(extra, f"{where}, extra")
 
     source = default_source
     if fields.get("data_source") is not None:
@@ -269,14 +312,17 @@ def _messages(value: object, name: str, where: str) -> list[Message]:
         )
 
     messages = []
-    for message in value:
+    for number, message in enumerate(value, start=1):
         if not isinstance(message, dict):
             raise DataError(
                 f"{where}: {name} holds {_excerpt(message)}, expected messages with"
                 " role and content"
             )
-        require_text(message, "role", f"{where}, {name}")
-        require_text(message, "content", f"{where}, {name}")
+        place = f"{where}, {name}, message {number}"
+        require_text(message, "role", place)
+        require_text(message, "content", place)
+        # A message may have more than these two, such as calls of tools.
+        require_encodable(message, place)
         # Parquet gives every message the fields of all others, with null for a value,
         # which a chat template would take for a value.
         present = {key: part for key, part in message.items() if part is not None}
@@ -288,7 +334,11 @@ def _messages(value: object, name: str, where: str) -> list[Message]:
 
 
 def _missing(names: tuple[str, ...], fields: Fields) -> str:
-    """Text about a missing field, with a hint where a similar one exists."""
+    """Text about a field that is missing or null, with a hint at a similar one."""
+    nulls = [name for name in names if name in fields]
+    if nulls:
+        return f"{nulls[0]} is null; expected a value, or no such record"
+
     expected = " or ".join(repr(name) for name in names)
     present = ", ".join(repr(name) for name in fields) or "none"
     text = f"no field {expected}; the fields found are {present}"

@@ -63,6 +63,7 @@ class SupervisedSource:
             where,
             tokenizer,
             apply_chat_template=resolved(config.apply_chat_template),
+            special_tokens=config.special_tokens,
             responses="all",
         )
         # Every turn of the assistant is a response, so a row is one conversation.

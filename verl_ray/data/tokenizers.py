@@ -128,10 +128,15 @@ def train_bpe(
     texts: Iterable[str],
     vocab_size: int,
     chat_template: str | None = CHATML,
+    *,
+    single_digits: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Train and save a byte-level BPE tokenizer of at most `vocab_size` tokens.
 
     It encodes every text.
+
+    Args:
+        single_digits: Whether each digit is a token, which makes calculating easier.
 
     Raises:
         ModelError: `vocab_size` is too small for the 256 bytes and the special tokens.
@@ -150,6 +155,9 @@ def train_bpe(
 
     model = Tokenizer(models.BPE())
     model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if single_digits:
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        model.pre_tokenizer = pre_tokenizers.Sequence([digits, model.pre_tokenizer])
     model.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

@@ -27,6 +27,7 @@ from verl_ray.config.versions import problem_of
 from verl_ray.errors import Problem
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.backends import backend_problems
+from verl_ray.preflight.costs import cost_warnings
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import model_problems
@@ -87,6 +88,7 @@ def preflight(
     planned = resolve(config, facts)
     findings.problems += resource_problems(planned, machine)
     findings.warnings += resource_warnings(planned, machine)
+    findings.warnings += cost_warnings(planned, machine, evaluates=evaluates)
     return findings
 
 

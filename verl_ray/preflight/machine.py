@@ -34,6 +34,8 @@ class Machine:
     gpu_memory_bytes: int | None = None
     """Memory of the smallest GPU; None without a GPU, or if the driver does not report
     it."""
+    computes_bfloat16: bool = True
+    """Whether the CPU has instructions for bfloat16, which are emulated otherwise."""
 
     @staticmethod
     def here() -> Machine:
@@ -44,6 +46,7 @@ class Machine:
             memory_bytes=_memory_bytes(),
             shm_free_bytes=available_bytes(),
             gpu_memory_bytes=_gpu_memory_bytes(),
+            computes_bfloat16=_computes_bfloat16(),
         )
 
 
@@ -53,6 +56,15 @@ def machine_of(config: Config) -> Machine | None:
     if address:
         return None
     return Machine.here()
+
+
+def _computes_bfloat16() -> bool:
+    try:
+        words = set(Path("/proc/cpuinfo").read_text().split())
+    except OSError:
+        return True
+    # Names of AMD and Intel, then of Arm.
+    return not words.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"})
 
 
 def _memory_bytes() -> int:

@@ -13,13 +13,19 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
+from verl_ray.data import word_problems
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
 
-MADE_VOCABULARY = len(ALPHABET) + 2
-"""Vocabulary of a model that a run makes, with padding and the end of a text."""
+
+def made_vocabulary(preparation: PrepareConfig) -> int:
+    """Return the number of tokens of a model that a run makes."""
+    if preparation.problems == "word_problems":
+        return word_problems.VOCABULARY
+    # Padding and the end of a text come on top.
+    return len(ALPHABET) + 2
 
 
 def made_model(path: str, config: Config) -> TinyModelConfig | None:
@@ -33,7 +39,7 @@ def made_model(path: str, config: Config) -> TinyModelConfig | None:
 def settings_of(path: str, config: Config) -> dict[str, object]:
     """Return the config.json of a model, or what the run will write into it."""
     model = made_model(path, config)
-    if model is None:
+    if model is None or config.preparation is None:
         return config_json(path)
 
     return {
@@ -44,7 +50,7 @@ def settings_of(path: str, config: Config) -> dict[str, object]:
         "head_dim": model.head_size,
         "num_hidden_layers": model.num_layers,
         "intermediate_size": model.intermediate_size,
-        "vocab_size": MADE_VOCABULARY,
+        "vocab_size": made_vocabulary(config.preparation),
     }
 
 

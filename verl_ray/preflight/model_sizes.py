@@ -22,8 +22,8 @@ from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.models.families import LANGUAGE_HEAD
 from verl_ray.preflight.model_files import (
-    MADE_VOCABULARY,
     made_model,
+    made_vocabulary,
     settings_of,
     tensor_shapes,
 )
@@ -62,8 +62,9 @@ def size_of(
     """
     shape = ModelShape.of(settings_of(path, config), head)
     made = made_model(path, config)
-    if made is not None:
-        return _made_size(made, head, shape, adapted)
+    if made is not None and config.preparation is not None:
+        tokens = made_vocabulary(config.preparation)
+        return _made_size(made, tokens, head, shape, adapted)
 
     shapes = tensor_shapes(path)
     is_tied = LANGUAGE_HEAD not in shapes
@@ -106,6 +107,7 @@ def _linear_layer(tensor: str) -> str | None:
 
 def _made_size(
     made: TinyModelConfig,
+    tokens: int,
     head: HeadKind,
     shape: ModelShape | None,
     adapted: Collection[str],
@@ -113,6 +115,9 @@ def _made_size(
     """Return the size of a model that `verl_ray.models.tiny` will make.
 
     It is a Qwen3 model for arithmetic, with norms on queries and keys.
+
+    Args:
+        tokens: Number of tokens in its vocabulary.
     """
     hidden = made.hidden_size
     inner = made.intermediate_size
@@ -131,7 +136,7 @@ def _made_size(
     vocabulary_matrices = 2
     if made.tie_embeddings or head == "value":
         vocabulary_matrices = 1
-    vocabulary = MADE_VOCABULARY * hidden * vocabulary_matrices
+    vocabulary = tokens * hidden * vocabulary_matrices
     last_norm = hidden
 
     # Inputs and outputs of each linear layer, together.

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import cast
 
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.run.preparation import prepare, supervised_job
+from controllers.run.preparation import prepare, supervised_job, write_problems
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.data.records import read_supervised
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.findings import INPUTS_COMPLETE, INPUTS_STARTED, inputs_folder
+from verl_ray.preflight.model_files import settings_of
 
 SMALL = [
     "run.threads_per_rank=1", "prepare.max_operand=19", "prepare.num_train=300", "prepare.num_validation=40",
@@ -55,6 +58,40 @@ def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
     ):
         prepare(quickstart(tmp_path), Session.__new__(Session))
     assert mine.read_text() == "years of work"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "word_problems"])
+def test_each_tokenizer_fits_its_problems_and_what_the_check_expects(
+    name: str, tmp_path: Path
+) -> None:
+    config = compose(name, [f"run.dir={tmp_path}", *SMALL])
+    assert isinstance(config, RLConfig) and config.prepare is not None
+    files = write_problems(tmp_path, config.prepare, 0)
+    tokenizer = load_tokenizer(tmp_path / "tokenizer")
+    assert len(tokenizer) == settings_of(config.model.path, config)["vocab_size"]
+
+    # No prompt and no demonstration, with its end, is longer than its limit.
+    for part in (files.train, files.validation):
+        for record in read_supervised(part.jsonl):
+            prompt, response = map(str, record.content)
+            assert len(tokenizer.encode(prompt)) <= config.data.max_prompt_tokens
+            longest = config.rollout.max_response_tokens
+            assert len(tokenizer.encode(response)) < longest
+
+
+def test_a_recipe_of_a_version_without_word_problems_is_one_of_sums(
+    tmp_path: Path,
+) -> None:
+    config = quickstart(tmp_path)
+    assert config.prepare is not None
+    settings = {"seed": 0, **config.prepare.model_dump(exclude={"min_gain"})}
+    del settings["problems"]
+    (tmp_path / "inputs").mkdir()
+    (tmp_path / "inputs" / INPUTS_COMPLETE).write_text(json.dumps(settings, indent=1))
+    prepare(config, Session.__new__(Session))  # the inputs stay as they are
+    words = quickstart(tmp_path, "prepare.problems=word_problems")
+    with pytest.raises(ConfigError, match="was made with another seed or other"):
+        prepare(words, Session.__new__(Session))
 
 
 @pytest.mark.cluster

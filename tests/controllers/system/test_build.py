@@ -289,7 +289,10 @@ def test_a_reward_model_is_placed_as_the_other_models_are() -> None:
     assert homes(together)["reward"] == homes(together)["actor"] == "engine trainer"
     role = together.roles["reward"]
     spec, *policy = role.args
-    assert (role.factory, policy) == (RewardModelGrader, ["/m", False])
+    assert (role.factory, policy) == (
+        RewardModelGrader,
+        ["/m", False, "refuse"],
+    )
     assert (spec.role, spec.model_path, spec.head, spec.optimizer) == (
         "reward",
         "/rm",

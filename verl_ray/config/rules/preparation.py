@@ -38,9 +38,9 @@ def prepared_data_exists(config: RLConfig, _: OverriddenKeys) -> Iterator[Proble
     if prepare is None:
         return
 
-    # A problem is an ordered pair of operands from 0 to the largest.
+    # Problems are about ordered pairs of operands from 0 to the largest.
     existing = (prepare.max_operand + 1) ** 2
-    needed = prepare.num_train + prepare.num_validation
+    needed = -(-prepare.num_train // prepare.wordings) + prepare.num_validation
     if needed > existing:
         rule = (
             f"there are {existing} problems with operands up to that, and"

@@ -123,6 +123,18 @@ class RLConfig(RolloutTaskConfig):
         # The accuracy or the mean reward of every data source.
         return f"val-core/*/mean@{self.evaluation.group_size}"
 
+    @property
+    def corrects_mismatch(self) -> bool:
+        return self.algorithm.correction.form != "none"
+
+    @property
+    def responses_per_evaluation(self) -> int | None:
+        evaluation = self.evaluation
+        prompts = evaluation.num_prompts
+        if prompts is None and self.prepare is not None:
+            prompts = self.prepare.num_validation
+        return None if prompts is None else prompts * evaluation.group_size
+
     # --------------------------------------------------------------- inputs and graders
 
     @property

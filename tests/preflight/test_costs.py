@@ -1,0 +1,70 @@
+"""Combinations that work badly say what they cost, and no others do."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from controllers.compose.composition import compose
+from tests.preflight.configs import BIG, NO_GAIN, ppo
+from verl_ray.preflight.costs import cost_warnings
+from verl_ray.preflight.findings import preflight
+from verl_ray.preflight.machine import GIB, Machine
+
+GPU = Machine(
+    cores=64, gpus=8, memory_bytes=512 * GIB, shm_free_bytes=64 * GIB,
+    gpu_memory_bytes=80 * GIB,
+)  # fmt: skip
+CORRECTED = (
+    "algorithm.correction.form=three_policy", "algorithm.correction.kind=tis",
+    "algorithm.correction.level=token", "algorithm.correction.upper=2.0",
+)  # fmt: skip
+
+
+def test_sampler_and_trainer_of_different_types(model: Path, data: Path) -> None:
+    mixed = "rollout.dtype=bfloat16"
+    (warning,) = preflight(ppo(model, data, mixed), GPU).warnings
+    assert warning.startswith(
+        "rollout.dtype=bfloat16 beside actor.backend.dtype=float32:"
+    )
+    assert "algorithm.correction.form=three_policy" in warning
+    for settings in (
+        (),
+        (mixed, *CORRECTED),
+        (mixed, "backend.dtype=bfloat16"),
+    ):
+        assert preflight(ppo(model, data, *settings), GPU).warnings == []
+    measured = ppo(model, data, mixed)
+    assert list(cost_warnings(measured, GPU, evaluates=True)) == []
+
+
+def test_bfloat16_on_a_cpu(model: Path, data: Path) -> None:
+    both = ppo(model, data, "backend.dtype=bfloat16", "rollout.dtype=bfloat16")
+    (warning,) = preflight(both, replace(BIG, computes_bfloat16=False)).warnings
+    assert warning.startswith(
+        "actor.backend.dtype, critic.backend.dtype, reference.backend.dtype,"
+        " rollout.dtype=bfloat16 on a CPU without instructions for it"
+    )
+    # A CPU that has them is up to 2.6 times as fast with it.
+    assert preflight(both, BIG).warnings == []
+
+
+def test_evaluations_that_never_read_or_take_long(model: Path, data: Path) -> None:
+    (warning,) = preflight(ppo(model, data, "run.evaluate_every=0"), BIG).warnings
+    assert warning.startswith("run.evaluate_every=0: data.validation_path=")
+    # 500 held-out sums, and 1 x 32 x 8 = 256 responses until the next evaluation.
+    often = compose("quickstart", ["run.evaluate_every=1", NO_GAIN])
+    (warning,) = cost_warnings(often, BIG, evaluates=False)
+    assert "generates 500 responses, and the 1 steps until the next one 256" in warning
+    few = compose("quickstart", ["run.evaluate_every=2", NO_GAIN])
+    assert list(cost_warnings(few, BIG, evaluates=False)) == []
+
+
+def test_a_warm_up_longer_than_the_run(model: Path, data: Path) -> None:
+    # 2 steps of 256 rows in mini-batches of 64 are 8 updates.
+    short = ["run.total_steps=2", "run.evaluate_every=2", "actor.mini_batch_size=64"]
+    for warmup_steps, count in ((8, 0), (9, 1)):
+        warm = f"actor.optimizer.warmup_steps={warmup_steps}"
+        warnings = preflight(ppo(model, data, *short, warm), BIG).warnings
+        assert len(warnings) == count
+    assert warnings[0].startswith(
+        "actor.optimizer.warmup_steps=9 is more than the run's 8 optimizer steps"
+    )

@@ -1,0 +1,223 @@
+"""Special tokens that texts of a data set spell out, such as `<eos>` in a question.
+
+Invariant: unless data.special_tokens = allow, special tokens of a row come from the
+tokenizer and its chat template alone, and never from a text. A text that spells none
+has the same tokens under every setting. Deliberately not here: what a policy writes
+(`strip_special_tokens` in `tokenizers.py`), and added tokens that are not special, such
+as `<think>` of some models.
+
+A chat template may change a text, and joins it with special tokens of its own, so both
+have to be told apart in what it writes. For `escape`, each name in a text is replaced
+by a stand-in before the template sees it. Afterwards the names that are left are the
+template's. They become aliases, the stand-ins become names again, and a copy of the
+tokenizer encodes the result: it knows the aliases as tokens, and names as text. All
+other rules of the tokenizer apply to the whole row as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from verl_ray.config.data import SpecialTokens
+from verl_ray.data.batch import Ragged
+from verl_ray.data.records import Message, texts_in
+from verl_ray.data.tokenizers import encode
+from verl_ray.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Int32 = npt.NDArray[np.int32]
+Texts = TypeVar("Texts", str, list[Message], str | list[Message])
+"""A text, or chat messages."""
+
+# Unicode promises that these two are never characters of a text.
+_OPEN = "\ufdd0"
+_CLOSE = "\ufdd1"
+_STAND_IN = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
+
+
+class SpelledTokens:
+    """Guards the texts of a data set, and encodes them afterwards."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, setting: SpecialTokens
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._setting = setting
+
+        added = tokenizer.added_tokens_decoder.items()
+        special = {token.content: index for index, token in added if token.special}
+        # A tokenizer takes the longest of the names that begin at a place.
+        self._names = sorted(special, key=len, reverse=True)
+        self._ids = [special[name] for name in self._names]
+        self._numbers = {name: number for number, name in enumerate(self._names)}
+
+        alternatives = "|".join(re.escape(name) for name in self._names)
+        self._any_name = re.compile(alternatives)
+        self._any_name_or_mark = re.compile(f"{alternatives}|{_OPEN}")
+
+    def guard(self, value: Texts, where: str) -> Texts:
+        """Return texts of a record, ready for the chat template or for `encode`.
+
+        Args:
+            where: The name of the record, for errors.
+
+        Raises:
+            DataError: a text spells a special token, which data.special_tokens refuses.
+        """
+        if self._setting == "allow" or not self._names:
+            return value
+
+        for place, text in _texts_of(value, where):
+            if self._setting == "refuse":
+                spelled = self._any_name.search(text)
+                if spelled:
+                    raise DataError(_refusal(place, spelled[0]))
+            elif self._any_name_or_mark.search(text):
+                guarded: Texts = self._with_stand_ins(value, place)
+                return guarded
+        return value
+
+    def encode(
+        self, texts: Sequence[str], *, special: bool, where: Callable[[int], str]
+    ) -> Ragged:
+        """Return the token ids of each text, int32.
+
+        It does what `tokenizers.encode` does, for texts that went through `guard`.
+        """
+        escaped = [index for index, text in enumerate(texts) if _OPEN in text]
+        if self._setting != "escape" or not escaped:
+            return encode(self._tokenizer, texts, special=special, where=where)
+
+        others = np.setdiff1d(np.arange(len(texts)), escaped)
+        plain = encode(
+            self._tokenizer,
+            [texts[index] for index in others],
+            special=special,
+            where=lambda number: where(int(others[number])),
+        )
+        tokens = self._encode_escaped(
+            [texts[index] for index in escaped],
+            special=special,
+            where=lambda number: where(escaped[number]),
+        )
+        # Rows go back to the places of their texts.
+        places = np.concatenate([others, np.array(escaped)])
+        return Ragged.concat([plain, tokens]).select(np.argsort(places))
+
+    def _encode_escaped(
+        self, texts: Sequence[str], *, special: bool, where: Callable[[int], str]
+    ) -> Ragged:
+        """Return the token ids of texts with stand-ins, int32."""
+        named = [self._with_names(text) for text in texts]
+
+        # The template's special tokens have other ids here, so any that is left comes
+        # from a text: some models of a vocabulary build these tokens as they do others.
+        rows = encode(self._with_aliases, named, special=False, where=where)
+        is_special = np.isin(rows.values, self._ids)
+        if is_special.any():
+            first = int(np.argmax(is_special))
+            row = int(np.searchsorted(rows.offsets, first, side="right")) - 1
+            name = self._names[self._ids.index(int(rows.values[first]))]
+            raise DataError(
+                f"{where(row)}: the tokenizer has no other token for the text {name!r}"
+                " than the special one, so that data.special_tokens=escape cannot keep"
+                " it out; correct the record, or set allow if the token is meant"
+            )
+
+        if special:
+            rows = encode(self._with_aliases, named, special=True, where=where)
+        return Ragged(self._without_aliases(rows.values), rows.offsets)
+
+    def _with_stand_ins(self, value: Any, where: str) -> Any:
+        """Return a value with a stand-in for each special token that a text spells."""
+        if isinstance(value, str):
+            return self._any_name_or_mark.sub(
+                lambda match: self._stand_in(match[0], where), value
+            )
+        if isinstance(value, list):
+            return [self._with_stand_ins(part, where) for part in value]
+        if isinstance(value, dict):
+            return {
+                self._with_stand_ins(key, where): self._with_stand_ins(part, where)
+                for key, part in value.items()
+            }
+        return value
+
+    def _stand_in(self, name: str, where: str) -> str:
+        if name == _OPEN:
+            raise DataError(
+                f"{where}: found the character {_OPEN!r}, which marks special tokens"
+                " here (data.special_tokens = escape) and which Unicode keeps out of"
+                " texts; remove it"
+            )
+        return f"{_OPEN}{self._numbers[name]}{_CLOSE}"
+
+    def _with_names(self, text: str) -> str:
+        """Return a text as the copied tokenizer reads it.
+
+        The special tokens of the template are aliases, and those of texts are names.
+        """
+        aliased = self._any_name.sub(lambda match: _alias(match[0]), text)
+        return _STAND_IN.sub(lambda match: self._names[int(match[1])], aliased)
+
+    @cached_property
+    def _with_aliases(self) -> PreTrainedTokenizerBase:
+        """A copy of the tokenizer that knows special tokens by their aliases alone."""
+        from tokenizers import AddedToken
+
+        tokenizer = copy.deepcopy(self._tokenizer)
+        aliases = []
+        for index in self._ids:
+            token = tokenizer.added_tokens_decoder[index]
+            alias = AddedToken(
+                _alias(token.content),
+                single_word=token.single_word,
+                lstrip=token.lstrip,
+                rstrip=token.rstrip,
+                normalized=False,
+                special=False,
+            )
+            aliases.append(alias)
+        tokenizer.add_tokens(aliases)
+        tokenizer.split_special_tokens = True
+        return tokenizer
+
+    def _without_aliases(self, tokens: Int32) -> Int32:
+        """Return tokens of the copied tokenizer as those of the tokenizer, int32."""
+        names = [_alias(name) for name in self._names]
+        aliases = self._with_aliases.convert_tokens_to_ids(names)
+        own = np.arange(len(self._with_aliases), dtype=np.int32)
+        own[aliases] = self._ids
+        return own[tokens]
+
+
+def _texts_of(value: str | list[Message], where: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each text in a prompt, or in a conversation."""
+    if isinstance(value, str):
+        yield where, value
+        return
+    for number, message in enumerate(value, start=1):
+        yield from texts_in(message, f"{where}, message {number}")
+
+
+def _refusal(place: str, name: str) -> str:
+    return (
+        f"{place}: the text spells the special token {name!r}, with which it could end"
+        " its turn or begin another (data.special_tokens = refuse). Set"
+        " data.special_tokens=escape to encode it as ordinary text, or allow if the"
+        " texts mean the token, as those do that a chat template has written already;"
+        " or correct the record and keep refuse"
+    )
+
+
+def _alias(name: str) -> str:
+    return f"{_OPEN}{name}{_CLOSE}"

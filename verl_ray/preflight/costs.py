@@ -1,0 +1,119 @@
+"""Warnings about settings that fit by themselves and cost much together.
+
+Invariant: each warning says what the combination costs and which keys change it; the
+run works all the same. Deliberately not here: what a machine lacks (`resources.py`),
+and settings without effect, which are refused (`verl_ray/config/rules`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.schema import Config
+from verl_ray.preflight.machine import Machine
+
+
+def cost_warnings(
+    config: Config, machine: Machine | None, *, evaluates: bool
+) -> Iterator[str]:
+    """Yield a warning for each combination of settings that works badly.
+
+    Args:
+        config: Configuration of the run.
+        machine: Machine that will hold the run, if it is known.
+        evaluates: Whether the command only evaluates, so that nothing learns.
+    """
+    if machine is not None and not (machine.gpus or machine.computes_bfloat16):
+        yield from _bfloat16_on_a_cpu(config)
+    if evaluates:
+        return
+
+    yield from _different_types(config)
+    yield from _unread_validation(config)
+    yield from _large_evaluations(config)
+    yield from _endless_warmups(config)
+
+
+def _different_types(config: Config) -> Iterator[str]:
+    """Yield a warning if sampler and trainer compute in different types."""
+    task = config.rollout_task
+    if task is None:
+        return
+
+    sampler = task.rollout.dtype
+    trainer = task.actor.backend.dtype
+    if sampler == trainer or config.corrects_mismatch:
+        return
+    yield (
+        f"rollout.dtype={sampler} beside actor.backend.dtype={trainer}: rollout engine"
+        " and trainer round differently, so each token is learned from as if another"
+        " policy had sampled it (rollout_corr/* shows by how much). Give both the same"
+        " type, or correct with importance weights"
+        " (algorithm.correction.form=three_policy)"
+    )
+
+
+def _bfloat16_on_a_cpu(config: Config) -> Iterator[str]:
+    """Yield a warning if anything computes in bfloat16, which the CPU emulates."""
+    types = {
+        f"{name}.backend.dtype": role.backend.dtype
+        for name, role in config.model_roles.items()
+    }
+    for engine in config.engines.values():
+        types[f"{engine.section}.dtype"] = engine.config.dtype
+
+    keys = [key for key, dtype in types.items() if dtype == "bfloat16"]
+    if keys:
+        yield (
+            f"{', '.join(keys)}=bfloat16 on a CPU without instructions for it"
+            " (avx512_bf16, amx_bf16): slower than float32, and less exact; use float32"
+        )
+
+
+def _unread_validation(config: Config) -> Iterator[str]:
+    """Yield a warning if held-out problems are given and no evaluation reads them."""
+    # A run that makes its problems always makes held-out ones, too.
+    path = config.data.validation_path
+    if config.run.evaluate_every or path is None or config.preparation is not None:
+        return
+    yield (
+        f"run.evaluate_every=0: data.validation_path={path} is never read, and the run"
+        " ends without a result on held-out problems; set run.evaluate_every to a"
+        " number of steps, or data.validation_path=null"
+    )
+
+
+def _large_evaluations(config: Config) -> Iterator[str]:
+    """Yield a warning if evaluations generate more responses than training does."""
+    responses = config.responses_per_evaluation
+    interval = config.run.evaluate_every
+    if not interval or responses is None:
+        return
+
+    trained = interval * config.rows_per_step
+    if responses > trained:
+        yield (
+            f"an evaluation generates {responses} responses, and the"
+            f" {interval} steps until the next one {trained}: the run evaluates for"
+            " more than half of its generation; lower evaluation.num_prompts, or raise"
+            " run.evaluate_every"
+        )
+
+
+def _endless_warmups(config: Config) -> Iterator[str]:
+    """Yield a warning for each role whose learning rate never reaches its value."""
+    updates = {role.role: role.updates_per_step for role in batch_algebra(config).roles}
+    for name, role in config.model_roles.items():
+        learner = role.as_learner
+        if learner is None:
+            continue
+
+        steps = config.learning_steps(name) * updates[name]
+        warmup_steps = learner.optimizer.warmup_steps
+        if warmup_steps > steps:
+            yield (
+                f"{name}.optimizer.warmup_steps={warmup_steps} is more than the run's"
+                f" {steps} optimizer steps: the learning rate never reaches"
+                f" {name}.optimizer.lr; lower it, or raise run.total_steps"
+            )
