@@ -17,6 +17,7 @@ from typing import Any
 from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.replicas import Replicas
+from controllers.rollouts.score_failures import ScoreFailures
 from verl_ray.cluster.calls import check_progress
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, wait
@@ -35,6 +36,8 @@ class _Production:
 
     job: GenerationJob
     buffer: RolloutBuffer
+    failures: ScoreFailures
+    num_responses: int
     scoring: list[PendingScores] = field(default_factory=list)
     """Pieces whose scores are pending."""
 
@@ -79,8 +82,11 @@ class Producer:
         They arrive there piece by piece.
         """
         buffer.reserve(prompts.group_id)
+        num_responses = prompts.num_rows * generation.group_size
+        failures = self._graders.watch_failures(generation.purpose, num_responses)
         job = self._replicas.generate(prompts, generation)
-        self._productions.append(_Production(job, buffer))
+        production = _Production(job, buffer, failures, num_responses)
+        self._productions.append(production)
 
     def take(
         self,
@@ -101,7 +107,7 @@ class Producer:
                 from there until all is scored ("reward").
 
         Raises:
-            RewardError: More scores failed than max_failed_fraction allows.
+            RewardError: More scores fail than max_failed_fraction allows.
             DataError: The policy that generated the responses is too old.
         """
         ordinals = prompts.group_id
@@ -120,8 +126,6 @@ class Producer:
             self._productions.clear()
             buffer.drop(ordinals)
             raise
-
-        self._graders.check_failures(experience.scores)
         return experience
 
     def _all_generated(self) -> bool:
@@ -178,6 +182,7 @@ class Producer:
             for piece in updated:
                 scored = piece.poll()
                 if scored is not None:
+                    production.failures.add(scored)
                     production.buffer.put(scored)
                     production.scoring.remove(piece)
 

@@ -282,11 +282,13 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
 def test_a_broken_grader_stops_the_run_with_its_own_words(
     trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
 ) -> None:
-    run = trainer("grpo", f"data.train_path={inputs.graded_by('broken', tmp_path)}")
+    data = inputs.graded_by("broken", tmp_path)
+    run = trainer("grpo", f"data.train_path={data}")
     run.publish(0)
     with pytest.raises(
         RewardError,
-        match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded",
+        match=r"(?s)(\d+) of the first \1 scores failed \(exception \1\), more than reward.max_failed_fraction = 0.1"
+        r" allows for 32 responses.*nothing can be graded",
     ):
         run.step(1)
 
