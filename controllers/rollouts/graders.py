@@ -8,6 +8,7 @@ how many scores may fail (`score_failures.py`), and what is made of the scores
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,8 @@ class PendingScores:
         """Take the rollouts, and one call per grader, by name."""
         self._rollouts = rollouts
         self._calls = calls
+        self.since = time.monotonic()
+        """Time at which scoring began, in seconds of the monotonic clock."""
 
     @property
     def calls(self) -> list[Call[Any]]:
@@ -87,6 +90,16 @@ class Graders:
         if purpose == EVALUATION and HELD_OUT_GRADER in self._groups:
             return (HELD_OUT_GRADER,)
         return tuple(self._config.graders)
+
+    @property
+    def deadline_in_words(self) -> str:
+        """The deadlines of single responses, in brackets; empty if there is none."""
+        deadlines = [
+            f"{name}.deadline_s = {grader.time_limit_s:g}"
+            for name, grader in self._config.graders.items()
+            if grader.time_limit_s is not None
+        ]
+        return f" ({', '.join(deadlines)})" if deadlines else ""
 
     def score(self, rollouts: Sharded[Rollouts], purpose: str) -> PendingScores:
         """Start to score a piece of rollouts with all graders of this purpose."""

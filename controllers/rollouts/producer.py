@@ -24,6 +24,7 @@ from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Prompts
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
@@ -39,7 +40,9 @@ class _Production:
     failures: ScoreFailures
     num_responses: int
     scoring: list[PendingScores] = field(default_factory=list)
-    """Pieces whose scores are pending."""
+    """Pieces whose scores are pending, the oldest first."""
+    num_scored: int = 0
+    """Number of responses that are in the buffer."""
 
     @property
     def is_generated(self) -> bool:
@@ -112,11 +115,11 @@ class Producer:
         """
         ordinals = prompts.group_id
         try:
-            with timers("gen"), timers.waiting():
+            with phase(self._phase), timers("gen"), timers.waiting():
                 while buffer.missing(ordinals) and not self._all_generated():
                     self.advance(TICK_S)
 
-            with timers("reward"), timers.waiting():
+            with phase(self._phase), timers("reward"), timers.waiting():
                 experience = buffer.take(
                     ordinals, policy_version, lambda: self.advance(TICK_S)
                 )
@@ -127,6 +130,27 @@ class Producer:
             buffer.drop(ordinals)
             raise
         return experience
+
+    def _phase(self) -> str:
+        """Return how far the oldest production is, for a person who waits."""
+        if not self._productions:
+            return ""
+        production = self._productions[0]
+        total = production.num_responses
+        scored = f"{production.num_scored}/{total}"
+
+        if production.job.generation.purpose == EVALUATION:
+            text = f"evaluating {scored}"
+        elif production.is_generated:
+            text = f"scoring {scored}"
+        else:
+            generated = total - production.job.num_pending
+            return f"generating {generated}/{total} responses"
+
+        if production.scoring:
+            oldest_s = time.monotonic() - production.scoring[0].since
+            text += f", slowest {oldest_s:.0f} s{self._graders.deadline_in_words}"
+        return text
 
     def _all_generated(self) -> bool:
         return all(production.is_generated for production in self._productions)
@@ -184,6 +208,7 @@ class Producer:
                 if scored is not None:
                     production.failures.add(scored)
                     production.buffer.put(scored)
+                    production.num_scored += len(scored.rollouts)
                     production.scoring.remove(piece)
 
     def _check_graders(self) -> None:

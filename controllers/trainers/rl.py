@@ -31,6 +31,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.profiling.memory import host_used_gib
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import HELD_OUT
@@ -95,22 +96,26 @@ class Trainer:
             raw_scores = measures.response_scores(experience.scores)
 
             # Engines that share GPUs with the trainers free them here.
-            self.replicas.switch_to_training()
-            outputs = learner.compute_log_probs_and_values(rollouts)
+            with phase("switching to training"):
+                self.replicas.switch_to_training()
+            with phase("computing log-probs"):
+                outputs = learner.compute_log_probs_and_values(rollouts)
 
             aborted = rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
-            credit = learner.assign_credit(rollouts, scores, outputs)
+            with phase("assigning credit"):
+                credit = learner.assign_credit(rollouts, scores, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
-            metrics = learner.learn(
-                number,
-                rollouts,
-                credit,
-                outputs,
-                self.policy_version,
-            )
+            with phase("updating"):
+                metrics = learner.learn(
+                    number,
+                    rollouts,
+                    credit,
+                    outputs,
+                    self.policy_version,
+                )
 
             # The processes report their peaks while the weights are published.
             self.memory.request_peaks()
@@ -139,7 +144,11 @@ class Trainer:
 
     def publish(self, version: int) -> Metrics:
         """Send the policy to every replica, verified, under this version."""
-        with self.timers("update_weights"), self.timers.waiting():
+        with (
+            phase("publishing weights"),
+            self.timers("update_weights"),
+            self.timers.waiting(),
+        ):
             metrics = self.replicas.publish(version)
         self.policy_version = version
         return metrics

@@ -29,6 +29,7 @@ from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
@@ -121,7 +122,11 @@ class SupervisedTrainer(ABC, Generic[W]):
             # From here on a stop waits for the end of the step.
             pass_point_of_no_return()
             rows = self._train.next_batch(self._batch_size)
-            with self.timers(f"update_{self.role}"), self.timers.waiting():
+            with (
+                phase("updating"),
+                self.timers(f"update_{self.role}"),
+                self.timers.waiting(),
+            ):
                 reports = self.update(put(rows)).result()
         # This stops the run if too many steps in a row were skipped.
         self._gradients.observe(self.role, [reports])
@@ -142,7 +147,8 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def export(self, path: str) -> None:
         """Write the trained model as a Hugging Face directory."""
-        self.group.broadcast(ModelWorker.export, path).result()
+        with phase("writing the model"):
+            self.group.broadcast(ModelWorker.export, path).result()
 
     @property
     def _train(self) -> Source:

@@ -2,6 +2,7 @@
 
 import io
 
+from verl_ray.profiling.phases import PHASES
 from verl_ray.tracking.console import ConsoleTracker
 
 
@@ -54,7 +55,20 @@ def test_a_terminal_shows_a_live_line_and_keeps_evaluations() -> None:
     tracker.close(failed=False)
     tracker.close(failed=False)
     shown = terminal.getvalue()
-    assert "waiting for the first step" in shown
+    assert "starting" in shown
     assert "step 2/2  held-out [red]sums/acc/mean@1 0.45" in shown
     assert "reward 0.5312" in shown
     assert shown.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_terminal_shows_the_phase_above_the_last_step() -> None:
+    terminal = Terminal()
+    tracker = ConsoleTracker(total_steps=2, stream=terminal)
+    tracker.log(1, STEP)
+    with PHASES.phase("step 2/2"), PHASES.phase("scoring 12/256"):
+        PHASES.tick()
+    tracker.close(failed=False)
+    last_frame = terminal.getvalue().rpartition("\x1b[2K")[2]
+    phase, step = last_frame.splitlines()[:2]
+    assert "step 2/2: scoring 12/256" in phase
+    assert "step 1/2  reward 0.5312" in step
