@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from controllers.run.resumption import Resumption
+from controllers.watch.learning_watch import LearningWatch
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import (
     Outlook,
@@ -23,6 +24,7 @@ from verl_ray.cluster.signals import (
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.tracking import Trackers, open_trackers
+from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
 def open_session(config: Config) -> Session:
@@ -49,13 +51,16 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
     try:
         # W&B may wait for its server, and knows nothing of signals.
         with raising_signals():
-            trackers = open_trackers(
+            opened = open_trackers(
                 config.tracking,
                 config.run,
                 to_tree(config),
                 committed_step=resumption.recorded_step,
                 state=resumption.tracker_state,
             )
+        # The record is repaired by now, and so are its last lines.
+        recorded = read_metrics(Path(config.run.dir) / METRICS)
+        trackers = Trackers([opened, LearningWatch(config, recorded)])
         yield trackers
     except BaseException:
         trackers.close(failed=True)

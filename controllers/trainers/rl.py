@@ -20,6 +20,7 @@ from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.evaluation import Evaluation
+from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
@@ -124,6 +125,8 @@ class Trainer:
 
         weighted_scores = self.shaping.weigh(raw_scores)
         metrics |= measures.score_metrics(weighted_scores, raw_scores, aborted)
+        if self.config.rollout.group_size > 1:
+            metrics |= measures.group_metrics(rollouts, scores, aborted)
         return metrics | self.step_metrics(rollouts, credit)
 
     def produce(self) -> Experience:
@@ -180,6 +183,7 @@ class Trainer:
             "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
             "training/epoch": float(self.prompts.epoch),
+            NUM_EXAMPLES: float(len(self.prompts)),
         }
 
     def evaluate(self) -> Evaluation:

@@ -19,6 +19,7 @@ from controllers.trainers.base import Task, Trainable
 from controllers.watch import update_measures
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.gradients import GradientWatch
+from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
@@ -42,6 +43,9 @@ class Source(Protocol):
 
     def next_batch(self, count: int, /) -> TrainingBatch:
         """Return the next `count` units: rows, or pairs of rows."""
+
+    def __len__(self) -> int:
+        """Return the number of units in the data set."""
 
     @property
     def epoch(self) -> int:
@@ -140,6 +144,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "perf/total_num_tokens": float(rows.num_tokens),
             "perf/throughput": tokens_per_s / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
+            NUM_EXAMPLES: float(len(self._train)),
         }
         if self._memory is not None:
             metrics |= self._memory.metrics()

@@ -60,7 +60,7 @@ def test_phases_within_a_phase_share_its_silence(time: Time) -> None:
             time.run(8)
         time.run(11)
     assert time.reports == [
-        (10, "step 3/200: updating (actor 3/16 micro-batches) [2 s]"),
+        (10, "step 3/200: updating (actor 3/16 micro-batches)"),
         (20, "step 3/200 [20 s]"),
     ]
 

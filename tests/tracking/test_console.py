@@ -39,6 +39,23 @@ def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_failed_rewards_are_in_the_line_of_their_step() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(total_steps=2, stream=stream)
+    healthy = {"actor/loss": 2.5, "reward_health/ok": 64.0, "reward_health/none": 0.0}
+    tracker.log(1, {**healthy, "reward_health/rescored": 1.0})
+    # 3 + 1 of 53 + 4 = 57 scores: 7.02 %
+    failing = {
+        "reward_health/ok": 53,
+        "reward_health/timeout": 3,
+        "reward_health/exception": 1,
+    }
+    tracker.log(2, {"actor/loss": 2.5, **failing})
+    first, second = stream.getvalue().splitlines()
+    assert "failed" not in first
+    assert second == "step 2/2  loss 2.5  7% of rewards failed (timeout 3, exception 1)"
+
+
 def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
     stream = io.StringIO()
     ConsoleTracker(total_steps=7201, stream=stream).log(

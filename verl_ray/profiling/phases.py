@@ -116,7 +116,9 @@ class Phases:
         if self._live is not None:
             self._live(text)
             return
-        self._write(f"{text} [{self._news_s - phase.began_s:.0f} s]")
+        elapsed_s = self._news_s - phase.began_s
+        # A phase that has just begun is not what took so long.
+        self._write(f"{text} [{elapsed_s:.0f} s]" if elapsed_s >= FIRST_S else text)
 
     def _remaining_s(self) -> float:
         phase = self._phases[-1]

@@ -22,6 +22,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
 from verl_ray.profiling.phases import PHASES
+from verl_ray.rewards.health import ScoreHealth
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
 # The first metric of each group that exists is shown, with its label.
@@ -140,6 +141,9 @@ class ConsoleTracker(Tracker):
             if name.startswith(HELD_OUT):
                 parts.append(f"held-out {name.removeprefix(HELD_OUT)} {value:.4g}")
 
+        if failures := _failures(metrics):
+            parts.append(failures)
+
         seconds = metrics.get("timing_s/step")
         if "perf/total_num_tokens" in metrics and seconds:
             tokens_per_s = metrics["perf/total_num_tokens"] / seconds
@@ -153,6 +157,26 @@ class ConsoleTracker(Tracker):
             mean_s = sum(self._recent_s) / len(self._recent_s)
             parts.append(f"{duration_text(mean_s * remaining_steps)} left")
         return "  ".join(parts)
+
+
+def _failures(metrics: Mapping[str, float]) -> str:
+    """Return which share of the scores failed, with the kinds; empty if none did."""
+    counts = {
+        health: metrics.get(health.metric, 0)
+        for health in ScoreHealth
+        if metrics.get(health.metric, 0)
+    }
+    total = sum(counts.values())
+    failed = total - counts.pop(ScoreHealth.OK, 0)
+    if not failed:
+        return ""
+    kinds = ", ".join(
+        f"{health.name.lower()} {count:.0f}" for health, count in counts.items()
+    )
+    share = failed / total
+    # One failure of a thousand is not 0%.
+    percentage = f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
+    return f"{percentage} of rewards failed ({kinds})"
 
 
 def duration_text(seconds: float) -> str:
