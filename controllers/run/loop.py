@@ -239,7 +239,8 @@ class Loop:
 
     def _begin(self) -> Position:
         """Restore the trainer and return the position of its checkpoint."""
-        done = self._persistence.restore(self._trainer)
+        with phase("loading the checkpoint"):
+            done = self._persistence.restore(self._trainer)
         self._trainer.begin(done)
 
         # A resumed run makes the evaluation that a stop prevented. A new run starts
