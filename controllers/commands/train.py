@@ -30,7 +30,6 @@ from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
-from verl_ray.profiling.phases import phase
 
 
 def train(config: Config) -> int:
@@ -91,8 +90,7 @@ def run(
     task = task_of(config)
     if data is None:
         prepare(config, session)
-        with phase("reading the data"):
-            data = task.read()
+        data = task.read()
 
     recovery = Recovery(resumption)
     stopping = Stopping(config, recovery)

@@ -51,7 +51,7 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
     try:
         # W&B may wait for its server, and knows nothing of signals.
         with raising_signals():
-            opened = open_trackers(
+            trackers = open_trackers(
                 config.tracking,
                 config.run,
                 to_tree(config),
@@ -60,7 +60,7 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
             )
         # The record is repaired by now, and so are its last lines.
         recorded = read_metrics(Path(config.run.dir) / METRICS)
-        trackers = Trackers([opened, LearningWatch(config, recorded)])
+        trackers = Trackers([trackers, LearningWatch(config, recorded)])
         yield trackers
     except BaseException:
         trackers.close(failed=True)
