@@ -91,13 +91,13 @@ class Graders:
             return (HELD_OUT_GRADER,)
         return tuple(self._config.graders)
 
-    @property
-    def deadline_in_words(self) -> str:
-        """The deadlines of single responses, in brackets; empty if there is none."""
+    def deadlines_in_words(self, purpose: str) -> str:
+        """Return the deadlines of a response in brackets; empty if there are none."""
+        graders = self._config.active_graders(learns=True)
         deadlines = [
-            f"{name}.deadline_s = {grader.time_limit_s:g}"
-            for name, grader in self._config.graders.items()
-            if grader.time_limit_s is not None
+            f"{name}.deadline_s = {graders[name].time_limit_s:g}"
+            for name in self.names(purpose)
+            if graders[name].time_limit_s is not None
         ]
         return f" ({', '.join(deadlines)})" if deadlines else ""
 

@@ -136,20 +136,22 @@ class Producer:
         if not self._productions:
             return ""
         production = self._productions[0]
+        purpose = production.job.generation.purpose
         total = production.num_responses
         scored = f"{production.num_scored}/{total}"
 
-        if production.job.generation.purpose == EVALUATION:
+        if purpose == EVALUATION:
             text = f"evaluating {scored}"
         elif production.is_generated:
             text = f"scoring {scored}"
         else:
             generated = total - production.job.num_pending
-            return f"generating {generated}/{total} responses"
+            text = f"generating {generated}/{total} responses, scoring {scored}"
 
         if production.scoring:
             oldest_s = time.monotonic() - production.scoring[0].since
-            text += f", slowest {oldest_s:.0f} s{self._graders.deadline_in_words}"
+            deadlines = self._graders.deadlines_in_words(purpose)
+            text += f", slowest {oldest_s:.0f} s{deadlines}"
         return text
 
     def _all_generated(self) -> bool:
