@@ -33,7 +33,8 @@ It is large, because a grader that is broken usually is so from the beginning.
 PROVEN_CHANCE = 1e-6
 """The same chance for a grader that has completed a step or an evaluation.
 
-It is small, because a long run looks at it thousands of times.
+It is small, because a long run looks at it thousands of times, and because the scores
+that come first are no random sample: short responses finish before long ones.
 """
 
 
