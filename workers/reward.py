@@ -58,6 +58,7 @@ class RewardWorker(Grader):
                 config.processes_per_rank,
                 config.deadline_s,
                 key=f"{context.role}.functions",
+                max_failed_fraction=config.max_failed_fraction,
             )
 
     def score(self, rows: Rollouts) -> Scores:

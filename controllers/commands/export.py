@@ -25,6 +25,7 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
+from verl_ray.profiling.phases import phase
 from workers.model_worker import ModelWorker
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
@@ -114,12 +115,15 @@ def _export(
             for process_set in plan.sets
             if process_set.name == planned_role.processes
         ]
-        with start_groups(
-            process_sets,
-            [planned_role],
-            stall_s=config.run.stall_s,
-            log_dir=Path(logs),
-        ) as groups:
+        with (
+            phase(f"exporting the {role}"),
+            start_groups(
+                process_sets,
+                [planned_role],
+                stall_s=config.run.stall_s,
+                log_dir=Path(logs),
+            ) as groups,
+        ):
             group = groups[planned_role]
             target = str(directory.absolute())
             wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])

@@ -2,26 +2,24 @@
 
 Invariant: every grader is called with the same method, and scores a piece of rollouts
 as soon as it is generated. Deliberately not here: how responses are scored (`workers`),
-and what is made of the scores (`verl_ray/rewards/shaping.py`).
+how many scores may fail (`score_failures.py`), and what is made of the scores
+(`verl_ray/rewards/shaping.py`).
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
+from controllers.rollouts.score_failures import FailureHistory, ScoreFailures
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT_GRADER
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Rollouts, Scores
-from verl_ray.errors import RewardError
-from verl_ray.rewards.health import ScoreHealth
 from workers.grader import Grader
 
 TRAINING = "train"
@@ -41,6 +39,8 @@ class PendingScores:
         """Take the rollouts, and one call per grader, by name."""
         self._rollouts = rollouts
         self._calls = calls
+        self.since = time.monotonic()
+        """Time at which scoring began, in seconds of the monotonic clock."""
 
     @property
     def calls(self) -> list[Call[Any]]:
@@ -82,6 +82,7 @@ class Graders:
         """Take the configuration, and the workers of each grader, by name."""
         self._config = config
         self._groups = groups
+        self._history = FailureHistory()
 
     def names(self, purpose: str) -> tuple[str, ...]:
         """Return the graders of rollouts with this purpose."""
@@ -90,46 +91,36 @@ class Graders:
             return (HELD_OUT_GRADER,)
         return tuple(self._config.graders)
 
+    def deadlines_in_words(self, purpose: str) -> str:
+        """Return the deadlines of a response in brackets; empty if there are none."""
+        graders = self._config.active_graders(learns=True)
+        deadlines = [
+            f"{name}.deadline_s = {graders[name].time_limit_s:g}"
+            for name in self.names(purpose)
+            if graders[name].time_limit_s is not None
+        ]
+        return f" ({', '.join(deadlines)})" if deadlines else ""
+
     def score(self, rollouts: Sharded[Rollouts], purpose: str) -> PendingScores:
         """Start to score a piece of rollouts with all graders of this purpose."""
         calls = {name: self._call(name, rollouts) for name in self.names(purpose)}
         return PendingScores(rollouts, calls)
 
-    def check_failures(self, scores: Mapping[str, Sharded[Scores]]) -> None:
-        """Check that no grader failed more often than max_failed_fraction allows.
+    def watch_failures(self, purpose: str, num_responses: int) -> ScoreFailures:
+        """Return the watch over the scores of some rollouts, as they come in.
 
-        A few failed scores are counted and left out. With more of them the scores are
-        no measurement of the policy.
-
-        Raises:
-            RewardError: A grader of the training failed too often.
+        Args:
+            purpose: Purpose of the rollouts.
+            num_responses: How many there will be.
         """
-        for name, grader_scores in scores.items():
-            # The held-out grader's failures are a metric of the evaluation.
-            if name != HELD_OUT_GRADER:
-                self._check_failures(name, grader_scores)
-
-    def _check_failures(self, name: str, scores: Sharded[Scores]) -> None:
-        limit = self._config.graders[name].max_failed_fraction
-        health = scores.row("health")
-        failed = np.flatnonzero(health != ScoreHealth.OK)
-        failed_fraction = len(failed) / len(health)
-        if failed_fraction <= limit:
-            return
-
-        values, counts = np.unique(health[failed], return_counts=True)
-        failures: dict[str, int] = {}
-        for value, count in zip(values, counts, strict=True):
-            kind = ScoreHealth(value).name.lower()
-            failures[kind] = int(count)
-
-        # Only this one row is read from the store.
-        first_failed = read(scores.select(failed[:1]), self._config.run.stall_s)
-        (first_detail,) = first_failed.detail.texts()
-        raise RewardError(
-            f"{failed_fraction:.0%} of the scores failed ({failures}), more than"
-            f" {name}.max_failed_fraction = {limit}. The first: {first_detail}"
-        )
+        # The held-out grader's failures are a metric of the evaluation.
+        limits = {
+            name: self._config.graders[name].max_failed_fraction
+            for name in self.names(purpose)
+            if name != HELD_OUT_GRADER
+        }
+        stall_s = self._config.run.stall_s
+        return ScoreFailures(limits, num_responses, self._history, stall_s)
 
     def _call(self, name: str, rollouts: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
         group = self._groups[name]

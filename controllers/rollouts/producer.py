@@ -17,12 +17,14 @@ from typing import Any
 from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
 from controllers.rollouts.replicas import Replicas
+from controllers.rollouts.score_failures import ScoreFailures
 from verl_ray.cluster.calls import check_progress
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
 from verl_ray.data.stages import Prompts
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.requests import Sampling
 from workers.grader import Grader
@@ -35,8 +37,12 @@ class _Production:
 
     job: GenerationJob
     buffer: RolloutBuffer
+    failures: ScoreFailures
+    num_responses: int
     scoring: list[PendingScores] = field(default_factory=list)
-    """Pieces whose scores are pending."""
+    """Pieces whose scores are pending, the oldest first."""
+    num_scored: int = 0
+    """Number of responses that are in the buffer."""
 
     @property
     def is_generated(self) -> bool:
@@ -79,8 +85,11 @@ class Producer:
         They arrive there piece by piece.
         """
         buffer.reserve(prompts.group_id)
+        num_responses = prompts.num_rows * generation.group_size
+        failures = self._graders.watch_failures(generation.purpose, num_responses)
         job = self._replicas.generate(prompts, generation)
-        self._productions.append(_Production(job, buffer))
+        production = _Production(job, buffer, failures, num_responses)
+        self._productions.append(production)
 
     def take(
         self,
@@ -101,16 +110,16 @@ class Producer:
                 from there until all is scored ("reward").
 
         Raises:
-            RewardError: More scores failed than max_failed_fraction allows.
+            RewardError: More scores fail than max_failed_fraction allows.
             DataError: The policy that generated the responses is too old.
         """
         ordinals = prompts.group_id
         try:
-            with timers("gen"), timers.waiting():
+            with phase(self._phase), timers("gen"), timers.waiting():
                 while buffer.missing(ordinals) and not self._all_generated():
                     self.advance(TICK_S)
 
-            with timers("reward"), timers.waiting():
+            with phase(self._phase), timers("reward"), timers.waiting():
                 experience = buffer.take(
                     ordinals, policy_version, lambda: self.advance(TICK_S)
                 )
@@ -120,9 +129,30 @@ class Producer:
             self._productions.clear()
             buffer.drop(ordinals)
             raise
-
-        self._graders.check_failures(experience.scores)
         return experience
+
+    def _phase(self) -> str:
+        """Return how far the oldest production is, for a person who waits."""
+        if not self._productions:
+            return ""
+        production = self._productions[0]
+        purpose = production.job.generation.purpose
+        total = production.num_responses
+        scored = f"{production.num_scored}/{total}"
+
+        if purpose == EVALUATION:
+            text = f"evaluating {scored}"
+        elif production.is_generated:
+            text = f"scoring {scored}"
+        else:
+            generated = total - production.job.num_pending
+            text = f"generating {generated}/{total} responses, scoring {scored}"
+
+        if production.scoring:
+            oldest_s = time.monotonic() - production.scoring[0].since
+            deadlines = self._graders.deadlines_in_words(purpose)
+            text += f", slowest {oldest_s:.0f} s{deadlines}"
+        return text
 
     def _all_generated(self) -> bool:
         return all(production.is_generated for production in self._productions)
@@ -178,7 +208,9 @@ class Producer:
             for piece in updated:
                 scored = piece.poll()
                 if scored is not None:
+                    production.failures.add(scored)
                     production.buffer.put(scored)
+                    production.num_scored += len(scored.rollouts)
                     production.scoring.remove(piece)
 
     def _check_graders(self) -> None:

@@ -23,6 +23,7 @@ from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
 from verl_ray.config.run import RunConfig
 from verl_ray.errors import Interrupted
+from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Tracker
 
 
@@ -199,12 +200,23 @@ class Loop:
     def _attempt(self, move: Move, position: Position) -> Position:
         """Make a move. Return the new position, also where the move fails."""
         try:
-            return self._make(move, position)
+            with phase(self._phase(move, position)):
+                return self._make(move, position)
         except BaseException as failure:
             # A signal may surface as another exception, such as that of a library
             # whose call it interrupted.
             stopped = isinstance(failure, Interrupted) or stop_requested()
             return replace(position, failure=failure, stopped=stopped)
+
+    def _phase(self, move: Move, position: Position) -> str:
+        """Return what a move is for a person who waits."""
+        number = position.step + 1 if move is Move.STEP else position.step
+        step = f"step {number}/{self._run.total_steps}"
+        if move is Move.BEGIN:
+            return "beginning"
+        if move in (Move.SAVE, Move.FINISH_SAVE, Move.RESCUE_SAVE):
+            return f"{step}: saving"
+        return step
 
     def _make(self, move: Move, position: Position) -> Position:
         """Make a move and return the position that it leads to."""
@@ -232,7 +244,8 @@ class Loop:
 
     def _begin(self) -> Position:
         """Restore the trainer and return the position of its checkpoint."""
-        done = self._persistence.restore(self._trainer)
+        with phase("loading the checkpoint"):
+            done = self._persistence.restore(self._trainer)
         self._trainer.begin(done)
 
         # A resumed run makes the evaluation that a stop prevented. A new run starts
@@ -257,7 +270,8 @@ class Loop:
             metrics = self._trainer.step(number)
             self._persistence.commit(number, self._trainer, unrecorded=metrics)
             # The checkpoint of an earlier step was written while this step trained.
-            self._persistence.finish_save()
+            with phase("saving"):
+                self._persistence.finish_save()
 
         return replace(
             position,

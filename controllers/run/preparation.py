@@ -57,6 +57,7 @@ from verl_ray.preflight.findings import (
     foreign_inputs,
     inputs_folder,
 )
+from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker
 
@@ -237,6 +238,7 @@ def _warm_start(
     )
 
     with (
+        phase("warm start"),
         announcing(lambda: outlook),
         deferring_signals(),
         start(job, session) as system,

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from controllers.run.resumption import Resumption
+from controllers.watch.learning_watch import LearningWatch
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import (
     Outlook,
@@ -23,6 +24,7 @@ from verl_ray.cluster.signals import (
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
 from verl_ray.tracking import Trackers, open_trackers
+from verl_ray.tracking.jsonl import METRICS, read_metrics
 
 
 def open_session(config: Config) -> Session:
@@ -56,6 +58,9 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
                 committed_step=resumption.recorded_step,
                 state=resumption.tracker_state,
             )
+        # The record is repaired by now, and so are its last lines.
+        recorded = read_metrics(Path(config.run.dir) / METRICS)
+        trackers = Trackers([trackers, LearningWatch(config, recorded)])
         yield trackers
     except BaseException:
         trackers.close(failed=True)

@@ -9,7 +9,7 @@ compute (`controllers/trainers`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +32,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import finishing
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.grader import Grader
@@ -105,12 +106,13 @@ def start(
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
-    groups = start_groups(
-        plan.sets,
-        list(plan.roles.values()),
-        stall_s=config.run.stall_s,
-        log_dir=Path(config.run.dir) / "logs",
-    )
+    with phase(f"loading {_in_words(plan.roles)}"):
+        groups = start_groups(
+            plan.sets,
+            list(plan.roles.values()),
+            stall_s=config.run.stall_s,
+            log_dir=Path(config.run.dir) / "logs",
+        )
 
     # A grader may run a model, and is then no model role of the system.
     graders = {}
@@ -141,6 +143,13 @@ def start(
             raise
 
     return System(groups, models, rollout, graders, has_gpus, plan.devices)
+
+
+def _in_words(roles: Iterable[str]) -> str:
+    """Return the names of roles for a person."""
+    return ", ".join(
+        "the rollout engine" if role == ROLLOUT else f"the {role}" for role in roles
+    )
 
 
 def build_replicas(

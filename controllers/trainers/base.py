@@ -26,6 +26,7 @@ from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.data_files import problem_of
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import machine_of
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 
 C = TypeVar("C", bound=Config)
@@ -149,7 +150,8 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
     """
     facts = facts_here(config, machine_of(config), learns=trains)
     try:
-        return task_of(resolve(config, facts)).read(trains=trains)
+        with phase("reading the data"):
+            return task_of(resolve(config, facts)).read(trains=trains)
     except DataError as error:
         problem = problem_of("data.train_path", config.data.train_path, error)
         raise ConfigError([problem]) from error

@@ -20,6 +20,7 @@ from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
 from controllers.watch.evaluation import Evaluation
+from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.group import WorkerGroup
@@ -31,6 +32,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Prompts, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.profiling.memory import host_used_gib
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rewards.shaping import Shaping
 from verl_ray.tracking.base import HELD_OUT
@@ -102,22 +104,26 @@ class Trainer:
             raw_scores = measures.response_scores(experience.scores)
 
             # Engines that share GPUs with the trainers free them here.
-            self.replicas.switch_to_training()
-            outputs = learner.compute_log_probs_and_values(rollouts)
+            with phase("switching to training"):
+                self.replicas.switch_to_training()
+            with phase("computing log-probs"):
+                outputs = learner.compute_log_probs_and_values(rollouts)
 
             aborted = rollouts.row("finish") == Finish.ABORTED
             scores = self.shaping.shape(raw_scores, aborted)
-            credit = learner.assign_credit(rollouts, scores, outputs)
+            with phase("assigning credit"):
+                credit = learner.assign_credit(rollouts, scores, outputs)
 
             # The update begins: from here on a stop waits for the end of the step.
             pass_point_of_no_return()
-            metrics = learner.learn(
-                number,
-                rollouts,
-                credit,
-                outputs,
-                self.policy_version,
-            )
+            with phase("updating"):
+                metrics = learner.learn(
+                    number,
+                    rollouts,
+                    credit,
+                    outputs,
+                    self.policy_version,
+                )
 
             # The processes report their peaks while the weights are published.
             self.memory.request_peaks()
@@ -126,6 +132,8 @@ class Trainer:
 
         weighted_scores = self.shaping.weigh(raw_scores)
         metrics |= measures.score_metrics(weighted_scores, raw_scores, aborted)
+        if self.config.rollout.group_size > 1:
+            metrics |= measures.group_metrics(rollouts, scores, aborted)
         return metrics | self.step_metrics(rollouts, credit)
 
     def produce(self) -> Experience:
@@ -146,7 +154,11 @@ class Trainer:
 
     def publish(self, version: int) -> Metrics:
         """Send the policy to every replica, verified, under this version."""
-        with self.timers("update_weights"), self.timers.waiting():
+        with (
+            phase("publishing weights"),
+            self.timers("update_weights"),
+            self.timers.waiting(),
+        ):
             metrics = self.replicas.publish(version)
         self.policy_version = version
         return metrics
@@ -178,6 +190,7 @@ class Trainer:
             "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
             "training/epoch": float(self.prompts.epoch),
+            NUM_EXAMPLES: float(len(self.prompts)),
         }
 
     def evaluate(self) -> Evaluation:

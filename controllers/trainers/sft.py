@@ -26,6 +26,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
 
@@ -81,7 +82,8 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         Accuracy is the share of rows whose greedy answer is exactly right. The loss is
         the mean over all response tokens, as in training.
         """
-        recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
+        with phase("evaluating"):
+            recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
         exact = recitals.row("exact").astype(np.float64)
         accuracy = float(exact.mean())
 

@@ -19,6 +19,7 @@ from controllers.trainers.base import Task, Trainable
 from controllers.watch import update_measures
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.gradients import GradientWatch
+from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
@@ -29,6 +30,7 @@ from verl_ray.config.schema import Config
 from verl_ray.data.cursor import CursorState
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
+from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 from workers.model_worker import ModelWorker, UpdateReport
@@ -41,6 +43,9 @@ class Source(Protocol):
 
     def next_batch(self, count: int, /) -> TrainingBatch:
         """Return the next `count` units: rows, or pairs of rows."""
+
+    def __len__(self) -> int:
+        """Return the number of units in the data set."""
 
     @property
     def epoch(self) -> int:
@@ -121,7 +126,11 @@ class SupervisedTrainer(ABC, Generic[W]):
             # From here on a stop waits for the end of the step.
             pass_point_of_no_return()
             rows = self._train.next_batch(self._batch_size)
-            with self.timers(f"update_{self.role}"), self.timers.waiting():
+            with (
+                phase("updating"),
+                self.timers(f"update_{self.role}"),
+                self.timers.waiting(),
+            ):
                 reports = self.update(put(rows)).result()
         # This stops the run if too many steps in a row were skipped.
         self._gradients.observe(self.role, [reports])
@@ -135,6 +144,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "perf/total_num_tokens": float(rows.num_tokens),
             "perf/throughput": tokens_per_s / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
+            NUM_EXAMPLES: float(len(self._train)),
         }
         if self._memory is not None:
             metrics |= self._memory.metrics()
@@ -142,7 +152,8 @@ class SupervisedTrainer(ABC, Generic[W]):
 
     def export(self, path: str) -> None:
         """Write the trained model as a Hugging Face directory."""
-        self.group.broadcast(ModelWorker.export, path).result()
+        with phase("writing the model"):
+            self.group.broadcast(ModelWorker.export, path).result()
 
     @property
     def _train(self) -> Source:

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from controllers.watch.learning import ZERO_STD
+from verl_ray.algorithms.advantages import fraction_without_spread
 from verl_ray.data.batch import Int64
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Credit, Finish, Rollouts, Scores, Statistics
@@ -172,6 +174,29 @@ def score_metrics(
     rescored = sum(of_grader.rescored for of_grader in raw.values())
     metrics["reward_health/rescored"] = float(rescored)
     return metrics | component_metrics(raw, "reward")
+
+
+def group_metrics(
+    rollouts: Sharded[Rollouts],
+    score: ResponseScores,
+    aborted: npt.NDArray[np.bool_],
+) -> Metrics:
+    """Return the share of groups whose members all have the same score.
+
+    Such a group teaches nothing where advantages compare the members of a group.
+
+    Args:
+        rollouts: Rows of the step.
+        score: Score of each response, as the policy learns from it.
+        aborted: Responses that are members of no group, bool [rows].
+    """
+    fraction = fraction_without_spread(
+        score.score,
+        rollouts.row("group_id"),
+        score.ok & ~aborted,
+        rollouts.row("trajectory_id"),
+    )
+    return {ZERO_STD: fraction}
 
 
 def component_metrics(raw: Mapping[str, ResponseScores], prefix: str) -> Metrics:

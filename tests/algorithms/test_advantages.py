@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -21,6 +22,7 @@ from verl_ray.algorithms.advantages import (
     NoBaseline,
     complete_trajectories,
     discounted_returns,
+    fraction_without_spread,
     gae,
     grpo,
     rloo,
@@ -462,3 +464,20 @@ def test_a_million_tokens_take_no_python_loop(shape: tuple[int, int]) -> None:
     finally:
         sys.settrace(before)
     assert 0 < lines < 500
+
+
+def test_the_share_of_groups_without_spread() -> None:
+    # Group 0 differs, 1 does not, 2 has one member, 3 has none.
+    rewards = np.array([1, 0, 0.1, 0.1, 0.1, 5, 7, 9], np.float32)
+    group = np.array([0, 0, 1, 1, 1, 2, 2, 3])
+    valid = np.array([1, 1, 1, 1, 1, 1, 0, 0], np.bool_)
+    assert fraction_without_spread(rewards, group, valid) == pytest.approx(2 / 3)
+    assert fraction_without_spread(rewards[2:5], group[2:5], valid[2:5]) == 1
+    assert math.isnan(fraction_without_spread(rewards[7:], group[7:], valid[7:]))
+    # The two rows of trajectory 0 earn 1 together, as much as trajectory 1.
+    parts = np.array([0.25, 0.75, 1], np.float32)
+    trajectory = np.array([0, 0, 1])
+    same_group = np.zeros(3, np.int64)
+    everything = np.ones(3, np.bool_)
+    assert fraction_without_spread(parts, same_group, everything, trajectory) == 1
+    assert fraction_without_spread(parts, same_group, everything) == 0

@@ -554,3 +554,32 @@ def test_the_scoring_process_imports_nothing_heavy(tmp_path: Path) -> None:
     )
     with ScoringPool({"default": f"{path}:f"}, 1, PATIENCE_S) as pool:
         assert pool.score([ScoreRequest("", "", "", "", {})])[0].value == 0.0
+
+
+def test_a_function_that_is_too_slow_is_known_after_two_prompts(
+    functions: str, tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    of_two_prompts = [
+        ScoreRequest(f"hang {response}", "", prompt, "maths", {"log": str(log)})
+        for prompt in ("first", "second")
+        for response in range(8)
+    ]
+    path = tmp_path / "slow.py"
+    path.write_text(
+        "import time\n"
+        "def slow(response, answer, *, prompt, data_source, extra):\n"
+        "    open(extra['log'], 'a').write(response + prompt + ',')\n"
+        "    time.sleep(60)\n"
+    )
+    pool = ScoringPool({"default": f"{path}:slow"}, 1, 0.5, max_failed_fraction=0.1)
+    with pytest.raises(RewardError) as caught:
+        pool.score(of_two_prompts)
+    assert str(caught.value) == (
+        "reward.functions gave no score to 2 responses in a row, to 2 different prompts,"
+        " which reward.max_failed_fraction = 0.1 does not allow. The last one: no score"
+        " within 0.5 s; the process was killed. Expected a number within"
+        " reward.deadline_s = 0.5: make the functions faster, or raise it"
+    )
+    # After the first response the other prompt comes next, and no third response.
+    assert log.read_text() == "hang 0first,hang 0second,"

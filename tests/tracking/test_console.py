@@ -2,6 +2,7 @@
 
 import io
 
+from verl_ray.profiling.phases import PHASES
 from verl_ray.tracking.console import ConsoleTracker
 
 
@@ -38,6 +39,23 @@ def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
     ]
 
 
+def test_failed_rewards_are_in_the_line_of_their_step() -> None:
+    stream = io.StringIO()
+    tracker = ConsoleTracker(total_steps=2, stream=stream)
+    healthy = {"actor/loss": 2.5, "reward_health/ok": 64.0, "reward_health/none": 0.0}
+    tracker.log(1, {**healthy, "reward_health/rescored": 1.0})
+    # 3 + 1 of 53 + 4 = 57 scores: 7.02 %
+    failing = {
+        "reward_health/ok": 53,
+        "reward_health/timeout": 3,
+        "reward_health/exception": 1,
+    }
+    tracker.log(2, {"actor/loss": 2.5, **failing})
+    first, second = stream.getvalue().splitlines()
+    assert "failed" not in first
+    assert second == "step 2/2  loss 2.5  7% of rewards failed (timeout 3, exception 1)"
+
+
 def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
     stream = io.StringIO()
     ConsoleTracker(total_steps=7201, stream=stream).log(
@@ -54,7 +72,20 @@ def test_a_terminal_shows_a_live_line_and_keeps_evaluations() -> None:
     tracker.close(failed=False)
     tracker.close(failed=False)
     shown = terminal.getvalue()
-    assert "waiting for the first step" in shown
+    assert "starting" in shown
     assert "step 2/2  held-out [red]sums/acc/mean@1 0.45" in shown
     assert "reward 0.5312" in shown
     assert shown.endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_a_terminal_shows_the_phase_above_the_last_step() -> None:
+    terminal = Terminal()
+    tracker = ConsoleTracker(total_steps=2, stream=terminal)
+    tracker.log(1, STEP)
+    with PHASES.phase("step 2/2"), PHASES.phase("scoring 12/256"):
+        PHASES.tick()
+    tracker.close(failed=False)
+    last_frame = terminal.getvalue().rpartition("\x1b[2K")[2]
+    phase, step = last_frame.splitlines()[:2]
+    assert "step 2/2: scoring 12/256" in phase
+    assert "step 1/2  reward 0.5312" in step

@@ -12,6 +12,7 @@ whitening over a step (`ops/masked.py`), which needs all shards.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, cast
@@ -42,6 +43,7 @@ class _Groups:
 
     Attributes:
         size: float64 [trajectories], number of members of each trajectory's group.
+        is_member: bool [trajectories], whether a trajectory has a reward.
         deviation: float64 [trajectories], reward of each member minus the mean of its
             group; 0 for a trajectory that is no member.
     """
@@ -57,14 +59,14 @@ class _Groups:
 
         row_rewards = np.where(valid, rewards, 0).astype(np.float64)
         reward = _sums(row_rewards, self._trajectory, num_trajectories)
-        self._is_member = complete_trajectories(valid, trajectory)[first_row]
+        self.is_member: Bool = complete_trajectories(valid, trajectory)[first_row]
 
         # Groups of trajectories, numbered from 0.
         _, group_number = np.unique(group[first_row], return_inverse=True)
         self._group: Int64 = group_number.reshape(-1)
         self.size = self.sum(np.ones(num_trajectories))
         mean = self.sum(reward) / np.maximum(self.size, 1)
-        deviation = np.where(self._is_member, reward - mean, 0)
+        deviation = np.where(self.is_member, reward - mean, 0)
 
         # Sums of float32 parts that should be equal differ in their last digits.
         is_rounding = self.sum(deviation**2) <= RESOLUTION * self.sum(reward**2)
@@ -79,7 +81,7 @@ class _Groups:
         Returns:
             float64 [trajectories].
         """
-        of_members = np.where(self._is_member, values, 0)
+        of_members = np.where(self.is_member, values, 0)
         return _sums(of_members, self._group, len(values))[self._group]
 
     def to_rows(self, values: Float64) -> Float32:
@@ -119,6 +121,34 @@ def complete_trajectories(valid: Bool, trajectory: Int64 | None) -> Bool:
     invalid_rows = _sums((~valid).astype(np.float64), number, len(first_row))
     is_complete: Bool = invalid_rows == 0
     return is_complete[number]
+
+
+def fraction_without_spread(
+    rewards: Float32, group: Int64, valid: Bool, trajectory: Int64 | None = None
+) -> float:
+    """Return the share of groups in which all members have the same reward.
+
+    A group with a single member counts as one of them, and a group without members is
+    left out.
+
+    Args:
+        rewards: float32 [rows].
+        group: Number of each row's group, int64 [rows].
+        valid: Whether a row has a reward, bool [rows].
+        trajectory: Number of each row's trajectory, int64 [rows]; None for one per row.
+
+    Returns:
+        The share; NaN if no group has a member.
+    """
+    groups = _Groups(rewards, group, valid, trajectory)
+    has_spread = groups.sum(groups.deviation**2) > 0
+
+    # A group counts once, however many members it has.
+    members = groups.is_member / np.maximum(groups.size, 1)
+    num_groups = float(members.sum())
+    if not num_groups:
+        return math.nan
+    return float(members[~has_spread].sum()) / num_groups
 
 
 def grpo(

@@ -15,10 +15,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from verl_ray.cluster.activity import activity, request_activity
 from verl_ray.cluster.rank_calls import RankCall, ready_replies, receive_or_raise
 from verl_ray.cluster.stalls import raise_if_stalled
 from verl_ray.cluster.waiting import TICK_S, Background, wait
 from verl_ray.errors import StaleIncarnation, WorkerError, as_raised
+from verl_ray.profiling.phases import PHASES
 
 T = TypeVar("T")
 
@@ -189,11 +191,24 @@ def collect(
     """
     pending = {rank_call.reply: rank_call for rank_call in rank_calls}
     replies: dict[Any, Any] = {}
-    last_look = time.monotonic()
 
     # A driver makes many short waits, which never come to the half-second look below.
     if background is not None:
         background.advance()
+
+    with PHASES.detail(lambda: activity(list(pending.values()))):
+        _receive_all(pending, replies, watch, background)
+    return [replies[rank_call.reply] for rank_call in rank_calls]
+
+
+def _receive_all(
+    pending: dict[Any, RankCall],
+    replies: dict[Any, Any],
+    watch: Callable[[], None] | None,
+    background: Background | None,
+) -> None:
+    """Move every call from `pending` to `replies` as its reply arrives."""
+    last_look = time.monotonic()
 
     # Consumes the pending replies. Waits for the next reply, for the background's
     # references, or for half a second. Ends when no reply is pending or one failed.
@@ -218,8 +233,7 @@ def collect(
                 # It may have work that no reference announces.
                 background.advance()
             raise_if_stalled(list(pending.values()))
-
-    return [replies[rank_call.reply] for rank_call in rank_calls]
+            request_activity(list(pending.values()))
 
 
 def replies_if_complete(rank_calls: Sequence[RankCall]) -> list[Any] | None:

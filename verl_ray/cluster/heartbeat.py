@@ -186,6 +186,19 @@ class Heartbeat:
         self._last_look = now
         return self.unanswered_s <= deadline_s
 
+    def request(self) -> None:
+        """Receive the reply that is available, then request the status once more.
+
+        It returns at once. A request that has no reply yet stays the only one.
+        """
+        try:
+            self._receive(0.0)
+            if self._clock.requested_at is None:
+                self._send(time.monotonic())
+        # The pending call reports the end of the process.
+        except ray.exceptions.RayError:
+            return
+
     def _send(self, now: float) -> None:
         self._pending = self._request()
         self._clock.record_request(now)

@@ -30,7 +30,7 @@ from verl_ray.cluster.host import WorkerHost
 from verl_ray.cluster.members import Member
 from verl_ray.cluster.messages import RankSpec
 from verl_ray.cluster.placement import Place, ProcessSet
-from verl_ray.cluster.rank_calls import RankCall
+from verl_ray.cluster.rank_calls import START, RankCall
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.errors import ClusterError
 from verl_ray.parallel.topology import Topology
@@ -212,7 +212,7 @@ class Processes:
         actor_method = getattr(member.actor, method)
         in_group = actor_method.options(concurrency_group=concurrency_group)
         reply = in_group.remote(*args)
-        return RankCall(member, f"start ({method})", None, reply, self.stall_s)
+        return RankCall(member, f"{START}{method})", None, reply, self.stall_s)
 
     # ------------------------------------------------------------------- while they run
 

@@ -24,6 +24,9 @@ from verl_ray.errors import WorkerDied, WorkerError
 # meantime, its death is the root cause.
 _GRACE_S = 2.0
 
+START = "start ("
+"""Beginning of the names of calls that start a process."""
+
 
 @dataclass(frozen=True)
 class RankCall:
@@ -45,6 +48,11 @@ class RankCall:
     reply: Any
     stall_s: float
     since: float = field(default_factory=time.monotonic)
+
+    @property
+    def starts(self) -> bool:
+        """Whether the call is a part of the start of its process."""
+        return self.method.startswith(START)
 
     @property
     def reference(self) -> Any:

@@ -2,7 +2,8 @@
 
 Invariant: every wait heeds signals at least every half second. One of Ray's compiled
 calls may have swallowed the exception of a signal, or may keep the signal's handler
-from running. Not for the release of resources, which continues after a signal.
+from running. Not for the release of resources, which continues after a signal. A wait
+that is long also says what the run is doing (`verl_ray/profiling/phases.py`).
 Deliberately not here: how long anything may take.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Protocol
 import ray
 
 from verl_ray.cluster.signals import heed_signals
+from verl_ray.profiling.phases import PHASES
 
 TICK_S = 0.5
 """Longest time in seconds between two looks at signals."""
@@ -57,5 +59,6 @@ def wait(references: Sequence[Any], count: int, timeout_s: float) -> list[Any]:
         ready: list[Any]
         ready, _ = ray.wait(list(references), num_returns=count, timeout=slice_s)
         heed_signals()
+        PHASES.tick()
         if len(ready) >= count or remaining_s <= TICK_S:
             return ready

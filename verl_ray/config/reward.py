@@ -34,7 +34,8 @@ class GraderConfig(Section):
     clip: PositiveFloat | None
     """Hold scores, once normalised, within [-clip, clip]; null = no clipping."""
     max_failed_fraction: Fraction
-    """Stop the run when more than this fraction of a step's scores failed."""
+    """Stop the run when more than this fraction of a step's scores fail, as soon as the
+    scores so far show it."""
 
     def sources_by_key(self, section: str) -> dict[str, SingleReward]:
         """Return every source of scores under the key of its section.

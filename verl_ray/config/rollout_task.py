@@ -55,6 +55,10 @@ class RolloutTaskConfig(Config):
         return self.data.prompts_per_step
 
     @property
+    def examples_key(self) -> str:
+        return "data.prompts_per_step"
+
+    @property
     def rows_per_step(self) -> int:
         return self.data.prompts_per_step * self.rollout.group_size
 

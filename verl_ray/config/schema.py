@@ -121,6 +121,11 @@ class Config(Section):
         """Number of examples by which one step moves the data cursor."""
 
     @property
+    @abstractmethod
+    def examples_key(self) -> str:
+        """The key that sets `examples_per_step`."""
+
+    @property
     def rows_per_step(self) -> int:
         """Number of rows that a step learns from."""
         return self.examples_per_step

@@ -19,6 +19,7 @@ import numpy as np
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.records import Message
 from verl_ray.errors import DataError, ModelError
+from verl_ray.profiling.phases import PHASES
 
 if TYPE_CHECKING:
     import tokenizers
@@ -240,6 +241,7 @@ def render(
     """
     texts = []
     for index, conversation in enumerate(conversations):
+        PHASES.tick()
         try:
             text = tokenizer.apply_chat_template(
                 conversation,
@@ -275,6 +277,7 @@ def encode(
     # One chunk at a time bounds the memory of the encodings.
     parts = []
     for start in range(0, len(texts), _TEXTS_AT_ONCE):
+        PHASES.tick()
         chunk = list(texts[start : start + _TEXTS_AT_ONCE])
         try:
             parts.append(_encode_chunk(tokenizer, chunk, special))

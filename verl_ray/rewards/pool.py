@@ -4,6 +4,7 @@ Invariant: `score` returns a score for every item, in order and in bounded time:
 whatever a function does costs that item's score and no other. A process may also be
 killed from outside (by the kernel, when memory is short). Its item is then scored
 again, once, so that what else happens on the machine does not change what a run learns.
+Where the first responses all miss the deadline, it raises instead (`FruitlessRun`).
 Deliberately not a sandbox (functions run with the rights of the run), not a Ray actor,
 and not for several callers at once.
 """
@@ -23,6 +24,7 @@ from types import TracebackType
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.profiling.progress import advance, touch
+from verl_ray.rewards.failure_limit import FruitlessRun
 from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
@@ -48,6 +50,7 @@ class ScoringPool:
         *,
         key: str = "reward.functions",
         start_deadline_s: float = 120.0,
+        max_failed_fraction: float = 1.0,
     ) -> None:
         """Start the processes in parallel and wait for their imports.
 
@@ -59,6 +62,9 @@ class ScoringPool:
                 has it.
             key: The configuration's section that `functions` is, for errors to name.
             start_deadline_s: How long the imports may take.
+            max_failed_fraction: The fraction of scores that may fail. `score` raises
+                once items that take their whole deadline, or end their process, show
+                that more will. With 1 it never does.
 
         Raises:
             ConfigError: a function does not exist or cannot be imported; the cause is
@@ -69,9 +75,13 @@ class ScoringPool:
         self._refuse_bad_specs()
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
+        self._max_failed_fraction = max_failed_fraction
+        self._fruitless = FruitlessRun(max_failed_fraction)
 
         # Before any item was timed, items travel one by one.
         self._item_s = _MESSAGE_S
+        self._prompts: list[str] = []
+        """The prompt of each item of this call."""
         self._unassigned: deque[int] = deque()
         self._scores: dict[int, Score] = {}
         self._untouched: set[int] = set()
@@ -97,12 +107,13 @@ class ScoringPool:
             DataError: no function serves a data source.
             ConfigError: a user's file that could be imported at the start can no longer
                 be.
-            RewardError: the pool is closed.
+            RewardError: the pool is closed, or too many items in a row were fruitless.
         """
         if not self._processes:
             raise RewardError("the scoring pool is closed, expected an open one")
         self._refuse_unknown_sources(items)
 
+        self._prompts = [item.prompt for item in items]
         self._unassigned.extend(range(len(items)))
         with self._closing_on_error():
             # Replaces processes that died since the last call, before they get items.
@@ -269,6 +280,8 @@ class ScoringPool:
         rescored = item in self._first_deaths
         self._scores[item] = Score(value, health, detail, rescored=rescored)
         advance(1, "scores")
+        if health is ScoreHealth.OK:
+            self._fruitless.end()
 
     def _update_item_time(self, item_s: float) -> None:
         self._item_s += _NEWEST_WEIGHT * (item_s - self._item_s)
@@ -292,12 +305,15 @@ class ScoringPool:
         is_late = overdue and process.waiting_since == waiting_since
         if process.pending and is_late:
             late = f"no score within {self._deadline_s:g} s; the process was killed"
-            self._record_score(process, math.nan, ScoreHealth.TIMEOUT, late)
+            self._record_fruitless(process, ScoreHealth.TIMEOUT, late)
             self._update_item_time(self._deadline_s)
         elif process.pending and not overdue:
             self._note_death(process, cause)
 
         self._unassigned.extendleft(reversed(process.pending))
+        # Another prompt tells more than another response to the same one.
+        if self._fruitless.prompts:
+            self._unassigned = deque(sorted(self._unassigned, key=self._is_fruitless))
         self._processes.append(self._new_process())
 
     def _note_death(self, process: ScoringProcess, cause: str) -> None:
@@ -321,7 +337,33 @@ class ScoringPool:
                 f"the scoring process died twice: it {first_cause}, and when the item"
                 f" was scored again, it {cause}"
             )
-            self._record_score(process, math.nan, ScoreHealth.EXCEPTION, detail)
+            self._record_fruitless(process, ScoreHealth.EXCEPTION, detail)
+
+    def _record_fruitless(
+        self, process: ScoringProcess, health: ScoreHealth, detail: str
+    ) -> None:
+        """Record an item without a score; give up after too many in a row.
+
+        Raises:
+            RewardError: The grader is broken, as far as these items tell.
+        """
+        prompt = self._prompts[process.pending[0]]
+        self._record_score(process, math.nan, health, detail)
+        self._fruitless.add(prompt)
+
+        if self._fruitless.is_too_long:
+            section = self._key.rpartition(".")[0]
+            raise RewardError(
+                f"{self._key} gave no score to {self._fruitless.responses} responses in"
+                f" a row, to {len(self._fruitless.prompts)} different prompts, which"
+                f" {section}.max_failed_fraction = {self._max_failed_fraction:g} does"
+                f" not allow. The last one: {detail}. Expected a number within"
+                f" {section}.deadline_s = {self._deadline_s:g}: make the functions"
+                f" faster, or raise it"
+            )
+
+    def _is_fruitless(self, item: int) -> bool:
+        return self._prompts[item] in self._fruitless.prompts
 
     def _start_failure(self, cause: str, *, overdue: bool) -> ConfigError:
         event = cause

@@ -1,5 +1,7 @@
 """Progress of a run for a person: a live line on a terminal, else a line per step.
 
+Above the live line stands the phase of the run that is under way.
+
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
 terminal as a control sequence. Everything that is shown is in the other trackers, too.
 
@@ -8,6 +10,7 @@ Deliberately not here: samples, which the report at the end shows (`report.py`).
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from collections import deque
@@ -18,6 +21,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn
 from rich.table import Column
 
+from verl_ray.profiling.phases import PHASES
+from verl_ray.rewards.health import ScoreHealth
 from verl_ray.tracking.base import HELD_OUT, Sample, Tracker
 
 # The first metric of each group that exists is shown, with its label.
@@ -60,6 +65,7 @@ class ConsoleTracker(Tracker):
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
         self._live: Progress | None = None
+        self._showing = contextlib.ExitStack()
         if self._stream.isatty():
             description = TextColumn(
                 "{task.description}",
@@ -72,8 +78,11 @@ class ConsoleTracker(Tracker):
                 console=Console(file=self._stream),
                 refresh_per_second=2,
             )
-            self._task = self._live.add_task("waiting for the first step", total=None)
+            # Two lines: the phase that is under way, and the last step.
+            self._phase_task = self._live.add_task("starting", total=None)
+            self._task = self._live.add_task("", total=None, visible=False)
             self._live.start()
+            self._showing.enter_context(PHASES.show_on(self._show_phase))
 
     def samples(self, step: int, rows: Sequence[Sample]) -> None:
         """Do nothing, since the report at the end shows samples."""
@@ -92,14 +101,20 @@ class ConsoleTracker(Tracker):
             self._live.console.print(
                 line, markup=False, highlight=False, soft_wrap=True
             )
-        self._live.update(self._task, description=line, refresh=True)
+        self._live.update(self._task, description=line, visible=True, refresh=True)
 
     def close(self, failed: bool) -> None:
+        self._showing.close()
         if self._live is not None:
             self._live.stop()
 
     def outputs(self) -> dict[str, str]:
         return {}
+
+    def _show_phase(self, text: str) -> None:
+        """Show what the run is doing above the line of the last step."""
+        if self._live is not None:
+            self._live.update(self._phase_task, description=text)
 
     def _note_time(self, metrics: Mapping[str, float]) -> None:
         """Note how long the step took."""
@@ -126,6 +141,9 @@ class ConsoleTracker(Tracker):
             if name.startswith(HELD_OUT):
                 parts.append(f"held-out {name.removeprefix(HELD_OUT)} {value:.4g}")
 
+        if failures := _failures(metrics):
+            parts.append(failures)
+
         seconds = metrics.get("timing_s/step")
         if "perf/total_num_tokens" in metrics and seconds:
             tokens_per_s = metrics["perf/total_num_tokens"] / seconds
@@ -139,6 +157,26 @@ class ConsoleTracker(Tracker):
             mean_s = sum(self._recent_s) / len(self._recent_s)
             parts.append(f"{duration_text(mean_s * remaining_steps)} left")
         return "  ".join(parts)
+
+
+def _failures(metrics: Mapping[str, float]) -> str:
+    """Return which share of the scores failed, with the kinds; empty if none did."""
+    counts = {
+        health: metrics.get(health.metric, 0)
+        for health in ScoreHealth
+        if metrics.get(health.metric, 0)
+    }
+    total = sum(counts.values())
+    failed = total - counts.pop(ScoreHealth.OK, 0)
+    if not failed:
+        return ""
+    kinds = ", ".join(
+        f"{health.name.lower()} {count:.0f}" for health, count in counts.items()
+    )
+    share = failed / total
+    # One failure of a thousand is not 0%.
+    percentage = f"{share:.0%}" if share >= 0.01 else f"{share:.2%}"
+    return f"{percentage} of rewards failed ({kinds})"
 
 
 def duration_text(seconds: float) -> str:

@@ -56,6 +56,10 @@ class ImitationConfig(Config):
         return self.imitation.batch_size
 
     @property
+    def examples_key(self) -> str:
+        return "imitation.batch_size"
+
+    @property
     def longest_row(self) -> tuple[int, str]:
         return self.imitation.max_tokens, "imitation.max_tokens"
 

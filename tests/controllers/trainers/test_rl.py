@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -242,7 +243,10 @@ def test_the_policy_learns_what_is_rewarded(
 
 
 def test_failed_scores_are_counted_and_kept_out_of_their_groups(
-    trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
+    trainer: MakeTrainer,
+    inputs: Inputs,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     data = inputs.graded_by("sometimes", tmp_path)
     run = trainer("grpo", "algorithm=dr_grpo", f"data.train_path={data}", "reward.max_failed_fraction=0.6",
@@ -277,16 +281,28 @@ def test_failed_scores_are_counted_and_kept_out_of_their_groups(
     assert recorded["reward_health/exception"] > 0 and math.isfinite(
         recorded["critic/score/mean"]
     )
+    assert 0 <= recorded["frac_reward_zero_std"] < 1
+    assert recorded["training/num_examples"] == 64
+    # The first failure of a kind is told in its own words, and no other one.
+    warnings = capfd.readouterr().err
+    assert re.search(
+        r"warning: reward: \d+ of the first \d+ scores failed \(exception\); the run stops above"
+        r" reward.max_failed_fraction = 0.6 of 128 responses. The first: (?s:.)*ValueError: cannot grade",
+        warnings,
+    )
+    assert warnings.count("warning: reward:") == 1
 
 
 def test_a_broken_grader_stops_the_run_with_its_own_words(
     trainer: MakeTrainer, inputs: Inputs, tmp_path: Path
 ) -> None:
-    run = trainer("grpo", f"data.train_path={inputs.graded_by('broken', tmp_path)}")
+    data = inputs.graded_by("broken", tmp_path)
+    run = trainer("grpo", f"data.train_path={data}")
     run.publish(0)
     with pytest.raises(
         RewardError,
-        match=r"(?s)100% of the scores failed \({'exception': 32}\).*nothing can be graded",
+        match=r"(?s)(\d+) of the first \1 scores failed \(exception \1\), more than reward.max_failed_fraction = 0.1"
+        r" allows for 32 responses.*nothing can be graded",
     ):
         run.step(1)
 

@@ -61,6 +61,10 @@ class RewardModelConfig(Config):
         return self.preference.batch_size
 
     @property
+    def examples_key(self) -> str:
+        return "preference.batch_size"
+
+    @property
     def rows_per_step(self) -> int:
         """Number of rows per step, two for each pair."""
         return 2 * self.preference.batch_size

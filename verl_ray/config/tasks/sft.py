@@ -59,5 +59,9 @@ class SFTConfig(Config):
         return RowFormat("supervised", self.sft.max_tokens, "sft.max_tokens")
 
     @property
+    def examples_key(self) -> str:
+        return "sft.batch_size"
+
+    @property
     def longest_row(self) -> tuple[int, str]:
         return self.sft.max_tokens, "sft.max_tokens"

@@ -1,0 +1,99 @@
+"""Where a run is, told after ten seconds without news and then ever less often."""
+
+from __future__ import annotations
+
+import pytest
+
+from verl_ray.profiling.phases import Phases
+
+
+class Time:
+    """A clock of the test: `run` ticks twice a second, as waits do."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+        self.reports: list[tuple[float, str]] = []
+        self.phases = Phases(self.write, lambda: self.now_s)
+
+    def write(self, report: str) -> None:
+        self.reports.append((self.now_s - 100, report))
+
+    def run(self, seconds: float) -> None:
+        end_s = self.now_s + seconds
+        while self.now_s < end_s:
+            self.now_s += 0.5
+            self.phases.tick()
+
+
+@pytest.fixture
+def time() -> Time:
+    return Time()
+
+
+def test_a_phase_reports_after_ten_seconds_and_then_less_often(time: Time) -> None:
+    scored = 0
+    with time.phases.phase(lambda: f"scoring {scored}/256"):
+        time.run(9.5)
+        assert not time.reports
+        scored = 12
+        time.run(200)
+    assert time.reports == [
+        (10, "scoring 12/256 [10 s]"),
+        (30, "scoring 12/256 [30 s]"),
+        (70, "scoring 12/256 [70 s]"),
+        (130, "scoring 12/256 [130 s]"),
+        (190, "scoring 12/256 [190 s]"),
+    ]
+    time.run(100)  # no phase is open
+    assert len(time.reports) == 5
+
+
+def test_phases_within_a_phase_share_its_silence(time: Time) -> None:
+    with time.phases.phase("step 3/200"):
+        with time.phases.phase("generating"):
+            time.run(8)
+        with (
+            time.phases.phase("updating"),
+            time.phases.detail(lambda: "actor 3/16 micro-batches"),
+            time.phases.detail(lambda: ""),
+        ):
+            time.run(8)
+        time.run(11)
+    assert time.reports == [
+        (10, "step 3/200: updating (actor 3/16 micro-batches)"),
+        (20, "step 3/200 [20 s]"),
+    ]
+
+
+def test_details_are_requested_shortly_before_a_report(time: Time) -> None:
+    assert not time.phases.is_due_soon
+    with time.phases.phase("saving"):
+        time.run(8)
+        assert not time.phases.is_due_soon
+        time.run(0.5)
+        assert time.phases.is_due_soon
+
+
+def test_a_text_that_waits_is_not_made_again_meanwhile(time: Time) -> None:
+    def text() -> str:
+        time.phases.tick()
+        return "loading"
+
+    with time.phases.phase(text):
+        time.run(10)
+    assert time.reports == [(10, "loading [10 s]")]
+
+
+def test_a_live_line_shows_a_phase_at_once_and_nothing_is_printed(time: Time) -> None:
+    shown: list[str] = []
+    numbers = iter(range(100))
+
+    def text() -> str:
+        return f"phase {next(numbers)}"
+
+    with time.phases.show_on(shown.append), time.phases.phase(text):
+        time.run(0.5)
+        assert shown == ["phase 0"]
+        time.run(10)
+    assert shown == ["phase 0", "phase 1", "phase 2"]
+    assert not time.reports

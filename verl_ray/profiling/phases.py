@@ -1,0 +1,152 @@
+"""Phases of the driver's work: what a run is doing, told where nothing else is.
+
+A phase is announced where it begins (`phase`), and may be a part of another one. Every
+wait of the driver ticks (`verl_ray/cluster/waiting.py`), so there is no thread. After
+ten seconds without news a line on stderr says where the run is, and then after 20, 40
+and every 60 more. A live line on a terminal shows the phase instead (`show_on`).
+
+Invariant: text is made only when it is shown, in the thread of the driver. A phase
+changes nothing that the run computes.
+Deliberately not here: how far a worker is (`progress.py`), and how the driver learns it
+(`verl_ray/cluster/activity.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+FIRST_S = 10.0
+"""Seconds without news after which a phase says where it is."""
+LONGEST_S = 60.0
+"""Longest time in seconds between two reports."""
+
+_LIVE_S = 5.0
+"""Seconds between two updates of a live line."""
+_SOON_S = 1.5
+"""Seconds before a report in which its details are requested."""
+
+Text = str | Callable[[], str]
+"""A text, or a function that returns the text of this moment."""
+
+
+@dataclass
+class _Phase:
+    text: Text
+    began_s: float
+    reports: int = 0
+
+
+class Phases:
+    """The open phases of a process, the innermost last."""
+
+    def __init__(
+        self,
+        write: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Begin without a phase.
+
+        Args:
+            write: Function that shows a report.
+            clock: Clock in seconds that only increases.
+        """
+        self._write = write
+        self._clock = clock
+        self._phases: list[_Phase] = []
+        self._details: list[Callable[[], str]] = []
+        self._news_s = clock()
+        self._live: Callable[[str], None] | None = None
+        # Making a text may wait for a moment, and every wait ticks.
+        self._is_reporting = False
+
+    @contextlib.contextmanager
+    def phase(self, text: Text) -> Iterator[None]:
+        """Announce that this block is a phase, a part of the one that is open."""
+        now_s = self._clock()
+        if not self._phases:
+            self._news_s = now_s
+        phase = _Phase(text, now_s)
+        self._phases.append(phase)
+        try:
+            yield
+        finally:
+            self._phases.pop()
+
+    @contextlib.contextmanager
+    def detail(self, text: Callable[[], str]) -> Iterator[None]:
+        """Add a text in brackets to the reports of this block; empty for none."""
+        self._details.append(text)
+        try:
+            yield
+        finally:
+            self._details.pop()
+
+    @contextlib.contextmanager
+    def show_on(self, live: Callable[[str], None]) -> Iterator[None]:
+        """Show phases by this function as they change, instead of reporting them."""
+        before = self._live
+        self._live = live
+        try:
+            yield
+        finally:
+            self._live = before
+
+    @property
+    def is_due_soon(self) -> bool:
+        """Whether the next report is due within a moment."""
+        return bool(self._phases) and self._remaining_s() <= _SOON_S
+
+    def tick(self) -> None:
+        """Report where the run is, if that is due."""
+        if not self._phases or self._is_reporting or self._remaining_s() > 0:
+            return
+
+        self._is_reporting = True
+        try:
+            text = self._text()
+        finally:
+            self._is_reporting = False
+        phase = self._phases[-1]
+        phase.reports += 1
+        self._news_s = self._clock()
+        if self._live is not None:
+            self._live(text)
+            return
+        elapsed_s = self._news_s - phase.began_s
+        # A phase that has just begun is not what took so long.
+        self._write(f"{text} [{elapsed_s:.0f} s]" if elapsed_s >= FIRST_S else text)
+
+    def _remaining_s(self) -> float:
+        phase = self._phases[-1]
+        if self._live is not None:
+            # The first tick of a phase shows it.
+            interval_s = _LIVE_S if phase.reports else 0.0
+        else:
+            interval_s = min(FIRST_S * 2.0**phase.reports, LONGEST_S)
+        return self._news_s + interval_s - self._clock()
+
+    def _text(self) -> str:
+        texts = [_plain(phase.text) for phase in self._phases]
+        details = [detail() for detail in self._details]
+        text = ": ".join(text for text in texts if text)
+        known = ", ".join(detail for detail in details if detail)
+        return f"{text} ({known})" if known else text
+
+
+def _plain(text: Text) -> str:
+    return text if isinstance(text, str) else text()
+
+
+def _print(report: str) -> None:
+    # The reader of stderr may have exited, as `tee` does at Ctrl-C.
+    with contextlib.suppress(OSError):
+        print(report, file=sys.stderr, flush=True)
+
+
+PHASES = Phases(_print)
+"""The phases of this process, which belong to its main thread."""
+phase = PHASES.phase
