@@ -14,6 +14,7 @@ import pytest
 from controllers.command_line import main
 from controllers.commands.resume_hint import failure_hint
 from controllers.compose.composition import compose
+from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step
 from controllers.run.next_command import next_commands, program_words
@@ -21,6 +22,7 @@ from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
+from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.errors import Interrupted, RewardError
 from verl_ray.tracking import Trackers
@@ -178,6 +180,29 @@ def test_a_run_with_something_left_to_do_is_not_finished(
     finished(inputs.config("ppo", tmp_path, *LONG))
     assert finished_step(inputs.config("ppo", tmp_path, *LONG)) == 3
     assert finished_step(inputs.config("ppo", tmp_path, *LONG, *changes)) is None
+
+
+def test_a_run_that_stopped_early_is_finished(inputs: Inputs, tmp_path: Path) -> None:
+    """Unless it is given more patience, or counts its steps by epochs."""
+    longer = [*LONG, "run.total_steps=9", "run.evaluate_every=1"]
+    config = inputs.config("ppo", tmp_path, *longer, "run.early_stop=2")
+    finished(config)
+    assert finished_step(config) is None
+
+    best = BestEvaluation(config, None)
+    for step, accuracy in ((1, 0.5), (2, 0.4), (3, 0.5)):
+        best.note(step, {"val-core/sums/acc/mean@1": accuracy})
+    store = CheckpointStore(tmp_path / "checkpoints", keep=2)
+    checkpoint = store.open(store.root / "step_00000003")
+    store.replace_state(checkpoint, checkpoint.state | {"best": best.state()})
+    assert finished_step(config) == 3
+
+    for change in (
+        ["run.early_stop=3"],
+        ["run.total_steps=null", "run.total_epochs=1"],
+    ):
+        other = inputs.config("ppo", tmp_path, *longer, "run.early_stop=2", *change)
+        assert finished_step(other) is None
 
 
 def _damage_checkpoint(config: RLConfig) -> None:
