@@ -20,6 +20,7 @@ from controllers.run.best import BestEvaluation
 from controllers.run.finished import REPORT
 from controllers.run.next_command import next_commands, print_next
 from controllers.trainers.base import Task
+from controllers.watch.learning import diagnoses
 from controllers.watch.measures import Metrics
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.cluster.signals import stop_requested
@@ -73,11 +74,8 @@ class Conclusion:
         self._task = task
         self._trackers = trackers
 
-    def finish(self, warnings: Sequence[str] = ()) -> int:
+    def finish(self) -> int:
         """Report a run that has nothing left to do.
-
-        Args:
-            warnings: What was not as it should be during the run.
 
         Returns:
             The exit code: 0, or 1 if the run did not reach the gain that it promised.
@@ -92,7 +90,7 @@ class Conclusion:
         how = best.early_stop_in_words()
         if how is None or step >= task.config.run.steps:
             how = f"finished after {step} steps"
-        self._report(lines, how, warnings)
+        self._report(lines, how)
         print_next(next_commands(task.config))
 
         before, after = _first_and_last(_evaluations(lines))
@@ -105,14 +103,13 @@ class Conclusion:
         print(shortfall, file=sys.stderr)
         return 1
 
-    def break_off(self, failure: BaseException, warnings: Sequence[str] = ()) -> None:
+    def break_off(self, failure: BaseException) -> None:
         """Report a run that was stopped or has failed.
 
         Nothing is raised here: the failure says why the run ended.
 
         Args:
             failure: What ended the run.
-            warnings: What was not as it should be during the run.
         """
         stopped = isinstance(failure, Interrupted) or stop_requested()
         ending: Ending = "stopped" if stopped else "failed"
@@ -128,16 +125,14 @@ class Conclusion:
             # Before the first step there is nothing to report.
             if self._task is not None and lines:
                 how = f"{ending} after step {step} of {self._run.total_steps}"
-                self._report(lines, how, warnings)
+                self._report(lines, how)
 
-    def _report(
-        self, lines: Sequence[Metrics], how: str, warnings: Sequence[str]
-    ) -> None:
+    def _report(self, lines: Sequence[Metrics], how: str) -> None:
         """Print the report of the run, and write it to run.dir."""
         assert self._task is not None and self._trackers is not None
         outputs = {"run": str(self._folder), **self._trackers.outputs()}
         title = f"{self._run.name}: {how}"
-        report = report_of(self._task, title, lines, outputs, warnings)
+        report = report_of(self._task, title, lines, outputs)
         show(report)
 
         text = io.StringIO()
@@ -157,7 +152,6 @@ def report_of(
     title: str,
     lines: Sequence[Metrics],
     outputs: Mapping[str, str],
-    warnings: Sequence[str],
 ) -> Report:
     """Return the report of a run from its record.
 
@@ -166,7 +160,6 @@ def report_of(
         title: how the run ended.
         lines: lines of its metrics.jsonl.
         outputs: what a person may open, by title.
-        warnings: what was not as it should be.
     """
     folder = task.folder
     evaluations = _evaluations(lines)
@@ -203,7 +196,7 @@ def report_of(
         after=_with_intervals(after, scores),
         changes=changes,
         best=_best(task, evaluations).in_words(),
-        warnings=[*warnings, *damage],
+        warnings=[*map(str, diagnoses(lines, task.config)), *damage],
         samples=samples,
         outputs=outputs,
     )
