@@ -65,7 +65,7 @@ def choose(
     parsed: list[Override],
     problems: list[Problem],
     *,
-    own_configs: bool,
+    config_dir: str | None,
 ) -> tuple[DictConfig, dict[str, str], list[Override]]:
     """Make all choices from groups.
 
@@ -73,13 +73,13 @@ def choose(
         config_name: the root config.
         parsed: all overrides.
         problems: where choices that do not exist are added.
-        own_configs: whether a folder of the user's own is searched.
+        config_dir: a folder of the user's own, or None.
 
     Returns:
         The tree under the choices, the choice of every group by the key that overrides
         it, and the remaining overrides, which set values.
     """
-    base, choices = run_hydra(config_name, {}, own_configs)
+    base, choices = run_hydra(config_name, {}, config_dir)
     chosen: dict[str, str] = {}
     remaining = parsed
 
@@ -97,7 +97,7 @@ def choose(
 
         if not choosing and not following:
             break
-        base, choices = run_hydra(config_name, chosen, own_configs)
+        base, choices = run_hydra(config_name, chosen, config_dir)
 
     # What remains is either a value to set, or a choice for a place that has none.
     values = []

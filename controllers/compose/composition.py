@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
@@ -25,7 +23,6 @@ from controllers.compose.sources import backend_set_in_yaml, config_sources, opt
 from controllers.compose.trees import (
     as_plain,
     as_typed,
-    first_line,
     interpolations,
     is_within,
     resolve,
@@ -85,24 +82,17 @@ def examine(
         evaluates: whether the command is a single evaluation instead of training.
     """
     result = Composition()
-    own_configs = config_dir is not None
-
     try:
         with config_sources(config_dir):
             _compose_into(
                 result,
                 config_name,
                 overrides,
-                own_configs=own_configs,
+                config_dir=config_dir,
                 evaluates=evaluates,
             )
     except ConfigError as error:
         result.problems += error.problems
-    except (HydraException, OmegaConfBaseException) as error:
-        # Only Hydra notices some mistakes, such as a broken YAML file.
-        rule = first_line(error)
-        fix = "Repair that config."
-        result.problems.append(Problem("--config-name", config_name, rule, fix))
 
     return result
 
@@ -112,7 +102,7 @@ def _compose_into(
     config_name: str,
     overrides: Sequence[str],
     *,
-    own_configs: bool,
+    config_dir: str | None,
     evaluates: bool,
 ) -> None:
     """Fill `result` as far as possible, while Hydra knows the sources of configs."""
@@ -124,9 +114,9 @@ def _compose_into(
 
     parsed = parse_overrides(overrides, result.problems)
     base, choices, values = choose(
-        config_name, parsed, result.problems, own_configs=own_configs
+        config_name, parsed, result.problems, config_dir=config_dir
     )
-    if own_configs:
+    if config_dir is not None:
         result.problems += backend_set_in_yaml(base, choices)
 
     accepted = accept(values, base, choices, result.problems)

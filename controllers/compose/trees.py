@@ -135,7 +135,7 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
         except OmegaConfBaseException as error:
             OmegaConf.update(tree, key, None)
             fix = "Refer to a key that exists, as in ${model.path}."
-            problems.append(Problem(key, value, first_line(error), fix))
+            problems.append(Problem(key, value, first_line(str(error)), fix))
 
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
@@ -238,7 +238,7 @@ def _replace(tree: Tree, defaults: Tree, path: list[str]) -> None:
         tree.pop(name, None)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".")
+def first_line(message: str) -> str:
+    """Return the first line of a message, without its full stop."""
+    first, _, _ = message.strip().partition("\n")
+    return first.rstrip(".")
