@@ -37,9 +37,7 @@ _MISSING_CHOICE = re.compile(r"Could not find '(?:(.+)/)?([^/']+)'")
 _OPTION = re.compile(r"^\t([\w-]+)$", re.MULTILINE)
 
 
-def file_problem(
-    error: Exception, config_name: str, config_dir: str | None
-) -> Problem:
+def file_problem(error: Exception, config_name: str, config_dir: str | None) -> Problem:
     """Return what is wrong with the file that Hydra stopped at.
 
     Args:
@@ -90,7 +88,9 @@ def _syntax_problem(error: MarkedYAMLError) -> Problem:
 
     rule = f"{place}: {error.problem}"
     if error.context and error.context_mark is not None:
-        rule += f" ({error.context}, which begins in line {error.context_mark.line + 1})"
+        rule += (
+            f" ({error.context}, which begins in line {error.context_mark.line + 1})"
+        )
 
     return Problem(str(file), _line(file, mark.line), rule, _repair(str(error.problem)))
 
@@ -139,4 +139,3 @@ def _message(error: BaseException) -> str:
         cause = cause.__cause__ or cause.__context__
 
     return type(error).__name__
-

@@ -11,7 +11,7 @@ has what they need (`findings.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
@@ -140,7 +140,16 @@ def _compose_into(
     result.problems = [
         problem
         for problem in result.problems
-        if not is_within(sources.get(problem.key, ()), bad_keys)
+        if not is_within(_causes(problem.key, sources), bad_keys)
+    ]
+
+
+def _causes(key: str, sources: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the keys that a key takes its value from, unless they refer back to it."""
+    return [
+        source
+        for source in sources.get(key, ())
+        if source != key and key not in sources.get(source, ())
     ]
 
 

@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from verl_ray.config.advice import advice_on
 from verl_ray.config.keys import known_fields, value_keys
-from verl_ray.config.renamed import new_name
-from verl_ray.config.suggest import closest, did_you_mean, either
+from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
 
 # The names of these sections are the user's own, so no field is declared for them.
@@ -112,8 +112,7 @@ def _problem(
         return Problem(key, value, rule, _how_to_set_section(key, value, kind))
 
     if error_type == "extra_forbidden":
-        suggestion = did_you_mean(key, value_keys(kind), "key")
-        return Problem(key, value, "no such key", new_name(key) or suggestion)
+        return Problem(key, value, "no such key", advice_on(key, value_keys(kind)))
 
     if error_type in _CHOICE_ERRORS:
         fix = f"Use {first['ctx']['expected_tags']}."
