@@ -21,6 +21,7 @@ from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
 from controllers.compose.sources import backend_set_in_yaml, config_sources, options_of
 from controllers.compose.trees import (
+    Tree,
     as_plain,
     as_typed,
     interpolations,
@@ -43,6 +44,8 @@ class Composition:
     Values of the root config replace bad ones, so that the rest can be checked.
     """
     problems: list[Problem] = field(default_factory=list)
+    tree: Tree = field(default_factory=dict)
+    """The composed values with their references as they are written; empty as above."""
 
 
 def compose(
@@ -123,7 +126,8 @@ def _compose_into(
     composed = _with_values(base, accepted)
 
     # Interpolations are noted before they are followed and can no longer be seen.
-    sources = interpolations(as_plain(composed))
+    result.tree = as_plain(composed)
+    sources = interpolations(result.tree)
     tree = resolve(composed, result.problems)
     result.config = as_typed(tree, base, result.problems)
 

@@ -31,8 +31,8 @@ FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+"
 NO_CHECKPOINT = ("auto", "none", "true", "false")
 """Values of run.resume that are no path, in any spelling; rules refuse wrong ones."""
 
-# Hydra's mark of a value that the user must set.
-_MISSING = "???"
+MISSING = "???"
+"""Hydra's mark of a value that the user must set."""
 
 Tree = dict[str, Any]
 
@@ -123,7 +123,7 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
 
     # The tree changes on the way, so its keys are read from a copy.
     for key, value in _items(plain):
-        if value == _MISSING:
+        if value == MISSING:
             OmegaConf.update(tree, key, "")
             fix = f"Give it on the command line: {key}=..."
             problems.append(Problem(key, None, "this key must be set", fix))
