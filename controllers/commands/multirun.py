@@ -232,7 +232,7 @@ def _table(sweep: _Sweep) -> Table:
 
     table = Table(title=title, title_justify="left")
     for heading in ("run", "settings", "outcome", "minutes", "last evaluation"):
-        table.add_column(heading, overflow="fold")
+        table.add_column(heading, overflow="fold", no_wrap=heading == "outcome")
 
     for number, result in enumerate(sweep.results):
         measured = _last_evaluation(sweep.folder_of(number))
