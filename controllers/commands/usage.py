@@ -37,6 +37,7 @@ overrides (Hydra's grammar, no flags):
   backend@critic.backend=engine   the backend of one role;
                                   `backend@reward.backend=fsdp` with reward=model
   backend.dtype=bfloat16          a setting of the backend, for every role
+  key=1,2,3                       with --multirun: a run for each combination of values
 """
 
 OPTIONS = "[--config-name NAME] [--config-dir DIR]"
