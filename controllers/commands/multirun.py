@@ -37,7 +37,7 @@ _OUTCOMES = {0: "done", 1: "failed", 2: "refused", Interrupted.exit_code: "stopp
 
 @dataclass
 class _Result:
-    """What became of a run; without a code it did not start."""
+    """The end of a run; without a code it did not start."""
 
     code: int | None = None
     minutes: float = 0.0
@@ -225,7 +225,7 @@ def _signals_to_the_run() -> Iterator[_RunningProcess]:
 
 
 def _table(sweep: _Sweep) -> Table:
-    """Return a row per run: what sets it apart, and what became of it."""
+    """Return a row per run: what sets it apart, and how it ended."""
     title = f"{len(sweep.runs)} runs"
     if not sweep.has_own_folders:
         title += f" in {sweep.configs[0].run.dir}/"

@@ -56,7 +56,10 @@ def _unreadable(text: str) -> Problem:
 def _sweep(override: Override, text: str) -> Problem:
     _, _, value = text.partition("=")
     rule = "several values are a sweep, and this is one run"
-    fix = f"Give one value; a list is written '{override.key_or_group}=[...]'."
+    fix = (
+        f"Give one value, or --multirun for a run with each; a list is written"
+        f" '{override.key_or_group}=[...]'."
+    )
     return Problem(_key(override), value, rule, fix)
 
 

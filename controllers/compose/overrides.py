@@ -274,8 +274,8 @@ def set_value(tree: DictConfig, key: str, override: Override) -> None:
 
 def _present(tree: DictConfig, key: str) -> object:
     """Return what is at a key; None for nothing, or a reference to nothing."""
-    found: object = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
-    return found
+    value: object = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+    return value
 
 
 def touched_keys(override: Override) -> Iterator[str]:
