@@ -119,7 +119,10 @@ def multirun(
     print_tables(_table(sweep))
     codes = [result.code for result in sweep.results if result.code is not None]
     if len(codes) < len(sweep.runs) or Interrupted.exit_code in codes:
-        words = [*typed_words(arguments), f"run.name={sweep.name}"]
+        words = typed_words(arguments)
+        # A name that holds the time of the start would be another one.
+        if not any(word.startswith(("run.name=", "+run.name=")) for word in words):
+            words.append(f"run.name={sweep.name}")
         print(f"To go on:\n{shlex.join(words)}", flush=True)
         return Interrupted.exit_code
     return max(codes)
@@ -211,7 +214,7 @@ def _signals_to_the_run() -> Iterator[_RunningProcess]:
         number: signal.signal(number, process.stop)
         for number in _SIGNALS
         # Under `nohup` the end of a terminal is ignored.
-        if signal.getsignal(number) != signal.SIG_IGN
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
     }
 
     try:

@@ -7,6 +7,7 @@ Deliberately not here: running them (`controllers/commands/multirun.py`).
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -72,5 +73,8 @@ def _alternatives(text: str, problems: list[Problem]) -> list[str]:
 
 def quoted(key: str, value: str) -> str:
     """Return an override that sets a text, whatever characters it has."""
+    if re.fullmatch(r"[\w./-]+", value):
+        return f"{key}={value}"
+
     escaped = value.replace("\\", "\\\\").replace("'", "\\'")
     return f"{key}='{escaped}'"
