@@ -21,8 +21,12 @@ from controllers.commands.check import (
     print_problems,
     print_warnings,
 )
+from controllers.commands.configuration import print_configuration
+from controllers.commands.multirun import multirun
+from controllers.commands.options import unknown_options
 from controllers.commands.resume_hint import failure_hint, resume_hint
-from controllers.commands.usage import HELP, USAGE, parser_of
+from controllers.commands.usage import HELP, USAGE, parser_of, versions
+from controllers.compose.roots import named_root
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
@@ -111,6 +115,10 @@ def _run(arguments: list[str]) -> int:
         print(USAGE)
         return 0
 
+    if command in ("-V", "--version"):
+        print(versions())
+        return 0
+
     if command in _MODULES_WITH_FLAGS:
         return _run_with_flags(command, rest)
 
@@ -119,22 +127,54 @@ def _run(arguments: list[str]) -> int:
         print(f"verl-ray: no command {command!r}. {hint}", file=sys.stderr)
         return 2
 
+    return _run_typed(command, arguments)
+
+
+def _run_typed(command: str, arguments: Sequence[str]) -> int:
+    """Run a command that takes overrides.
+
+    Args:
+        command: the command.
+        arguments: all arguments of `verl-ray`, the command first.
+    """
     # Options may stand between overrides.
-    options = parser_of(command).parse_intermixed_args(rest)
-    if command == "check":
-        return check(
-            options.config_name,
+    parser = parser_of(command)
+    options, others = parser.parse_known_intermixed_args(arguments[1:])
+    if others or (options.resolve and options.cfg is None):
+        known = [name for action in parser._actions for name in action.option_strings]
+        raise ConfigError(unknown_options(command, others, known))
+
+    name, folder = named_root(options.config_name, options.config_dir)
+    if options.cfg is not None:
+        return print_configuration(
+            name,
             options.overrides,
-            options.config_dir,
-            reads_data=options.data == "on",
+            folder,
+            evaluates=command == "evaluate",
+            resolved=options.resolve,
         )
+
+    # Only `check` can leave the data out.
+    reads_data = command != "check" or options.data == "on"
+    if options.multirun:
+        return multirun(
+            command,
+            arguments,
+            config_name=name,
+            overrides=options.overrides,
+            config_dir=folder,
+            reads_data=reads_data,
+        )
+
+    if command == "check":
+        return check(name, options.overrides, folder, reads_data=reads_data)
 
     return _run_with_config(
         command,
         arguments,
-        config_name=options.config_name,
+        config_name=name,
         overrides=options.overrides,
-        config_dir=options.config_dir,
+        config_dir=folder,
     )
 
 

@@ -64,6 +64,10 @@ def task_module(task: object) -> ModuleType:
         ConfigError: there is no such task.
     """
     name = f"{TRAINERS}.{task}" if _is_plain(task) else str(task)
+    if task is None:
+        rule = "this configuration is not one of a run: it names no task"
+        fix = "Begin the file with `defaults: [grpo, _self_]`, or another root config."
+        raise ConfigError([Problem("task", None, rule, fix)])
 
     try:
         return importlib.import_module(name)

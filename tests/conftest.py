@@ -18,6 +18,9 @@ from safetensors.numpy import save_file
 # Read when torch is imported.
 os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 
+# Tables are as wide as in a file, whatever the terminal is.
+os.environ.pop("COLUMNS", None)
+
 from verl_ray.cluster import signals
 from verl_ray.cluster.session import Session
 

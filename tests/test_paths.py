@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.paths import refuse_foreign_packages
+from verl_ray.paths import path_suggestion, refuse_foreign_packages
 
 ROOT = Path(__file__).parents[1]
 
@@ -32,3 +32,14 @@ def test_a_package_of_another_root_is_named(tmp_path: Path, name: str) -> None:
     package = name.partition("/")[0].removesuffix(".py")
     message = f"InstallationError: the package {package} is {mine}, expected {ROOT}/{package}/__init__.py, beside verl_ray"
     assert ended.returncode == 1 and ended.stderr.startswith(message)
+
+
+def test_a_missing_file_is_answered_with_one_that_is_spelt_like_it(
+    tmp_path: Path,
+) -> None:
+    for name in ("container_info.json", "train.jsonl"):
+        (tmp_path / name).touch()
+    meant = f"Did you mean {tmp_path}/train.jsonl?"
+    assert path_suggestion(tmp_path / "trian.jsonl", "Give a file.") == meant
+    # The same ending alone is no likeness.
+    assert path_suggestion(tmp_path / "prompts.jsonl", "Give a file.") == "Give a file."

@@ -6,14 +6,18 @@ Invariant: nothing here changes a file. Deliberately not here: what a path is fo
 from __future__ import annotations
 
 import importlib.util
+from difflib import get_close_matches
 from pathlib import Path
 
 import verl_ray
-from verl_ray.config.suggest import closest, either
+from verl_ray.config.suggest import either
 from verl_ray.errors import InstallationError
 
 OTHER_PACKAGES = ("workers", "controllers", "configs")
 """Packages of this program besides `verl_ray`. Their names are common ones."""
+
+# Below this likeness two names of files are two files, not one with a wrong letter.
+_LEAST_LIKENESS = 0.8
 
 
 def refuse_foreign_packages() -> None:
@@ -55,8 +59,8 @@ def path_suggestion(path: Path, otherwise: str) -> str:
     if not path.parent.is_dir():
         return f"{nearest_existing(str(path))} is as far as the path goes. {otherwise}"
 
-    names = (entry.name for entry in path.parent.iterdir())
-    candidates = closest(path.name, names)
+    names = [entry.name for entry in path.parent.iterdir()]
+    candidates = get_close_matches(path.name, names, cutoff=_LEAST_LIKENESS)
     if not candidates:
         return otherwise
     return f"Did you mean {either(path.with_name(name) for name in candidates)}?"

@@ -15,7 +15,12 @@ from dataclasses import dataclass
 from typing import TextIO
 
 from controllers.commands.check_data import print_data
-from controllers.commands.check_tables import auto_table, batch_table, role_table
+from controllers.commands.check_tables import (
+    auto_table,
+    batch_table,
+    role_table,
+    source_lines,
+)
 from controllers.compose.composition import examine
 from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
@@ -160,7 +165,7 @@ def check(
     facts = facts_here(config, machine)
     planned_memory = memory_plan(resolve(config, facts), on_gpus=facts.gpus > 0)
 
-    print_tables(batch_table(config), role_table(config))
+    print_tables(batch_table(config), role_table(config), source_lines(config))
 
     # Another cluster may resolve the settings otherwise than this machine would.
     if machine is not None:

@@ -18,14 +18,15 @@ from verl_ray.config.schema import Config
 # Stands for a number that a role does not have.
 _NONE = "-"
 
+# Narrow enough for long names of roles on a terminal with 80 columns.
 _BATCH_COLUMNS = (
     "role",
     "ranks",
-    "rows per rank",
-    "mini-batch",
-    "per rank",
-    "updates per step",
-    "micro-batch tokens",
+    "rows\nper\nrank",
+    "mini-\nbatch",
+    "per\nrank",
+    "updates\nper step",
+    "micro-\nbatch\ntokens",
 )
 _ROLE_COLUMNS = (
     "role",
@@ -33,7 +34,6 @@ _ROLE_COLUMNS = (
     "dtype",
     "ranks",
     "placement",
-    "model, functions or service",
 )
 _AUTO_COLUMNS = ("key", "value", "because")
 
@@ -47,9 +47,9 @@ def batch_table(config: Config) -> Table:
     table = Table(title=title, title_justify="left")
 
     role_column, *number_columns = _BATCH_COLUMNS
-    table.add_column(role_column, justify="left", overflow="fold")
+    table.add_column(role_column, justify="left", no_wrap=True)
     for heading in number_columns:
-        table.add_column(heading, justify="right", overflow="fold")
+        table.add_column(heading, justify="right", no_wrap=True)
 
     for role in sizes.roles:
         table.add_row(*_batch_cells(role))
@@ -97,7 +97,6 @@ def role_table(config: Config) -> Table:
             role.backend.dtype,
             str(role.num_ranks),
             placement,
-            role.model.path,
         )
 
     for name, grader in config.graders.items():
@@ -109,7 +108,6 @@ def role_table(config: Config) -> Table:
                 _NONE,
                 str(grader.cpu_ranks),
                 "CPU only",
-                grader.source_in_words,
             )
 
     for name, engine in config.engines.items():
@@ -121,10 +119,28 @@ def role_table(config: Config) -> Table:
             settings.dtype,
             f"{settings.num_replicas} x {settings.tensor_parallel}",
             "separate" if is_judge else placement,
-            engine.path,
         )
 
     return table
+
+
+def source_lines(config: Config) -> str:
+    """Return the model, functions or service of each role, a line for each of them.
+
+    They stand in no table, since paths are long.
+    """
+    sources = {name: role.model.path for name, role in config.model_roles.items()}
+    for name, grader in config.graders.items():
+        if grader.cpu_ranks is not None:
+            sources[name] = grader.source_in_words
+    sources |= {name: engine.path for name, engine in config.engines.items()}
+
+    roles_of: dict[str, list[str]] = {}
+    for name, source in sources.items():
+        roles_of.setdefault(source, []).append(name)
+
+    lines = [f"  {', '.join(names)}: {source}" for source, names in roles_of.items()]
+    return "\n".join(["models, functions and services", *lines])
 
 
 def auto_table(resolutions: Sequence[Resolution]) -> Table:
@@ -142,7 +158,8 @@ def auto_table(resolutions: Sequence[Resolution]) -> Table:
 
 def _plain_table(title: str, columns: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left")
-    for heading in columns:
-        table.add_column(heading, overflow="fold")
+    # The first column has names, which are not cut.
+    for number, heading in enumerate(columns):
+        table.add_column(heading, overflow="fold", no_wrap=number == 0)
 
     return table

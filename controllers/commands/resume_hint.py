@@ -33,7 +33,7 @@ def resume_hint(config: Config | None, arguments: Sequence[str]) -> str:
         has_checkpoints = _has_checkpoints(config)
 
     command = command_to_resume(
-        _typed_words(arguments),
+        typed_words(arguments),
         resume,
         has_checkpoints=has_checkpoints,
         current_folder=Path.cwd(),
@@ -58,7 +58,7 @@ def failure_hint(config: Config, arguments: Sequence[str]) -> str | None:
         return None
 
     command = command_to_resume(
-        _typed_words(arguments),
+        typed_words(arguments),
         config.run.resume,
         has_checkpoints=True,
         current_folder=Path.cwd(),
@@ -70,7 +70,7 @@ def _has_checkpoints(config: Config) -> bool:
     return any((Path(config.run.dir) / "checkpoints").glob("step_*"))
 
 
-def _typed_words(arguments: Sequence[str]) -> list[str]:
+def typed_words(arguments: Sequence[str]) -> list[str]:
     """Return the words of the command line, as the user typed them."""
     # The user typed the script's name in place of its first arguments.
     script = os.environ.get(SCRIPT)

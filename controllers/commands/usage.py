@@ -7,10 +7,12 @@ Deliberately not here: flags of `export` and of the benchmarks, which parse thei
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import textwrap
 from dataclasses import dataclass
 
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
+from verl_ray.rollout.vllm_core import installed_version
 
 EXIT_CODES = """\
 exit codes:
@@ -35,10 +37,14 @@ overrides (Hydra's grammar, no flags):
   backend@critic.backend=engine   the backend of one role;
                                   `backend@reward.backend=fsdp` with reward=model
   backend.dtype=bfloat16          a setting of the backend, for every role
+  key=1,2,3                       with --multirun: a run for each combination of values
 """
 
+OPTIONS = "[--config-name NAME] [--config-dir DIR]"
+
 USAGE = f"""\
-usage: verl-ray <command> [--config-name NAME] [--config-dir DIR] [overrides]
+usage: verl-ray <command> {OPTIONS} [overrides]
+       verl-ray --version
 
 commands:
   train     train a model
@@ -121,7 +127,7 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     # option into another one.
     parser = argparse.ArgumentParser(
         prog=f"verl-ray {command}",
-        usage=f"verl-ray {command} [--config-name NAME] [--config-dir DIR] [overrides]",
+        usage=f"verl-ray {command} {OPTIONS} [--multirun] [overrides]",
         description=textwrap.fill(command_help.about, WIDTH),
         epilog=f"{_choices()}\n{command_help.examples}\n{EXIT_CODES}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -129,12 +135,16 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--config-name",
+        "-cn",
         default="quickstart",
         metavar="NAME",
-        help="root config (quickstart)",
+        help="root config (quickstart), or the path of a .yaml file",
     )
     parser.add_argument(
         "--config-dir",
+        "-cd",
+        "--config-path",
+        "-cp",
         metavar="DIR",
         help="folder with root configs or groups of your own",
     )
@@ -146,12 +156,59 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             help="off leaves the data files and the reward functions out",
         )
     parser.add_argument(
+        "--multirun",
+        "-m",
+        action="store_true",
+        help="one run after another, for each of the values in key=1,2,3; run N writes"
+        " to run.dir/N",
+    )
+    _add_printing(parser, command)
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
         help="overrides, as below",
     )
     return parser
+
+
+def _add_printing(parser: argparse.ArgumentParser, command: str) -> None:
+    """Add the options that print the configuration and start nothing."""
+    names = ["--cfg", "-c"]
+    parser.add_argument(
+        *names,
+        choices=["job"],
+        help="print the configuration as YAML, and start nothing",
+    )
+    if command == "check":
+        parser.add_argument(
+            "--print",
+            dest="cfg",
+            action="store_const",
+            const="job",
+            help="the same",
+        )
+    parser.add_argument(
+        "--resolve",
+        action="store_true",
+        help="print values in place of references such as ${model.path}",
+    )
+
+
+def versions() -> str:
+    """Return the versions of this program and of what it stands on, a line each."""
+    lines = []
+
+    for name in ("verl_ray", "torch", "ray"):
+        # Nothing is imported, which would take seconds.
+        try:
+            lines.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            lines.append(f"{name} is not installed")
+
+    vllm = installed_version()
+    lines.append(f"vllm {vllm}" if vllm is not None else "vllm is not installed")
+    return "\n".join(lines)
 
 
 def _choices() -> str:

@@ -56,7 +56,10 @@ def _unreadable(text: str) -> Problem:
 def _sweep(override: Override, text: str) -> Problem:
     _, _, value = text.partition("=")
     rule = "several values are a sweep, and this is one run"
-    fix = f"Give one value; a list is written '{override.key_or_group}=[...]'."
+    fix = (
+        f"Give one value, or --multirun for a run with each; a list is written"
+        f" '{override.key_or_group}=[...]'."
+    )
     return Problem(_key(override), value, rule, fix)
 
 
@@ -65,7 +68,7 @@ def choose(
     parsed: list[Override],
     problems: list[Problem],
     *,
-    own_configs: bool,
+    config_dir: str | None,
 ) -> tuple[DictConfig, dict[str, str], list[Override]]:
     """Make all choices from groups.
 
@@ -73,13 +76,13 @@ def choose(
         config_name: the root config.
         parsed: all overrides.
         problems: where choices that do not exist are added.
-        own_configs: whether a folder of the user's own is searched.
+        config_dir: a folder of the user's own, or None.
 
     Returns:
         The tree under the choices, the choice of every group by the key that overrides
         it, and the remaining overrides, which set values.
     """
-    base, choices = run_hydra(config_name, {}, own_configs)
+    base, choices = run_hydra(config_name, {}, config_dir)
     chosen: dict[str, str] = {}
     remaining = parsed
 
@@ -97,7 +100,7 @@ def choose(
 
         if not choosing and not following:
             break
-        base, choices = run_hydra(config_name, chosen, own_configs)
+        base, choices = run_hydra(config_name, chosen, config_dir)
 
     # What remains is either a value to set, or a choice for a place that has none.
     values = []

@@ -11,21 +11,19 @@ has what they need (`findings.py`).
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
-from omegaconf.errors import OmegaConfBaseException
 
 from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
 from controllers.compose.sources import backend_set_in_yaml, config_sources, options_of
 from controllers.compose.trees import (
+    Tree,
     as_plain,
     as_typed,
-    first_line,
     interpolations,
     is_within,
     resolve,
@@ -46,6 +44,8 @@ class Composition:
     Values of the root config replace bad ones, so that the rest can be checked.
     """
     problems: list[Problem] = field(default_factory=list)
+    tree: Tree = field(default_factory=dict)
+    """The composed values with their references as they are written; empty as above."""
 
 
 def compose(
@@ -85,24 +85,17 @@ def examine(
         evaluates: whether the command is a single evaluation instead of training.
     """
     result = Composition()
-    own_configs = config_dir is not None
-
     try:
         with config_sources(config_dir):
             _compose_into(
                 result,
                 config_name,
                 overrides,
-                own_configs=own_configs,
+                config_dir=config_dir,
                 evaluates=evaluates,
             )
     except ConfigError as error:
         result.problems += error.problems
-    except (HydraException, OmegaConfBaseException) as error:
-        # Only Hydra notices some mistakes, such as a broken YAML file.
-        rule = first_line(error)
-        fix = "Repair that config."
-        result.problems.append(Problem("--config-name", config_name, rule, fix))
 
     return result
 
@@ -112,7 +105,7 @@ def _compose_into(
     config_name: str,
     overrides: Sequence[str],
     *,
-    own_configs: bool,
+    config_dir: str | None,
     evaluates: bool,
 ) -> None:
     """Fill `result` as far as possible, while Hydra knows the sources of configs."""
@@ -124,16 +117,17 @@ def _compose_into(
 
     parsed = parse_overrides(overrides, result.problems)
     base, choices, values = choose(
-        config_name, parsed, result.problems, own_configs=own_configs
+        config_name, parsed, result.problems, config_dir=config_dir
     )
-    if own_configs:
+    if config_dir is not None:
         result.problems += backend_set_in_yaml(base, choices)
 
     accepted = accept(values, base, choices, result.problems)
     composed = _with_values(base, accepted)
 
     # Interpolations are noted before they are followed and can no longer be seen.
-    sources = interpolations(as_plain(composed))
+    result.tree = as_plain(composed)
+    sources = interpolations(result.tree)
     tree = resolve(composed, result.problems)
     result.config = as_typed(tree, base, result.problems)
 
@@ -150,7 +144,16 @@ def _compose_into(
     result.problems = [
         problem
         for problem in result.problems
-        if not is_within(sources.get(problem.key, ()), bad_keys)
+        if not is_within(_causes(problem.key, sources), bad_keys)
+    ]
+
+
+def _causes(key: str, sources: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return the keys that a key takes its value from, unless they refer back to it."""
+    return [
+        source
+        for source in sources.get(key, ())
+        if source != key and key not in sources.get(source, ())
     ]
 
 

@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.trees import Tree, as_plain, key_exists, leaves, value_at
 from verl_ray.backends import BACKENDS
-from verl_ray.config.renamed import new_name
+from verl_ray.config.advice import advice_on
 from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import Problem
 
@@ -221,7 +221,7 @@ def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
         if value_at(composed.tree, section) is None:
             return _inside_null(override, section)
 
-    fix = new_name(key) or did_you_mean(key, composed.keys, "key")
+    fix = advice_on(key, composed.keys)
     return Problem(key, override.value(), "no such key", fix)
 
 
@@ -254,15 +254,28 @@ def _backend_roles(choices: Mapping[str, str]) -> list[str]:
 def set_value(tree: DictConfig, key: str, override: Override) -> None:
     """Set the value at `key`, or delete the key.
 
-    A dict is merged into the section at `key`.
+    A dict is merged into the section at `key`. What another override has put in place
+    of a section is reported when values are typed, and has nothing inside.
     """
-    if not override.is_delete():
-        OmegaConf.update(tree, key, override.value(), merge=True, force_add=True)
+    section, _, name = key.rpartition(".")
+    around = _present(tree, section) if section else tree
+    if around is not None and not OmegaConf.is_dict(around):
         return
 
-    section, _, name = key.rpartition(".")
+    if not override.is_delete():
+        value = override.value()
+        merges = isinstance(value, dict) and OmegaConf.is_dict(_present(tree, key))
+        OmegaConf.update(tree, key, value, merge=merges, force_add=True)
+        return
+
     with open_dict(tree):
         del OmegaConf.select(tree, section)[name]
+
+
+def _present(tree: DictConfig, key: str) -> object:
+    """Return what is at a key; None for nothing, or a reference to nothing."""
+    value: object = OmegaConf.select(tree, key, throw_on_resolution_failure=False)
+    return value
 
 
 def touched_keys(override: Override) -> Iterator[str]:

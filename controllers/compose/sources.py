@@ -20,6 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from controllers.compose.broken_files import UNREADABLE, file_problem
 from verl_ray.algorithms.catalogue import declared_settings
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import in_ray_package
@@ -76,19 +77,26 @@ def config_sources(config_dir: str | None) -> AbstractContextManager[None]:
 
 
 def run_hydra(
-    config_name: str, chosen: Mapping[str, str], own_configs: bool
+    config_name: str, chosen: Mapping[str, str], config_dir: str | None
 ) -> tuple[DictConfig, dict[str, str]]:
     """Compose a root config under choices from groups.
 
     Returns:
         The tree, and the choice of every group in it by the key that overrides it.
+
+    Raises:
+        ConfigError: a file cannot be read or composed.
     """
     overrides = tuple(f"{key}={choice}" for key, choice in chosen.items())
-    if own_configs:
-        return _compose_files(config_name, overrides)
+    if config_dir is None:
+        # The caller changes the tree, and the cache keeps its own.
+        return copy.deepcopy(_compose_packaged_files(config_name, overrides))
 
-    # The caller changes the tree, and the cache keeps its own.
-    return copy.deepcopy(_compose_packaged_files(config_name, overrides))
+    try:
+        return _compose_files(config_name, overrides)
+    except UNREADABLE as error:
+        problem = file_problem(error, config_name, config_dir)
+        raise ConfigError([problem]) from error
 
 
 def _compose_files(

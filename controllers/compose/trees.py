@@ -31,8 +31,8 @@ FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+"
 NO_CHECKPOINT = ("auto", "none", "true", "false")
 """Values of run.resume that are no path, in any spelling; rules refuse wrong ones."""
 
-# Hydra's mark of a value that the user must set.
-_MISSING = "???"
+MISSING = "???"
+"""Hydra's mark of a value that the user must set."""
 
 Tree = dict[str, Any]
 
@@ -123,7 +123,7 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
 
     # The tree changes on the way, so its keys are read from a copy.
     for key, value in _items(plain):
-        if value == _MISSING:
+        if value == MISSING:
             OmegaConf.update(tree, key, "")
             fix = f"Give it on the command line: {key}=..."
             problems.append(Problem(key, None, "this key must be set", fix))
@@ -135,7 +135,7 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
         except OmegaConfBaseException as error:
             OmegaConf.update(tree, key, None)
             fix = "Refer to a key that exists, as in ${model.path}."
-            problems.append(Problem(key, value, first_line(error), fix))
+            problems.append(Problem(key, value, first_line(str(error)), fix))
 
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
@@ -238,7 +238,7 @@ def _replace(tree: Tree, defaults: Tree, path: list[str]) -> None:
         tree.pop(name, None)
 
 
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's message, without its full stop."""
-    lines = str(error).strip().splitlines()
-    return lines[0].rstrip(".")
+def first_line(message: str) -> str:
+    """Return the first line of a message, without its full stop."""
+    first, _, _ = message.strip().partition("\n")
+    return first.rstrip(".")

@@ -95,3 +95,16 @@ def test_the_folder_of_a_run_can_be_moved() -> None:
     )
     allowed, refused = changed_keys(SAVED, moved)
     assert not refused and [change.key for change in allowed] == ["run.dir"]
+
+
+def test_a_change_that_other_keys_follow_is_told_once() -> None:
+    changed = with_value("model.path", "/models/other")
+    changed["actor"]["model"]["path"] = "/models/other"
+    _, refused = changed_keys(SAVED, changed)
+    assert [change.key for change in refused] == ["model.path"]
+    changed["actor"]["model"]["path"] = "/models/third"
+    _, refused = changed_keys(SAVED, changed)
+    assert sorted(change.key for change in refused) == [
+        "actor.model.path",
+        "model.path",
+    ]

@@ -16,6 +16,7 @@ import pytest
 import configs
 from controllers.bench import SUITES
 from controllers.command_line import _stoppable, main
+from controllers.commands import multirun
 from controllers.commands.resume_hint import command_to_resume
 
 
@@ -230,3 +231,101 @@ def test_an_error_without_a_signal_is_an_error() -> None:
 
     with pytest.raises(SystemError, match="of another origin"):
         _stoppable(broken)
+
+
+def test_versions_are_told_without_an_import(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["--version"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == ["verl_ray", "torch", "ray", "vllm"]
+    assert all(re.search(r" \d+\.\d+", line) for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("option", "answer"),
+    [
+        ("--info", "verl-ray check --print"),
+        ("--config_name", "Did you mean --config-name?"),
+        ("--run.seed=3", "Write run.seed=3: a setting has no dashes."),
+        ("--learning-rate=1", "Here it is actor.optimizer.lr."),
+        ("--resolve", "Add --cfg job."),
+    ],
+)
+def test_other_options_are_answered(
+    option: str, answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", option]) == 2
+    assert answer in capsys.readouterr().err
+
+
+def test_a_printed_configuration_is_one_to_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changed = ["run.name=mine", "run.total_steps=7", "algorithm=grpo"]
+    assert main(["check", "--print", *changed]) == 0
+    printed = capsys.readouterr().out
+    assert "path: ${run.dir}/inputs/model" in printed
+    Path("mine.yaml").write_text(printed)
+
+    assert main(["train", "--cfg", "job", "--resolve", *changed]) == 0
+    values = capsys.readouterr().out
+    assert f"dir: {tmp_path}/outputs/mine" in values and "total_steps: 7" in values
+    for named in (
+        ["--config-name", "mine.yaml"],
+        ["--config-name", str(tmp_path / "mine.yaml")],
+        ["--config-path", str(tmp_path), "--config-name", "mine"],
+    ):
+        assert main(["check", "--cfg", "job", "--resolve", *named]) == 0
+        assert capsys.readouterr().out == values
+
+    # What must be given yet stands as it is, and is no problem here.
+    assert main(["check", "--print", "--config-name", "grpo.yaml"]) == 0
+    assert "path: ???" in capsys.readouterr().out
+    assert main(["check", "--config-name", "mines.yaml"]) == 2
+    assert main(["check", "--config-name", f"{tmp_path}/mines.yaml"]) == 2
+    assert f"Did you mean {tmp_path}/mine.yaml?" in capsys.readouterr().err
+
+
+def test_all_runs_of_a_sweep_are_checked_before_the_first_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    swept = ["run.total_steps=3,0", "algorithm=ppo,grpo", "run.name=mine"]
+    assert main(["train", "--multirun", *swept]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("1 problem in the configuration:")
+    assert "run.total_steps = 0" in captured.err and captured.out == ""
+
+
+CHILD = """
+import json, os, sys
+from pathlib import Path
+words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
+folder = Path(words["run.dir"].strip("'"))
+folder.mkdir(parents=True)
+(folder / "metrics.jsonl").write_text(json.dumps({"val-core/sums/acc": 0.5}))
+sys.exit({"1": 0, "2": 1, "3": 130, "4": 0}[words["run.seed"]])
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("seeds", "code", "runs"), [("1,2", 1, 2), ("2,3,4", 130, 2)])
+def test_a_sweep_runs_one_after_another_until_it_is_stopped(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    seeds: str,
+    code: int,
+    runs: int,
+) -> None:
+    monkeypatch.setattr(multirun, "_program", lambda: [sys.executable, "-c", CHILD])
+    typed = [f"run.seed={seeds}", f"run.dir={tmp_path}/swept", "run.name=mine"]
+    assert main(["train", "-m", *typed]) == code
+    out = capsys.readouterr().out
+    made = sorted(folder.name for folder in (tmp_path / "swept").iterdir())
+    assert made == [str(number) for number in range(runs)]
+    assert out.count("sums/acc 0.5") == runs
+    assert ("not started" in out) == (code == 130)
+    if code == 130:
+        assert out.splitlines()[-2] == "To go on:"

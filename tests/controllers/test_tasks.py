@@ -43,7 +43,7 @@ def test_a_name_leads_to_a_file_and_its_declarations(
 
 
 @pytest.mark.parametrize(
-    "task", ["slf", "sft.py", "tests.nowhere", "", None, "../sft", ".sft", "a b"]
+    "task", ["slf", "sft.py", "tests.nowhere", "", "../sft", ".sft", "a b"]
 )
 def test_a_task_that_is_not_there_is_refused(task: object) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -56,6 +56,14 @@ def test_a_task_that_is_not_there_is_refused(task: object) -> None:
     )
     assert "reward_model" in problem.fix or "sft" in problem.fix
     assert "A module of your own is named with its dots" in problem.fix
+
+
+def test_a_configuration_without_a_task_is_told_how_it_begins() -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_type(None)
+    (problem,) = caught.value.problems
+    assert problem.key == "task" and "names no task" in problem.rule
+    assert "`defaults: [grpo, _self_]`" in problem.fix
 
 
 def test_a_file_that_is_no_task_is_refused() -> None:

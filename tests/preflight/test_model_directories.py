@@ -41,6 +41,26 @@ def test_an_incomplete_model_directory_says_what_it_lacks(
     ]
 
 
+def test_rows_are_shortened_by_no_more_than_there_is(
+    tmp_path: Path, data: Path
+) -> None:
+    def advice(*overrides: str) -> str:
+        return problems_by_key(preflight(ppo(tmp_path, data, *overrides), BIG))[
+            "model.path"
+        ]
+
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    tokens = "backend.micro_batch_tokens_per_rank=9000"
+    # 1600 + 1024 - 2048, and 1024 are not to be had of 4000 + 1024 - 2048.
+    assert "Lower rollout.max_response_tokens by 576, or" in advice(
+        tokens, "data.max_prompt_tokens=1600"
+    )
+    assert (
+        "Lower data.max_prompt_tokens + rollout.max_response_tokens to 2048 in all"
+        in advice(tokens, "data.max_prompt_tokens=4000")
+    )
+
+
 def test_tensors_of_another_model_are_told_apart(tmp_path: Path, data: Path) -> None:
     """Each family's own directory, and what is said of it under the config.json of
     others.

@@ -56,6 +56,14 @@ FIXED: tuple[tuple[str, str], ...] = (
 )
 """Settings that may not change: key (* stands for anything), reason."""
 
+FOLLOWING: tuple[tuple[str, str], ...] = (
+    ("model.path", "*.model.path"),
+    ("actor.num_ranks", "*.num_ranks"),
+    ("actor.mini_batch_size", "critic.mini_batch_size"),
+    ("actor.epochs", "critic.epochs"),
+)
+"""Key, and the keys that have its value unless they are set themselves."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -84,10 +92,11 @@ def changed_keys(
 ) -> tuple[list[Change], list[Change]]:
     """Return the settings that changed since a checkpoint was written.
 
-    Paths below run.dir are compared relative to it, so that a run's folder can be
-    moved. A setting that is `auto` on one side is left to the run, so it did not
-    change, and neither did the number of steps where run.total_epochs counts them.
-    Where a run begins (run.resume) is no setting of what it does.
+    A change that other keys follow is told once, under the key that they follow. Paths
+    below run.dir are compared relative to it, so that a run's folder can be moved. A
+    setting that is `auto` on one side is left to the run, so it did not change, and
+    neither did the number of steps where run.total_epochs counts them. Where a run
+    begins (run.resume) is no setting of what it does.
 
     Args:
         saved: Configuration of the checkpoint, as a plain tree.
@@ -102,13 +111,27 @@ def changed_keys(
     # Either side has a run.dir of its own.
     saved_tree = _below_run_dir(saved, saved)
     tree = _below_run_dir(now, now)
-    for key, before, after in _differences(saved_tree, tree):
+    differences = list(_differences(saved_tree, tree))
+    values = {key: (before, after) for key, before, after in differences}
+    for key, before, after in differences:
+        if _follows(key, values):
+            continue
+
         change = Change(key, before, after, _reason_to_refuse(key))
         if change.refused is None:
             allowed.append(change)
         else:
             refused.append(change)
     return allowed, refused
+
+
+def _follows(key: str, changes: Mapping[str, tuple[object, object]]) -> bool:
+    """Return whether a key changed as another one did, which it has its value from."""
+    return any(
+        fnmatchcase(key, pattern) and changes.get(leader) == changes[key]
+        for leader, pattern in FOLLOWING
+        if key != leader
+    )
 
 
 def _reason_to_refuse(key: str) -> str | None:

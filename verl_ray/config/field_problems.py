@@ -15,9 +15,9 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from verl_ray.config.advice import advice_on
 from verl_ray.config.keys import known_fields, value_keys
-from verl_ray.config.renamed import new_name
-from verl_ray.config.suggest import closest, did_you_mean, either
+from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
 
 # The names of these sections are the user's own, so no field is declared for them.
@@ -77,7 +77,10 @@ def _key(error: ErrorDetails, tree: Mapping[str, object]) -> str:
         elif isinstance(node, list):
             if is_missing:
                 break
-            node = node[int(part)]
+            if not isinstance(part, int):
+                # The list is no member of the union that this is a part of.
+                continue
+            node = node[part]
         elif not (is_missing and is_last):
             # A member of a union, such as the name of a class.
             continue
@@ -109,8 +112,7 @@ def _problem(
         return Problem(key, value, rule, _how_to_set_section(key, value, kind))
 
     if error_type == "extra_forbidden":
-        suggestion = did_you_mean(key, value_keys(kind), "key")
-        return Problem(key, value, "no such key", new_name(key) or suggestion)
+        return Problem(key, value, "no such key", advice_on(key, value_keys(kind)))
 
     if error_type in _CHOICE_ERRORS:
         fix = f"Use {first['ctx']['expected_tags']}."
@@ -165,13 +167,13 @@ def _expected_list(key: str, kind: type[BaseModel]) -> str:
     items = get_args(field.annotation)
     is_open = Ellipsis in items
     size = "" if is_open else f" of {len(items)} numbers"
-    examples = either(field.examples or [])
+    examples = either(_examples(key, kind))
     return f"a list{size}, e.g. {examples}"
 
 
 def _how_to_set_section(key: str, value: object, kind: type[BaseModel]) -> str:
     """Return how to set what is inside the section at `key`."""
-    examples = _field(key, kind).examples
+    examples = _examples(key, kind)
     key = _NAMED_SECTIONS.sub(r"\1", key)
     if examples:
         return f"Use a section, e.g. '{key}={either(examples)}'."
@@ -185,6 +187,8 @@ def _how_to_set_section(key: str, value: object, kind: type[BaseModel]) -> str:
     # A text in place of a model's section is most likely the model's path.
     if isinstance(value, str) and f"{key}.path" in inner_keys:
         return f"Did you mean {key}.path={value}?"
+    if not inner_keys:
+        return f"Use a section, e.g. '{key}={{name: value}}'."
     return f"Set the keys inside it, e.g. {inner_keys[0]}=..."
 
 
@@ -228,6 +232,23 @@ def _choices(error: ErrorDetails) -> list[str]:
     context = error.get("ctx", {})
     expected = str(context.get("expected", ""))
     return re.findall(r"'([^']+)'", expected)
+
+
+def _examples(key: str, kind: type[BaseModel]) -> list[object]:
+    """Return the examples of the field at a dotted key; empty if it has none.
+
+    Where the field may also be null, they stand with the other type.
+    """
+    field = _field(key, kind)
+    if field.examples:
+        return list(field.examples)
+
+    for member in get_args(field.annotation):
+        for note in getattr(member, "__metadata__", ()):
+            if isinstance(note, FieldInfo) and note.examples:
+                return list(note.examples)
+
+    return []
 
 
 def _field(key: str, kind: type[BaseModel]) -> FieldInfo:

@@ -12,6 +12,9 @@ from difflib import SequenceMatcher
 # Below this likeness two words share letters rather than a meaning.
 _LEAST_LIKENESS = 0.6
 
+# From this likeness on two words are the same but for a wrong letter.
+_NEARLY_THE_SAME = 0.9
+
 # Longest list of choices, in characters, that still helps when it is shown in full.
 _LONGEST_LIST = 100
 
@@ -27,6 +30,11 @@ def closest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
         if likeness >= _LEAST_LIKENESS
     ]
     return near[:count]
+
+
+def is_misspelt(word: str, candidates: Iterable[str]) -> bool:
+    """Return whether `word` is one of the candidates but for a wrong letter or two."""
+    return any(_likeness(word, name) >= _NEARLY_THE_SAME for name in candidates)
 
 
 def _ranked(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:

@@ -7,12 +7,13 @@ Deliberately not here: where the figures come from.
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import get_args
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
 from rich.table import Table
 
 from verl_ray.backends.base import MemoryPart
@@ -23,24 +24,55 @@ from verl_ray.preflight.role_memory import Phase, RoleMemory
 # Columns of a table that is not printed to a terminal.
 _WIDTH = 110
 
+# No table is wider.
+_WIDEST = 1000
+
 _PARTS: tuple[MemoryPart, ...] = get_args(MemoryPart)
 
 
-def print_tables(*tables: Table) -> None:
-    """Print tables to stdout."""
-    # rich measures a terminal itself.
-    width = None if sys.stdout.isatty() else _WIDTH
-    console = Console(width=width)
+def print_tables(*tables: RenderableType) -> None:
+    """Print tables, and lines that are as long as they are, to stdout."""
+    # rich measures a terminal itself, and reads COLUMNS.
+    knows_width = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if knows_width else _WIDTH)
     for table in tables:
-        console.print(table)
+        # A path that is not cut can be copied.
+        console.print(table, soft_wrap=isinstance(table, str), highlight=False)
 
 
-def memory_table(plan: MemoryPlan) -> Table:
+class _MemoryTables:
+    """The table of a memory plan, which becomes two where it would be too wide."""
+
+    def __init__(self, plan: MemoryPlan) -> None:
+        self._plan = plan
+
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[RenderableType]:
+        whole = _table(self._plan, _PARTS, self._plan.phases)
+        if console.measure(whole, options=options.update(width=_WIDEST)).maximum <= (
+            options.max_width
+        ):
+            yield whole
+            return
+
+        yield _table(self._plan, _PARTS, ())
+        yield _table(self._plan, (), self._plan.phases)
+
+
+def memory_table(plan: MemoryPlan) -> RenderableType:
     """Return the memory of one rank of each role, and of a device and the host.
 
     A row of a role has the largest size of each part in any phase, and the memory that
     the role needs in each phase while it computes.
     """
+    return _MemoryTables(plan)
+
+
+def _table(
+    plan: MemoryPlan, parts: tuple[MemoryPart, ...], phases: tuple[Phase, ...]
+) -> Table:
+    """Return a table with some of the parts, and some of the phases."""
     phase, most = plan.fullest(on_device=plan.on_gpus)
     # One unit for the whole table, so that figures can be compared.
     unit = MIB
@@ -50,10 +82,9 @@ def memory_table(plan: MemoryPlan) -> Table:
         unit_name = "GiB"
 
     place = "a device" if plan.on_gpus else "the machine"
-    title = (
-        f"memory in {unit_name} per rank, predicted: {place} is fullest in the phase"
-        f" {phase}, {most / GIB:.2f} GiB"
-    )
+    title = f"memory in {unit_name} per rank, predicted"
+    if phases:
+        title += f": {place} is fullest in the phase {phase}, {most / GIB:.2f} GiB"
     table = Table(
         title=title,
         title_justify="left",
@@ -61,31 +92,37 @@ def memory_table(plan: MemoryPlan) -> Table:
         padding=(0, 1, 0, 0),
         pad_edge=False,
     )
-    table.add_column("role", overflow="fold")
-    for heading in (*_PARTS, *plan.phases):
+    table.add_column("role", no_wrap=True)
+    for heading in (*parts, *phases):
         table.add_column(heading, justify="right", no_wrap=True)
 
     for role, by_phase in plan.by_role.items():
-        sizes = _sizes_of(by_phase, plan.phases)
+        sizes = _sizes_of(by_phase, parts, phases)
         table.add_row(role, *[_text(size, unit) for size in sizes])
 
+    # A device and the host have phases alone.
+    if not phases:
+        return table
+
     table.add_section()
-    blank = [""] * len(_PARTS)
+    blank = [""] * len(parts)
     if plan.on_gpus:
-        of_device = [_text(plan.device_bytes(phase), unit) for phase in plan.phases]
+        of_device = [_text(plan.device_bytes(phase), unit) for phase in phases]
         table.add_row("device", *blank, *of_device)
-    of_host = [_text(plan.host_bytes(phase), unit) for phase in plan.phases]
+    of_host = [_text(plan.host_bytes(phase), unit) for phase in phases]
     table.add_row("host", *blank, *of_host)
     return table
 
 
 def _sizes_of(
-    by_phase: Mapping[Phase, RoleMemory], phases: tuple[Phase, ...]
+    by_phase: Mapping[Phase, RoleMemory],
+    parts: tuple[MemoryPart, ...],
+    phases: tuple[Phase, ...],
 ) -> list[int]:
     """Return the largest size of each part, then the need of each phase, in bytes."""
-    parts = [max(memory.of(part) for memory in by_phase.values()) for part in _PARTS]
+    largest = [max(memory.of(part) for memory in by_phase.values()) for part in parts]
     needed = [by_phase[phase].computing() for phase in phases]
-    return parts + needed
+    return largest + needed
 
 
 def _text(nbytes: int, unit: int) -> str:

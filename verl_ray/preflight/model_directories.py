@@ -15,6 +15,7 @@ from pathlib import Path
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole
+from verl_ray.config.rules.rule import value_of
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
@@ -156,7 +157,14 @@ def _position_problems(
         return
 
     rule = f"the model has {positions} positions, and a row may have {longest} tokens"
-    fix = f"Lower {config.length_key} by {longest - positions}, or take another model."
+    excess = longest - positions
+    tokens = value_of(config, config.length_key)
+    if isinstance(tokens, int) and excess < tokens:
+        advice = f"Lower {config.length_key} by {excess}"
+    else:
+        # The other part of the row is too long by itself.
+        advice = f"Lower {config.longest_row[1]} to {positions} in all"
+    fix = f"{advice}, or take another model."
     yield Problem(key, path, rule, fix)
 
 

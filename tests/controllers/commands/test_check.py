@@ -45,7 +45,7 @@ def test_it_prints_the_algebra_the_roles_and_the_machine(
         "1",
         "<= 8192",
     ]
-    assert [cell.strip() for cell in _row(out, "critic", 6)][:3] == [
+    assert [cell.strip() for cell in _row(out, "critic", 5)][:3] == [
         "critic",
         "fsdp",
         "float32",
@@ -107,7 +107,7 @@ def test_the_role_table_says_how_ranks_share_a_model(
     assert main(["check", *layout]) == 0
     out = capsys.readouterr().out
     shown = {
-        role: [cell.strip() for cell in _row(out, role, 6)][1:4]
+        role: [cell.strip() for cell in _row(out, role, 5)][1:4]
         for role in ("actor", "critic", "reference")
     }
     assert shown == {
@@ -123,9 +123,10 @@ def test_the_role_table_says_how_ranks_share_a_model(
 def test_the_role_table_says_who_scores(
     model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def row(role: str, *overrides: str) -> list[str]:
+    def row(role: str, *overrides: str) -> tuple[list[str], str]:
         assert main(["check", *overrides]) == 0
-        return [cell.strip() for cell in _row(capsys.readouterr().out, role, 6)]
+        out = capsys.readouterr().out
+        return [cell.strip() for cell in _row(out, role, 5)], out
 
     judge = [
         "reward=judge",
@@ -133,20 +134,36 @@ def test_the_role_table_says_who_scores(
         "reward.max_prompt_tokens=512",
         NO_GAIN,
     ]
-    *cells, path = row(
+    cells, out = row(
         "reward", *judge, "reward.engine.num_replicas=2", "reward.engine.dtype=bfloat16"
     )
-    assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"] and str(
-        model
-    ).startswith(path)
-    service = row(
+    assert cells == ["reward", "vllm", "bfloat16", "2 x 1", "separate"]
+    assert f"\n  reward: {model}\n" in out
+    service, out = row(
         "reward",
         "reward=http",
         "reward.url=http://h:80/s",
         "reward.num_ranks=2",
         NO_GAIN,
     )
-    assert service == ["reward", "http", "-", "2", "CPU only", "http://h:80/s"]
+    assert service == ["reward", "http", "-", "2", "CPU only"]
+    assert "\n  reward: http://h:80/s\n" in out
+
+
+def test_tables_keep_their_names_at_80_columns(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = tmp_path / ("a_folder_with_a_long_name/" * 4)
+    assert main(["check", f"run.dir={long}"]) == 0
+    out = capsys.readouterr().out
+    *tables, _ = out.split("this machine:")
+    for line in tables[0].splitlines():
+        assert len(line) <= 80 or str(tmp_path) in line
+    for name in ("updates", "reference", "rollout.sync.probe_tolerance", "activations"):
+        assert name in out
+    assert _row(out, "actor", 7)[-1].strip() == "<= 8192"
+    assert f"  actor, critic, reference, rollout: {long}/inputs/model\n" in out
 
 
 def test_the_role_table_names_the_components_of_a_mixture(
@@ -180,7 +197,7 @@ def test_the_role_table_names_the_components_of_a_mixture(
     )
     out = capsys.readouterr().out
     kinds = {
-        name: _row(out, f"reward.components.{name}", 6)[1].strip()
+        name: _row(out, f"reward.components.{name}", 5)[1].strip()
         for name in ("function", "service", "judge")
     }
     assert kinds == {"function": "function", "service": "http", "judge": "vllm"}

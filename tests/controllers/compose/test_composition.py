@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -373,3 +374,97 @@ def test_a_broken_yaml_is_a_problem_and_no_traceback(tmp_path: Path) -> None:
     composition = examine("mine", [], str(tmp_path))
     assert composition.config is None
     assert "nowhere/quickstart" in composition.problems[0].rule
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "expected"),
+    [
+        ("defaults: [quickstart]\nrun:\n  seed: [1\n  name: x\n", "line 4, column 7", "bracket"),
+        ("defaults: [quickstart]\nrun:\n\tseed: 1\n", "line 3, column 1", "no tabs"),
+        ("run: {seed: 1}\nrun: {seed: 2}\n", "line 2, column 1", "join the two"),
+        ("run: {seed: !!python/object:os.system 1}\n", "line 1, column 13", "plain value"),
+    ],
+)  # fmt: skip
+def test_broken_yaml_is_named_with_its_place(
+    tmp_path: Path, text: str, place: str, expected: str
+) -> None:
+    (tmp_path / "mine.yaml").write_text(text)
+    problem = problems("mine", config_dir=str(tmp_path))[f"{tmp_path}/mine.yaml"]
+    assert place in problem.rule and expected in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"- a\n", "this file is a list"),
+        (b"defaults: quickstart\n", "defaults must be a list"),
+        (b"\xff\xfe", "no text in UTF-8"),
+        (b"defaults: [mine, _self_]\n", "leads back to itself"),
+        (b"defaults: [quickstart, _self_]\nrun: {name: '${a b'}\n", "cannot be composed"),
+        (b"", "it names no task"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_no_configuration(
+    tmp_path: Path, content: bytes, expected: str
+) -> None:
+    (tmp_path / "mine.yaml").write_bytes(content)
+    (problem,) = problems("mine", config_dir=str(tmp_path)).values()
+    assert expected in problem.rule
+
+
+@pytest.mark.parametrize(
+    ("root", "override"),
+    [
+        ("grpo", "critic.backend.sharding=x"),
+        ("quickstart", "rollout.endpoint={a: 1}"),
+        ("quickstart", "evaluation.functions=[]"),
+        ("quickstart", "evaluation.functions=1"),
+        ("quickstart", "rollout.sync.probe_every=[1,2]"),
+        ("quickstart", "data.apply_chat_template=[]"),
+        ("quickstart", "rollout.sync.transport=[]"),
+        ("reward_model", "preference.margin=[]"),
+        ("quickstart", "run=[]"),
+        ("quickstart", "run.seed=${run.seed}"),
+    ],
+)
+def test_a_value_that_fits_nowhere_is_a_problem_of_its_key(
+    root: str, override: str
+) -> None:
+    key = override.partition("=")[0]
+    assert any(name.startswith(key) for name in problems(root, override))
+
+
+def test_a_mixture_without_components_is_told_once(tmp_path: Path) -> None:
+    (tmp_path / "reward").mkdir()
+    (tmp_path / "reward" / "mine.yaml").write_text(
+        "kind: mixed\ncomponents: {}\nweights: {a: 1.0}\n"
+    )
+    found = problems(
+        "quickstart", "reward=mine", "prepare.min_gain=0", config_dir=str(tmp_path)
+    )
+    assert [*found] == ["reward.components"]
+
+
+VALUES = ("x", "-1", "1.5", "null", "[]", "{}", "[1,2]", "{a: 1}", "true", "''", "auto")
+SECTIONS = ("run", "rollout.sync", "reward", "evaluation", "actor.optimizer")
+
+
+def test_no_value_of_any_type_ends_in_another_error() -> None:
+    """Each key of some sections gets each value in turn, a dozen keys at a time."""
+    tree = examine("quickstart").tree
+    keys: list[str] = []
+    for section in SECTIONS:
+        node = tree
+        for part in section.split("."):
+            node = node[part]
+        keys += [section, *(f"{section}.{name}" for name in node)]
+
+    for shift in range(len(VALUES)):
+        values = itertools.islice(itertools.cycle(VALUES), shift, None)
+        pairs = list(zip(keys, values, strict=False))
+        # A section and what is inside are not set together.
+        outer = [f"{key}={value}" for key, value in pairs if key in SECTIONS]
+        inner = [f"{key}={value}" for key, value in pairs if key not in SECTIONS]
+        for overrides in (outer, inner):
+            composition = examine("quickstart", overrides)
+            assert all(problem.fix for problem in composition.problems)

@@ -106,8 +106,12 @@ def mixed_rewards_have_weights(
 ) -> Iterator[Problem]:
     """Yield a problem unless every component of a mixture has a name and a weight."""
     reward = config.reward.as_mixture
-    if reward is not None:
-        yield from _component_problems(reward)
+    if reward is None:
+        return
+
+    yield from _component_problems(reward)
+    # Without components every weight would be one too many.
+    if reward.components:
         yield from _weight_problems(reward)
 
 

@@ -84,10 +84,14 @@ def follow_reference(config: Config, value: object) -> object:
 
 
 def value_of(config: Config, key: str) -> object:
-    """Return the value at a dotted key; for a section with a `kind`, the kind."""
+    """Return the value at a dotted key; for a section with a `kind`, the kind.
+
+    None for a key that the configuration does not have. The user may have typed one
+    that was refused already.
+    """
     node: object = config.model_dump()
     for part in key.split("."):
-        node = node[part] if isinstance(node, dict) else None
+        node = node.get(part) if isinstance(node, dict) else None
 
     # The user chose the section by its kind, so that is what a message shows.
     if isinstance(node, dict) and "kind" in node:

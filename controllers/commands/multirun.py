@@ -1,0 +1,267 @@
+"""The option --multirun: one run after another, over overrides with several values.
+
+Invariant: every configuration is checked before the first run starts; a signal reaches
+the run that works, and no other one starts after it. Each run is a process, so that
+nothing of one is in the next. Deliberately not here: which runs there are
+(`controllers/compose/sweeps.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+
+from rich.table import Table
+
+from controllers.commands.check import checked_config
+from controllers.commands.resume_hint import typed_words
+from controllers.compose.sweeps import SweptRun, quoted, swept_runs
+from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, Interrupted, Problem
+from verl_ray.preflight.memory_table import print_tables
+from verl_ray.tracking.jsonl import METRICS
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+_OUTCOMES = {0: "done", 1: "failed", 2: "refused", Interrupted.exit_code: "stopped"}
+
+
+@dataclass
+class _Result:
+    """The end of a run; without a code it did not start."""
+
+    code: int | None = None
+    minutes: float = 0.0
+
+    @property
+    def outcome(self) -> str:
+        if self.code is None:
+            return "not started"
+        return _OUTCOMES.get(self.code, f"exit code {self.code}")
+
+
+@dataclass
+class _Sweep:
+    """The runs of a sweep, and where each writes."""
+
+    runs: list[SweptRun]
+    configs: list[Config]
+    name: str
+    has_own_folders: bool
+    """Whether the swept overrides themselves name the folders."""
+    results: list[_Result] = field(default_factory=list)
+
+    def overrides_of(self, number: int) -> list[str]:
+        """Return the overrides of a run, the place of its folder among them."""
+        overrides = list(self.runs[number].overrides)
+        if not self.has_own_folders:
+            overrides.append(f"run.name={self.name}-{number}")
+            overrides.append(quoted("run.dir", str(self.folder_of(number))))
+        return overrides
+
+    def folder_of(self, number: int) -> Path:
+        if self.has_own_folders:
+            return Path(self.configs[number].run.dir)
+        return Path(self.configs[0].run.dir) / str(number)
+
+
+def multirun(
+    command: str,
+    arguments: Sequence[str],
+    *,
+    config_name: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    reads_data: bool,
+) -> int:
+    """Run a command once per combination of values, and return the worst exit code.
+
+    Args:
+        command: `train`, `evaluate`, or `check`, which lists the runs alone.
+        arguments: all arguments of `verl-ray`, for a message at a stop.
+        config_name: the root config.
+        overrides: what the user typed; a value may be several, as in `key=1,2`.
+        config_dir: a folder of the user's own, or None.
+        reads_data: whether to read the data files as well.
+
+    Raises:
+        ConfigError: the problems of all runs.
+    """
+    root = ["--config-name", config_name]
+    if config_dir is not None:
+        root += ["--config-dir", config_dir]
+
+    sweep = _checked(command, config_name, overrides, config_dir, reads_data=reads_data)
+    sweep.results = [_Result() for _ in sweep.runs]
+    if command == "check":
+        print_tables(_table(sweep))
+        return 0
+
+    with _signals_to_the_run() as process:
+        for number, result in enumerate(sweep.results):
+            _announce(sweep, number)
+            start = time.monotonic()
+            words = [command, *root, *sweep.overrides_of(number)]
+            result.code = process.run(_program(), words)
+            result.minutes = (time.monotonic() - start) / 60
+            if result.code == Interrupted.exit_code or process.is_stopped:
+                break
+
+    print_tables(_table(sweep))
+    codes = [result.code for result in sweep.results if result.code is not None]
+    if len(codes) < len(sweep.runs) or Interrupted.exit_code in codes:
+        words = typed_words(arguments)
+        # A name that holds the time of the start would be another one.
+        if not any(word.startswith(("run.name=", "+run.name=")) for word in words):
+            words.append(f"run.name={sweep.name}")
+        print(f"To go on:\n{shlex.join(words)}", flush=True)
+        return Interrupted.exit_code
+    return max(codes)
+
+
+# ---------------------------------------------------------------------------- the runs
+
+
+def _checked(
+    command: str,
+    config_name: str,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    *,
+    reads_data: bool,
+) -> _Sweep:
+    """Return the runs of a sweep, each of which can run.
+
+    Raises:
+        ConfigError: the problems of all runs, each problem once.
+    """
+    runs = swept_runs(overrides)
+    configs: list[Config] = []
+    problems: dict[str, Problem] = {}
+
+    for number, run in enumerate(runs):
+        try:
+            checked = checked_config(
+                config_name,
+                run.overrides,
+                config_dir,
+                evaluates=command == "evaluate",
+                # Each run reads its data again; once is enough to know the files.
+                reads_data=reads_data and number == 0,
+            )
+            configs.append(checked.config)
+        except ConfigError as error:
+            for problem in error.problems:
+                problems.setdefault(str(problem), problem)
+
+    if problems:
+        raise ConfigError(list(problems.values()))
+
+    own_keys = {text.partition("=")[0].lstrip("+") for text in runs[0].own}
+    has_own_folders = not own_keys.isdisjoint({"run.name", "run.dir"})
+    return _Sweep(runs, configs, configs[0].run.name, has_own_folders)
+
+
+def _announce(sweep: _Sweep, number: int) -> None:
+    own = " ".join(sweep.runs[number].own) or "no override with several values"
+    place = f"run {number + 1} of {len(sweep.runs)}"
+    print(f"\n{place}: {own} -> {sweep.folder_of(number)}", flush=True)
+
+
+def _program() -> list[str]:
+    """Return the words that start this program, as its user did."""
+    if Path(sys.argv[0]).name == "verl-ray":
+        return [sys.argv[0]]
+    return [sys.executable, "-m", "controllers"]
+
+
+class _RunningProcess:
+    """The process of the run that works, which signals are passed on to."""
+
+    def __init__(self) -> None:
+        self.is_stopped = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def run(self, program: Sequence[str], words: Sequence[str]) -> int:
+        """Start a run, wait until it ends, and return its exit code."""
+        with subprocess.Popen([*program, *words]) as self._process:
+            code = self._process.wait()
+
+        # A process that a signal ended has the code that a shell gives it.
+        return code if code >= 0 else 128 - code
+
+    def stop(self, number: int, _: FrameType | None) -> None:
+        """Pass a signal on, and start no further run."""
+        self.is_stopped = True
+        # Ctrl-C reaches the run by itself, too; within a second two signals are one.
+        if self._process is not None:
+            self._process.send_signal(number)
+
+
+@contextlib.contextmanager
+def _signals_to_the_run() -> Iterator[_RunningProcess]:
+    process = _RunningProcess()
+    before = {
+        number: signal.signal(number, process.stop)
+        for number in _SIGNALS
+        # Under `nohup` the end of a terminal is ignored.
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+    }
+
+    try:
+        yield process
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ------------------------------------------------------------------------- the summary
+
+
+def _table(sweep: _Sweep) -> Table:
+    """Return a row per run: what sets it apart, and how it ended."""
+    title = f"{len(sweep.runs)} runs"
+    if not sweep.has_own_folders:
+        title += f" in {sweep.configs[0].run.dir}/"
+
+    table = Table(title=title, title_justify="left")
+    for heading in ("run", "settings", "outcome", "minutes", "last evaluation"):
+        table.add_column(heading, overflow="fold", no_wrap=heading == "outcome")
+
+    for number, result in enumerate(sweep.results):
+        measured = _last_evaluation(sweep.folder_of(number))
+        table.add_row(
+            str(number),
+            "\n".join(sweep.runs[number].own),
+            result.outcome,
+            f"{result.minutes:.1f}" if result.code is not None else "-",
+            measured if result.code is not None else "-",
+        )
+
+    return table
+
+
+def _last_evaluation(folder: Path) -> str:
+    """Return the held-out metric that was recorded last in a run's folder."""
+    record = folder / METRICS
+    if not record.is_file():
+        return "-"
+
+    last = "-"
+    for line in record.read_text("utf-8", errors="replace").splitlines():
+        # The last line of a run that was killed may be torn.
+        with contextlib.suppress(ValueError):
+            for name, value in json.loads(line).items():
+                if name.startswith("val-core/"):
+                    last = f"{name.removeprefix('val-core/')} {value:.4g}"
+
+    return last

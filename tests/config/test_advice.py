@@ -1,0 +1,83 @@
+"""Advice for keys that do not exist: each leads to a setting that does."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from controllers.compose.listing import groups
+from controllers.tasks import config_type
+from verl_ray.backends import BACKENDS
+from verl_ray.config.advice import advice_on, foreign_answer, keys_in
+from verl_ray.config.foreign import FOREIGN
+from verl_ray.config.keys import known_keys, value_keys
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.config.tasks.sft import SFTConfig
+
+EPOCHS = {"run.total_epochs"}
+KEYS = EPOCHS | {
+    key
+    for task in ("rl", "sft", "reward_model")
+    for key in known_keys(config_type(task))
+}
+OF_BACKENDS = {
+    f"backend.{name}" for kind in BACKENDS.values() for name in kind.model_fields
+}
+# Their keys are the user's own.
+FREE = re.compile(r"(rollout\.vllm_args|reward\.functions)\.\w+")
+RL = sorted({*value_keys(RLConfig), *EPOCHS})
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_every_answer_names_settings_and_choices_that_exist(role: str) -> None:
+    choices = groups()
+    for name, answers in FOREIGN.items():
+        for answer in (text.format(role=role) for text in answers):
+            for key in keys_in(answer):
+                exists = key in KEYS | OF_BACKENDS or FREE.fullmatch(key)
+                assert exists, f"{name} is answered with {key}"
+            for group, choice in re.findall(r"\b([a-z]+)=([a-z_]+)", answer):
+                if (
+                    group in choices
+                    and "." not in answer.partition(f"{group}=")[0][-1:]
+                ):
+                    assert choice in choices[group], f"{name}: {group}={choice}"
+
+
+@pytest.mark.parametrize(
+    ("typed", "answer"),
+    [
+        ("data.train_batch_size", "data.prompts_per_step"),
+        ("rollout.n", "rollout.group_size"),
+        ("num_generations", "rollout.group_size"),
+        ("actor_rollout_ref.actor.optim.lr", "actor.optimizer.lr"),
+        ("critic.optim.lr", "critic.optimizer.lr"),
+        ("actor_rollout_ref.rollout.temperature", "rollout.temperature"),
+        ("--learning-rate", "actor.optimizer.lr"),
+        ("run.epochs", "run.total_epochs"),
+        ("trainer.total_epochs", "run.total_epochs"),
+    ],
+)
+def test_keys_of_other_systems(typed: str, answer: str) -> None:
+    assert next(keys_in(advice_on(typed, RL))) == answer
+
+
+def test_units_that_differ_are_converted() -> None:
+    assert "not prompts: multiply by rollout.group_size" in advice_on(
+        "actor_rollout_ref.actor.ppo_mini_batch_size", RL
+    )
+    assert "in GiB" in advice_on("rollout.gpu_memory_utilization", RL)
+    assert "algorithm.kl.place=loss" in advice_on("actor.use_kl_loss", RL)
+
+
+def test_what_a_task_does_not_have_is_not_advised() -> None:
+    sft = value_keys(SFTConfig)
+    assert advice_on("train_batch_size", sft) == "Here it is sft.batch_size."
+    assert foreign_answer("num_generations", sft) == (
+        "A run of this task has nothing to set for it; leave it out."
+    )
+
+
+def test_a_wrong_letter_in_a_key_of_our_own_is_not_taken_for_a_foreign_word() -> None:
+    assert advice_on("critc.epochs", RL).startswith("Did you mean critic.epochs")
