@@ -106,7 +106,7 @@ def _diagnosis(cause: str, lines: Sequence[Line], text: str) -> Diagnosis | None
 
 def _in_a_row(lines: Sequence[Line], config: Config) -> list[Line]:
     """Return the lines of steps that stand in a row which is long enough."""
-    count = min(PATIENCE, config.run.total_steps)
+    count = min(PATIENCE, config.run.steps)
     rows: list[list[Line]] = []
     for line in lines:
         if rows and line[GLOBAL_STEP] == rows[-1][-1][GLOBAL_STEP] + 1:
