@@ -124,7 +124,7 @@ class Conclusion:
 
             # Before the first step there is nothing to report.
             if self._task is not None and lines:
-                how = f"{ending} after step {step} of {self._run.total_steps}"
+                how = f"{ending} after step {step} of {self._task.config.run.steps}"
                 self._report(lines, how)
 
     def _report(self, lines: Sequence[Metrics], how: str) -> None:

@@ -211,7 +211,7 @@ class Loop:
     def _phase(self, move: Move, position: Position) -> str:
         """Return what a move is for a person who waits."""
         number = position.step + 1 if move is Move.STEP else position.step
-        step = f"step {number}/{self._run.total_steps}"
+        step = f"step {number}/{self._run.steps}"
         if move is Move.BEGIN:
             return "beginning"
         if move in (Move.SAVE, Move.FINISH_SAVE, Move.RESCUE_SAVE):

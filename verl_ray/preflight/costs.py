@@ -103,6 +103,10 @@ def _large_evaluations(config: Config) -> Iterator[str]:
 
 def _endless_warmups(config: Config) -> Iterator[str]:
     """Yield a warning for each role whose learning rate never reaches its value."""
+    # The steps of run.total_epochs are known once the data are read.
+    if config.run.total_steps is None:
+        return
+
     updates = {role.role: role.updates_per_step for role in batch_algebra(config).roles}
     for name, role in config.model_roles.items():
         learner = role.as_learner

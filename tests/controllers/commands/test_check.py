@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
+from tests.controllers.runs import Inputs
 from tests.preflight.configs import NO_GAIN
 
 
@@ -277,3 +278,18 @@ def test_a_step_of_preferences_is_counted_in_pairs(
         "one step: 32 pairs = 64 rows, each of up to 64 tokens"
         in capsys.readouterr().out
     )
+
+
+def test_epochs_are_shown_as_steps_where_the_data_are_read(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    epochs = ["run.total_steps=null", "run.total_epochs=2"]
+    typed = ["check", "--config-name", "sft", *inputs.overrides(tmp_path), *epochs]
+    # 2 x 64 / 32
+    assert main(typed) == 0
+    shown = capsys.readouterr().out
+    assert "run.total_steps = 4: run.total_epochs=2 x 64 examples / 32" in shown
+    assert "4 steps of 32 are 2 passes over 64" in shown
+
+    assert main([*typed, "--data", "off"]) == 0
+    assert "/ 32 per step; the run counts its examples" in capsys.readouterr().out

@@ -14,6 +14,7 @@ from controllers.run.loop import Loop
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.stopping import Stopping
+from controllers.watch.evaluation import Evaluation
 from tests.cluster.crew import SlowWriter, processes
 from tests.controllers.run.test_stopping import Cursor, forget
 from tests.controllers.run.test_stopping import stoppable as stoppable
@@ -24,7 +25,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Interrupted
-from verl_ray.tracking import Sample, Trackers
+from verl_ray.tracking import Trackers
 from verl_ray.tracking.jsonl import JsonlTracker
 
 SUMS = "val-core/sums/acc/mean@1"
@@ -102,10 +103,10 @@ def test_a_run_stops_after_evaluations_without_improvement(
 class Learner(Cursor):
     """A trainer whose accuracies are known beforehand, by the step."""
 
-    def evaluate(self) -> tuple[dict[str, float], list[Sample]]:
+    def evaluate(self) -> Evaluation:
         step = self.drawn // 8
         self.evaluated.append(step)
-        return {SUMS: ACCURACY[step]}, []
+        return Evaluation({SUMS: ACCURACY[step]}, [])
 
 
 @pytest.mark.cluster
