@@ -151,6 +151,8 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     ("run.keep_checkpoints", "max_actor_ckpt_to_keep max_critic_ckpt_to_keep"),
     ("run.keep_checkpoints", "max_ckpt_num save_total_limit keep_top_k keep_last"),
+    ("run.best_metric", "metric_for_best_model best_metric checkpointing.metric_name"),
+    ("run.early_stop", "early_stopping_patience early_stopping"),
     ("run.dir", "output_dir save_path ckpt_path default_local_dir checkpoint_dir"),
     (
         "run.resume is auto (from the newest checkpoint of run.dir), none, or the path"
