@@ -80,8 +80,19 @@ def test_topologies_must_cover_every_data_parallel_rank_once() -> None:
 
 @pytest.mark.cluster
 def test_colocated_roles_share_a_process_and_close_gracefully(
-    cluster: Session, tmp_path: Path, ray_log: Path
+    cluster: Session,
+    tmp_path: Path,
+    ray_log: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    kill = ray.kill
+
+    def kill_late(actor: ray.actor.ActorHandle[object]) -> None:
+        # Ray has the time to notice what has ended before.
+        time.sleep(0.3)
+        kill(actor)
+
+    monkeypatch.setattr(ray, "kill", kill_late)
     actor = Role("actor", "trainer", Echo, (tmp_path,))
     critic = Role("critic", "trainer", Echo, (tmp_path,))
     rollout = Role("rollout", "rollout", Echo, (tmp_path,))
