@@ -15,6 +15,7 @@ import yaml
 
 from controllers.run.claim import claim
 from controllers.run.conclusion import Conclusion
+from controllers.run.finished import finished_step, show_finished
 from controllers.run.loop import Loop
 from controllers.run.preparation import prepare
 from controllers.run.recovery import Recovery
@@ -54,6 +55,12 @@ def train(config: Config) -> int:
             data = read_data(config)
             config = _with_counted_steps(config, data)
             resumption.refuse_fewer_steps(config.run.total_steps)
+
+            # The number of steps of run.total_epochs is known only now.
+            finished = finished_step(config)
+            if finished is not None:
+                show_finished(config, finished)
+                return 0
 
         print(f"{config.run.name}: writing to {config.run.dir}", flush=True)
         resumption.set_aside_old_record()
