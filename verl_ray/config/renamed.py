@@ -22,6 +22,7 @@ Where several keys became one, the new key takes the value of the first of them.
 
 ADDED: dict[str, Any] = {
     "rollout.staleness": 0,
+    "data.special_tokens": "allow",
     "run.total_epochs": None,
     "run.best_metric": None,
     "run.best_is": None,
