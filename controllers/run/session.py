@@ -23,6 +23,7 @@ from verl_ray.cluster.signals import (
 )
 from verl_ray.config.load import to_tree
 from verl_ray.config.schema import Config
+from verl_ray.profiling.phases import blocking
 from verl_ray.tracking import Trackers, open_trackers
 from verl_ray.tracking.jsonl import METRICS, read_metrics
 
@@ -34,7 +35,10 @@ def open_session(config: Config) -> Session:
     from here on.
     """
     Path(config.run.dir).mkdir(parents=True, exist_ok=True)
-    with announcing(lambda: Outlook("stopping as soon as Ray has started", "")):
+    with (
+        announcing(lambda: Outlook("stopping as soon as Ray has started", "")),
+        blocking("starting Ray"),
+    ):
         session = Session.open(
             config.ray.address, log_dir=Path(config.run.dir) / "logs"
         )
@@ -50,7 +54,7 @@ def recording(config: Config, resumption: Resumption) -> Iterator[Trackers]:
     trackers = Trackers([])
     try:
         # W&B may wait for its server, and knows nothing of signals.
-        with raising_signals():
+        with raising_signals(), blocking("opening the record (tracking)"):
             trackers = open_trackers(
                 config.tracking,
                 config.run,

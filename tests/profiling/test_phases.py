@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
-from verl_ray.profiling.phases import Phases
+from verl_ray.profiling.phases import Phases, blocking
 
 
 class Time:
@@ -97,3 +99,24 @@ def test_a_live_line_shows_a_phase_at_once_and_nothing_is_printed(time: Time) ->
         time.run(10)
     assert shown == ["phase 0", "phase 1", "phase 2"]
     assert not time.reports
+
+
+def test_a_call_that_blocks_is_reported_by_a_timer() -> None:
+    reported = threading.Event()
+    texts: list[str] = []
+
+    def write(text: str) -> None:
+        texts.append(text)
+        reported.set()
+
+    with blocking("starting Ray", write, first_s=0.01):
+        assert reported.wait(60)
+    assert texts == ["starting Ray [0 s]"]
+
+    with blocking("starting Ray", write, first_s=0.2):
+        pass
+    assert not [
+        thread
+        for thread in threading.enumerate()
+        if isinstance(thread, threading.Timer) and not thread.finished.is_set()
+    ]

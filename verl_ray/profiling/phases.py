@@ -1,7 +1,8 @@
 """Phases of the driver's work: what a run is doing, told where nothing else is.
 
 A phase is announced where it begins (`phase`), and may be a part of another one. Every
-wait of the driver ticks (`verl_ray/cluster/waiting.py`), so there is no thread. After
+wait of the driver ticks (`verl_ray/cluster/waiting.py`), so there is no thread, except
+around calls of libraries that wait themselves (`blocking`). After
 ten seconds without news a line on stderr says where the run is, and then after 20, 40
 and every 60 more. A live line on a terminal shows the phase instead (`show_on`).
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -145,6 +147,28 @@ def _print(report: str) -> None:
     # The reader of stderr may have exited, as `tee` does at Ctrl-C.
     with contextlib.suppress(OSError):
         print(report, file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def blocking(
+    text: str, write: Callable[[str], None] = _print, first_s: float = FIRST_S
+) -> Iterator[None]:
+    """Announce a block that never ticks, because a library waits in it.
+
+    A timer reports it once, since nothing else runs meanwhile.
+
+    Args:
+        text: What the block does.
+        write: Function that shows the report.
+        first_s: Seconds after which the block is reported.
+    """
+    timer = threading.Timer(first_s, write, [f"{text} [{first_s:.0f} s]"])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 PHASES = Phases(_print)
