@@ -134,7 +134,9 @@ def test_each_error_is_told_in_a_few_lines(
 
     log = group.members()[1].process_info.log_path
     for refusal, call in calls:
-        monkeypatch.setattr(command_line, "check", lambda *_, call=call: call.result())
+        monkeypatch.setattr(
+            command_line, "check", lambda *_, call=call, **__: call.result()
+        )
         assert command_line.main(["check"]) == type(refusal).exit_code
         *message, origin = capsys.readouterr().err.splitlines()
         assert len(message) < 8
@@ -151,7 +153,7 @@ def test_each_error_is_told_in_a_few_lines(
             rf"in refuse\n.*\n.*{type(refusal).__name__}: ", Path(log).read_text()
         )
 
-    monkeypatch.setattr(command_line, "check", lambda *_: failed.result())
+    monkeypatch.setattr(command_line, "check", lambda *_, **__: failed.result())
     assert command_line.main(["check"]) == 1
     message = capsys.readouterr().err
     assert (
