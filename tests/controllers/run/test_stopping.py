@@ -399,9 +399,11 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
     )
     for held_from, group, phase in waits:
         before, held = run.prompts.state(), processes(group)
+        coming: list[threading.Timer] = []
 
         def at(
             begins: str,
+            coming: list[threading.Timer] = coming,
             held_from: str = held_from,
             held: Any = held,
             phase: str = phase,
@@ -410,7 +412,9 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
                 for process in held:
                     process.suspend()
             if begins == phase:
-                threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+                soon = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+                coming.append(soon)
+                soon.start()
 
         timed_by(run, Watched(at))
         try:
@@ -423,6 +427,10 @@ def test_every_wait_before_the_update_is_given_up(trainer: MakeTrainer) -> None:
         finally:
             for process in held:
                 process.resume()
+            # A phase may begin twice, and no signal of this round may come in the next.
+            for timer in coming:
+                timer.cancel()
+                timer.join()
         assert work.committed_at is None
         run.prompts.load_state(before)
         forget()
