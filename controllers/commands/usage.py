@@ -49,7 +49,7 @@ usage: verl-ray <command> {OPTIONS} [overrides]
 commands:
   train     train a model
   evaluate  measure a model on held-out problems or pairs
-  check     validate a configuration in a second, without starting anything
+  check     validate a configuration, its data and its rewards; nothing starts
   export    write a role of a checkpoint as a Hugging Face directory
   bench     measure speed
 

@@ -153,7 +153,14 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
         with phase("reading the data"):
             return task_of(resolve(config, facts)).read(trains=trains)
     except DataError as error:
-        problem = problem_of("data.train_path", config.data.train_path, error)
+        # Both files are read; an error begins with the path of its file.
+        key = "data.train_path"
+        path = config.data.train_path
+        held_out = config.data.validation_path
+        if held_out is not None and str(error).startswith(held_out):
+            key = "data.validation_path"
+            path = held_out
+        problem = problem_of(key, path, error)
         raise ConfigError([problem]) from error
 
 
