@@ -13,20 +13,14 @@ import tempfile
 from pathlib import Path
 
 from controllers.run.saved import named_checkpoint
-from controllers.system.plan import ClusterShape, plan_processes, resolve_on
 from controllers.tasks import typed_config
-from controllers.trainers.base import task_of
 from verl_ray.checkpoint.manifest import Checkpoint
-from verl_ray.cluster.calls import wait_all
-from verl_ray.cluster.launch import start_groups
-from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.renamed import migrated
 from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.profiling.phases import phase
-from workers.model_worker import ModelWorker
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
 """Largest difference of a log-prob or a score, by the type the engine computes in.
@@ -95,6 +89,14 @@ def _export(
     Returns:
         The largest difference of a log-prob or a score on fixed tokens.
     """
+    # Ray and torch take seconds to import, which no mistake in the arguments may cost.
+    from controllers.system.plan import ClusterShape, plan_processes, resolve_on
+    from controllers.trainers.base import task_of
+    from verl_ray.cluster.calls import wait_all
+    from verl_ray.cluster.launch import start_groups
+    from verl_ray.cluster.session import Session
+    from workers.model_worker import ModelWorker
+
     with (
         tempfile.TemporaryDirectory() as logs,
         Session.open(address, log_dir=Path(logs)) as session,
@@ -110,18 +112,13 @@ def _export(
 
         # Only the processes of this role are started.
         planned_role = plan.roles[role]
-        process_sets = [
-            process_set
-            for process_set in plan.sets
-            if process_set.name == planned_role.processes
-        ]
+        needed = planned_role.processes
+        sets = [processes for processes in plan.sets if processes.name == needed]
+        stall_s = config.run.stall_s
         with (
             phase(f"exporting the {role}"),
             start_groups(
-                process_sets,
-                [planned_role],
-                stall_s=config.run.stall_s,
-                log_dir=Path(logs),
+                sets, [planned_role], stall_s=stall_s, log_dir=Path(logs)
             ) as groups,
         ):
             group = groups[planned_role]

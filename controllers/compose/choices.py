@@ -50,6 +50,9 @@ def _unreadable(text: str) -> Problem:
     key, _, _ = text.partition("=")
     rule = "this override cannot be read"
     fix = "Write key=value; quote lists, dicts and blanks for the shell: 'key=[1, 2]'."
+    if key == text:
+        rule = "this override has no value"
+        fix = f"Write {key}=VALUE."
     return Problem(key or text, text, rule, fix)
 
 

@@ -22,6 +22,7 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.schema import Config
 from verl_ray.data.cursor import drawn_rows
 from verl_ray.errors import CheckpointError, ConfigError, Problem
+from verl_ray.preflight.file_errors import problem_of
 from verl_ray.tracking.jsonl import METRICS, RECORDED_STEPS
 from verl_ray.tracking.record import steps_of, unused_path
 
@@ -30,10 +31,10 @@ class Resumption:
     """Finds the checkpoint that run.resume names.
 
     Raises:
-        CheckpointError: There are checkpoints but none is whole, or the checkpoint has
-            consumed other rows than its steps have used.
-        ConfigError: The configuration changed in a key that may not change, or
-            run.resume is none and run.dir already holds a run.
+        ConfigError: There are checkpoints but none is whole, or the checkpoint has
+            consumed other rows than its steps have used; the configuration changed in a
+            key that may not change; or run.resume is none and run.dir already holds a
+            run.
     """
 
     def __init__(self, config: Config, *, verify: bool = True) -> None:
@@ -52,14 +53,8 @@ class Resumption:
         )
         """Checkpoints of this run.dir. run.resume may name one outside of it."""
 
-        self.checkpoint = self._find(config.run.resume)
+        self.checkpoint = self._fitting_checkpoint(config)
         """Checkpoint to continue from; None where the run starts from the beginning."""
-
-        # A checkpoint that does not fit is refused here, before anything starts.
-        if self.checkpoint is not None:
-            for change in self._changes(self.checkpoint):
-                self._report_change(change, self.checkpoint)
-            self.check_cursor(self.checkpoint.step, self.checkpoint.state["trainer"])
 
     @property
     def step(self) -> int | None:
@@ -203,6 +198,28 @@ class Resumption:
                 " twice or left out, so continue from another checkpoint:"
                 " run.resume=PATH"
             )
+
+    def _fitting_checkpoint(self, config: Config) -> Checkpoint | None:
+        """Return the checkpoint to continue from, which the configuration fits.
+
+        Raises:
+            ConfigError: There is none that is whole, or it does not fit.
+        """
+        resume = config.run.resume
+        try:
+            checkpoint = self._find(resume)
+            if checkpoint is None:
+                return None
+
+            for change in self._changes(checkpoint):
+                self._report_change(change, checkpoint)
+            self.check_cursor(checkpoint.step, checkpoint.state["trainer"])
+        except CheckpointError as error:
+            key, value = "run.resume", resume
+            if resume == "auto":
+                key, value = "run.dir", config.run.dir
+            raise ConfigError([problem_of(key, value, error)]) from error
+        return checkpoint
 
     def _find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint that `resume` (auto, none or a path) stands for."""

@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from verl_ray.models.export import write_tensors
-from verl_ray.models.tensor_sources import INDEX, CheckpointReader
+from verl_ray.models.names import INDEX
+from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.weight_sync.manifest import Parameter
 
 TENSORS = {

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from verl_ray.errors import ModelError
-from verl_ray.models.tensor_sources import INDEX, CheckpointReader
+from verl_ray.models.names import INDEX
+from verl_ray.models.tensor_sources import CheckpointReader
 from verl_ray.models.weights import fill, materialize, parameters_on_meta
 
 NOTHING: frozenset[str] = frozenset()

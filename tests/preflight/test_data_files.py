@@ -16,7 +16,8 @@ from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.errors import DataError, Problem
 from verl_ray.preflight import data_files
-from verl_ray.preflight.data_files import examine_data, problem_of
+from verl_ray.preflight.data_files import examine_data
+from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 
 GOOD = [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(40)]

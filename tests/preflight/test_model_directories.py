@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -39,6 +40,37 @@ def test_an_incomplete_model_directory_says_what_it_lacks(
         "this directory has no tokenizer",
         "the model has 1000 positions, and a row may have 1536 tokens",
     ]
+
+
+def test_damaged_weights_are_found_from_headers_and_sizes(
+    model: Path, data: Path, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(model, copy)
+
+    def rule() -> str:
+        return problems_by_key(preflight(ppo(copy, data), BIG))["model.path"]
+
+    (file,) = copy.glob("*.safetensors")
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1])
+    size = len(whole)
+    assert (
+        f"{file.name} has {size - 1} bytes, and its header describes {size}" in rule()
+    )
+
+    file.write_bytes(b"version https://git-lfs.github.com/spec/v1")
+    assert f"{file.name} has no readable header" in rule()
+
+    file.write_bytes(whole)
+    weight_map = {"a": file.name, "b": "second.safetensors"}
+    index = copy / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": weight_map}))
+    assert "names second.safetensors, which is not there" in rule()
+
+    index.unlink()
+    save_file({"weight": np.zeros(2, dtype=np.float64)}, file)
+    assert "its weights are of type F64, which is not read" in rule()
 
 
 def test_rows_are_shortened_by_no_more_than_there_is(

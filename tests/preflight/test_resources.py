@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from controllers.compose.composition import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key, with_judge
@@ -58,13 +56,8 @@ def test_a_judge_needs_room_of_its_own(model: Path, data: Path) -> None:
 def test_a_model_that_is_not_the_policys_takes_no_room_in_its_engine(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
-    large = tmp_path / "large"
-    large.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (large / name).write_bytes((model / name).read_bytes())
-    save_file(
-        {"a": np.zeros(10**7, np.uint8)}, large / "model.safetensors"
-    )  # 0.037 GiB as float32
+    # 0.037 GiB as float32
+    large = large_model(tmp_path / "large", model, "a", parameters=10**7)
     caches = "rollout.kv_cache_gib=0.0625"
     # Processes 1 GiB, cache 0.0625, reference 0.037; the rollout engine holds the
     # policy, which is small.
@@ -177,13 +170,8 @@ def test_nothing_leaves_a_gpu_where_there_is_none(model: Path, data: Path) -> No
 
 
 def test_buckets_lie_in_shared_memory(tmp_path: Path, model: Path, data: Path) -> None:
-    large = tmp_path / "large"
-    large.mkdir()
-    for name in ("config.json", "tokenizer.json"):
-        (large / name).write_bytes((model / name).read_bytes())
-    save_file(
-        {"a": np.zeros(10**8, np.uint8)}, large / "model.safetensors"
-    )  # 381 MiB as float32
+    # 381 MiB as float32
+    large = large_model(tmp_path / "large", model, "a", parameters=10**8)
 
     def problems(*overrides: str, shm: int) -> list[str]:
         machine = Machine(cores=64, gpus=0, memory_bytes=512 * GIB, shm_free_bytes=shm)
@@ -254,16 +242,24 @@ def test_memory_that_cannot_be_enough_is_a_problem(model: Path, data: Path) -> N
     assert preflight(ppo(model, data), None).problems == []
 
 
-def large_model(folder: Path, model: Path, *tensors: str) -> Path:
-    """60 million parameters in each tensor, of which there are only headers."""
+def large_model(
+    folder: Path, model: Path, *tensors: str, parameters: int = 60_000_000
+) -> Path:
+    """Parameters in each tensor, of which there are only headers."""
     folder.mkdir()
     for name in ("config.json", "tokenizer.json"):
         (folder / name).write_bytes((model / name).read_bytes())
-    weight = {"dtype": "F32", "shape": [6000, 10_000], "data_offsets": [0, 240_000_000]}
+    num_bytes = 4 * parameters
+    weight = {
+        "dtype": "F32",
+        "shape": [parameters // 10_000, 10_000],
+        "data_offsets": [0, num_bytes],
+    }
     header = json.dumps(dict.fromkeys(tensors, weight)).encode()
-    (folder / "model.safetensors").write_bytes(
-        len(header).to_bytes(8, "little") + header
-    )  # which is all that is read
+    with (folder / "model.safetensors").open("wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        # The file is as long as its header says, and has no blocks on the disk.
+        file.truncate(8 + len(header) + num_bytes)
     return folder
 
 

@@ -20,7 +20,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from verl_ray.models.tensor_sources import TYPES
+from verl_ray.models.names import TYPE_NAMES
 from verl_ray.profiling.progress import advance
 from verl_ray.weight_sync.manifest import Parameter
 
@@ -40,7 +40,7 @@ COPIED_FILES = (
 _HEADER_ALIGNMENT = 8
 """Bytes. The first tensor begins at a multiple of this."""
 
-_TYPE_NAMES = {str(dtype).removeprefix("torch."): name for name, dtype in TYPES.items()}
+_TYPE_NAMES = {dtype: name for name, dtype in TYPE_NAMES.items()}
 
 
 @dataclass(frozen=True)

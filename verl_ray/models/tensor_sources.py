@@ -21,7 +21,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from verl_ray.errors import ModelError
-from verl_ray.models.names import Box
+from verl_ray.models.names import INDEX, TYPE_NAMES, Box
 from verl_ray.profiling.progress import advance
 
 if TYPE_CHECKING:
@@ -29,9 +29,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-INDEX = "model.safetensors.index.json"
-
-TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+TYPES = {name: getattr(torch, dtype) for name, dtype in TYPE_NAMES.items()}
 """The types of parameters by their names in safetensors."""
 
 Header = Mapping[str, tuple[tuple[int, ...], torch.dtype]]

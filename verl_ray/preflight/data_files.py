@@ -10,7 +10,6 @@ makes of their records (`reward_trial.py`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,6 +24,7 @@ from verl_ray.data.stages import Prompts
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import DataError, ModelError, Problem
+from verl_ray.preflight.file_errors import problem_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,11 +34,6 @@ WHOLE_BYTES = 32 * 2**20
 
 SAMPLE_RECORDS = 5_000
 """Records that are read of a larger file."""
-
-_START_OF_FIX = re.compile(
-    r"; (?=set|expected|rename|correct|point|put|add|use|take|choose|write)"
-    r"|, (?=expected)|\. (?=Set|Expected)"
-)
 
 NUM_EXAMPLES = 2
 """Rows that are shown as the model will see them."""
@@ -107,19 +102,6 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
             findings.files.append(file)
             findings.warnings += _warnings(file, config)
     return findings
-
-
-def problem_of(key: str, path: str, error: DataError | ModelError) -> Problem:
-    """Return an error about a file as a problem of the setting that names the file.
-
-    Such errors say what was found, then what was expected or what to change.
-    """
-    message = str(error).removeprefix(path).lstrip(":, ")
-    rule, *rest = re.split(_START_OF_FIX, message, maxsplit=1)
-    if not rest:
-        return Problem(key, path, message, "Correct it there, or name another one.")
-    fix = rest[0].rstrip(".")
-    return Problem(key, path, rule, f"{fix[0].upper()}{fix[1:]}.")
 
 
 def _paths(config: Config, evaluates: bool) -> Iterator[tuple[str, str]]:

@@ -26,15 +26,18 @@ from verl_ray.models.families import (
     WITH_EXPERTS,
     WITH_QUERY_NORM,
 )
+from verl_ray.models.names import TYPE_NAMES
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import (
     config_json,
+    damaged_weights,
     has_experts,
     settings_of,
     shapes_of,
     tensor_shapes,
+    tensor_types,
     token_ids,
 )
 
@@ -114,6 +117,12 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
 
     yield from _file_problems(key, path, settings)
 
+    foreign_types = sorted(tensor_types(path).difference(TYPE_NAMES))
+    if foreign_types and not is_judge:
+        rule = f"its weights are of type {foreign_types[0]}, which is not read"
+        fix = f"Save them as one of {either(tuple(TYPE_NAMES.values()))}."
+        yield Problem(key, path, rule, fix)
+
     # A grader reads rows of its own tokenizer. Those that are too long get no score,
     # and are counted.
     if role not in config.graders:
@@ -128,6 +137,12 @@ def _file_problems(
     if not any(directory.glob("*.safetensors")):
         rule = "this directory has no *.safetensors"
         yield Problem(key, path, rule, "Save the weights as safetensors.")
+
+    damage = damaged_weights(path)
+    if damage is not None:
+        rule = f"the weights cannot be loaded: {damage}"
+        yield Problem(key, path, rule, "Copy or save the model again.")
+        return
 
     difference = _unexpected_tensor(settings, tensor_shapes(path))
     if difference is not None:

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.data import word_problems
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.models.names import INDEX
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:
@@ -88,32 +90,79 @@ def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
 
 
 def tensor_shapes(path: str) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a directory's safetensors by its name.
+    """Return the shape of every tensor in a directory's safetensors by its name."""
+    return {name: tensor["shape"] for name, tensor in _tensors(path)}
+
+
+def tensor_types(path: str) -> set[str]:
+    """Return the types of the tensors of a directory, by their names in safetensors."""
+    return {tensor["dtype"] for _, tensor in _tensors(path)}
+
+
+def damaged_weights(path: str) -> str | None:
+    """Return what is wrong with the weights in a directory; None if nothing is.
+
+    Only the headers and the sizes of the files are read.
+    """
+    directory = Path(path).expanduser()
+    weight_map = _json_object(directory / INDEX).get("weight_map", {})
+    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
+    missing = sorted(name for name in names if not (directory / str(name)).is_file())
+    if missing:
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        return f"{INDEX} names {missing[0]}{others}, which is not there"
+
+    for file in sorted(directory.glob("*.safetensors")):
+        damage = _damage(file)
+        if damage is not None:
+            return f"{file.name} {damage}"
+    return None
+
+
+def _damage(file: Path) -> str | None:
+    """Return what is wrong with a safetensors file, as the end of a sentence."""
+    try:
+        length, header = _read_header(file)
+        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
+        ends = [tensor["data_offsets"][1] for tensor in tensors]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return "has no readable header"
+
+    expected = 8 + length + max(ends, default=0)
+    actual = file.stat().st_size
+    if actual != expected:
+        return f"has {actual} bytes, and its header describes {expected}"
+    return None
+
+
+def _tensors(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name and the description of every tensor in a directory's safetensors.
 
     Only the headers of the files are read.
     """
-    shapes: dict[str, list[int]] = {}
     for file in Path(path).expanduser().glob("*.safetensors"):
-        shapes.update(_header(file))
-    return shapes
+        try:
+            _, header = _read_header(file)
+        except (OSError, ValueError):
+            continue
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                yield name, tensor
 
 
-def _header(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """Yield the name and shape of every tensor in a safetensors file.
+def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
+    """Return the length and the contents of the header of a safetensors file.
 
     The file begins with the length of its header in 8 bytes. The header is a JSON
     object with an entry for every tensor.
     """
-    try:
-        with file.open("rb") as stream:
-            length = int.from_bytes(stream.read(8), "little")
-            header = json.loads(stream.read(length))
-    except (OSError, ValueError):
-        return
-
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            yield name, tensor["shape"]
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        # A file of another kind begins with any number.
+        if length > file.stat().st_size:
+            raise ValueError("the header is longer than the file")
+        header: dict[str, Any] = json.loads(stream.read(length))
+    return length, header
 
 
 def config_json(path: str) -> dict[str, object]:

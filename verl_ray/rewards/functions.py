@@ -21,8 +21,9 @@ from typing import Protocol
 
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem
+from verl_ray.paths import path_suggestion
 
-EXPECTED = "Expected the name of a built-in function or path/to/file.py:function"
+EXPECTED = "Expected the name of a built-in function or path/to/file.py:function."
 
 _FRAMES = 4  # innermost frames of a traceback that are worth showing
 
@@ -158,14 +159,15 @@ def spec_problem(spec: str, key: str) -> Problem | None:
     path = Path(path_text).expanduser()
     if not path.is_file():
         where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
-        return Problem(key, spec, f"the file {path} does not exist{where}", EXPECTED)
+        rule = f"the file {path} does not exist{where}"
+        return Problem(key, spec, rule, path_suggestion(path, EXPECTED))
 
     # The symbol table shows the names of a file without running it.
     try:
         module = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
     except (SyntaxError, ValueError, OSError) as error:
         rule = f"the file {path} cannot be read as Python: {error}"
-        return Problem(key, spec, rule, "Correct the file")
+        return Problem(key, spec, rule, "Correct the file.")
 
     symbols = {symbol.get_name(): symbol for symbol in module.get_symbols()}
     symbol = symbols.get(name)
@@ -199,13 +201,13 @@ def resolve(spec: str, key: str = "reward.functions") -> RewardFunction:
     except BaseException as error:
         cause = last_cause(short_traceback(error, skip_files=(__file__, "<frozen")))
         rule = f"the file {path} cannot be imported: {cause}"
-        raise ConfigError([Problem(key, spec, rule, "Correct it")]) from error
+        raise ConfigError([Problem(key, spec, rule, "Correct it.")]) from error
 
     mistake = _signature_mistake(function)
     if mistake is not None:
         fix = (
             "Expected def f(response, answer, *, prompt, data_source, extra) -> float |"
-            " None"
+            " None."
         )
         raise ConfigError([Problem(key, spec, mistake, fix)])
     return function

@@ -38,7 +38,7 @@ from verl_ray.rewards.service_messages import (
 if TYPE_CHECKING:
     import httpx
 
-_EXPECTED_URL = "Expected http://host:port/path or https://host/path"
+_EXPECTED_URL = "Expected http://host:port/path or https://host/path."
 
 # Healths of an item that the service has graded, or declined to grade.
 _ANSWERED = frozenset({ScoreHealth.OK, ScoreHealth.NONE, ScoreHealth.NONFINITE})

@@ -10,7 +10,7 @@ from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.config.resolve import with_total_steps
-from verl_ray.errors import CheckpointError, ConfigError
+from verl_ray.errors import ConfigError
 
 
 def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(
@@ -33,10 +33,13 @@ def test_a_run_whose_checkpoints_are_all_torn_does_not_start_anew(
     config = inputs.config("ppo", tmp_path)
     store = write_checkpoints(config, 1)
     (store.root / "step_00000001" / "actor" / "shard").unlink()
-    with pytest.raises(
-        CheckpointError, match=r"no usable checkpoint.*actor/shard is missing"
-    ):
+    with pytest.raises(ConfigError) as caught:
         Resumption(config)
+    (problem,) = caught.value.problems
+    assert (problem.key, problem.value) == ("run.dir", str(tmp_path))
+    assert "no usable checkpoint" in problem.rule
+    assert "actor/shard is missing" in problem.rule
+    assert problem.fix.startswith("Restore one of them, or start anew")
 
 
 @pytest.mark.parametrize("examples_per_step", [7, 9])
@@ -45,8 +48,8 @@ def test_rows_that_the_steps_did_not_use_are_refused(
 ) -> None:
     config = inputs.config("ppo", tmp_path)
     write_checkpoints(config, 3, examples_per_step=examples_per_step)
-    expected = f"after step 3 has drawn {3 * examples_per_step} rows of the data; expected 24, 8 for each step"
-    with pytest.raises(CheckpointError, match=expected):
+    expected = f"after step 3 has drawn {3 * examples_per_step} rows of the data. Expected 24, 8 for each step"
+    with pytest.raises(ConfigError, match=expected):
         Resumption(config)
 
 
@@ -176,7 +179,7 @@ def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:
     assert found.tracker_state == {
         "wandb_run_id": "abc"
     }  # the record of its steps stays where they ran
-    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+    with pytest.raises(ConfigError, match="there is no such checkpoint"):
         Resumption(
             inputs.config(
                 "ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"

@@ -1,0 +1,321 @@
+"""Mistakes of a first day, each with the words that its message has to hold.
+
+`tests/test_mistakes.py` makes every one of them. As a program this file prints a table of
+what each costs, in seconds of CPU time and in lines; with --verbose also the messages::
+
+    python -m tests.mistakes [--verbose]
+
+Deliberately not here: mistakes that no file could have told (`tests/controllers/trainers`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.controllers.runs import Inputs, make_inputs
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.tokenizers import character_tokenizer
+from verl_ray.models.tiny import make_tiny_qwen3
+
+ROOT = Path(__file__).resolve().parents[1]
+MOST_LINES = 8
+_ARGUMENTS = "response, answer, *, prompt, data_source, extra"
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """What a user types, and what the message about it has to say.
+
+    Attributes:
+        name: The mistake in a few words.
+        arguments: Arguments of `verl-ray`.
+        fix: Words that only a message with the right fix has.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    fix: str
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the command said about a mistake.
+
+    Attributes:
+        code: Exit code of the command.
+        cpu_s: Seconds of CPU time, those of its child processes included.
+        text: Everything that it printed.
+    """
+
+    code: int
+    cpu_s: float
+    text: str
+
+    @property
+    def num_lines(self) -> int:
+        return len(self.text.splitlines())
+
+    def faults(self, mistake: Mistake) -> list[str]:
+        """Return what is wrong with the answer."""
+        faults = []
+        if self.code != 2:
+            faults.append(f"exit code {self.code}")
+        if self.num_lines > MOST_LINES:
+            faults.append(f"{self.num_lines} lines")
+        if "Traceback" in self.text:
+            faults.append("a traceback")
+        # A message is wrapped where the terminal ends.
+        if mistake.fix not in " ".join(self.text.split()):
+            faults.append(f"does not say {mistake.fix!r}")
+        return faults
+
+
+def make(mistake: Mistake, folder: Path) -> Answer:
+    """Run the command of a mistake in a process of its own."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100"}
+    for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
+        environment.pop(name, None)
+    environment["HOME"] = str(folder)
+    environment["PYTHONPATH"] = str(ROOT)
+
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ended = subprocess.run(
+        [sys.executable, "-m", "controllers", *mistake.arguments],
+        cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Answer(ended.returncode, cpu_s, ended.stdout + ended.stderr)
+
+
+def mistakes(folder: Path) -> list[Mistake]:
+    """Write the files of all mistakes to a folder, and return the mistakes."""
+    inputs = make_inputs(folder)
+    return [
+        *_of_keys_and_values(inputs),
+        *_of_other_systems(inputs),
+        *_of_data(inputs, folder),
+        *_of_rewards(inputs, folder),
+        *_of_models(inputs, folder),
+        *_of_files_and_commands(inputs, folder),
+    ]
+
+
+def _check(inputs: Inputs, *overrides: str) -> tuple[str, ...]:
+    """Return the command that checks a GRPO run with the overrides."""
+    own = [
+        f"model.path={inputs.model}",
+        f"data.train_path={inputs.train}",
+        f"data.validation_path={inputs.validation}",
+        "data.max_prompt_tokens=8",
+        "rollout.max_response_tokens=6",
+        "rollout.kv_cache_gib=0.03125",
+    ]
+    return ("check", "--config-name", "grpo", *own, *overrides)
+
+
+def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
+    table = [
+        ("misspelt key", "rollout.temperatur=0.7", "rollout.temperature"),
+        ("misspelt choice", "algorithm=gpro", "grpo"),
+        ("text for a number", "run.total_steps=many", "run.total_steps"),
+        ("negative number", "actor.optimizer.lr=-1", "actor.optimizer.lr"),
+        ("override without value", "run.name", "Write run.name=VALUE"),
+        ("flag in place of override", "--run.total_steps=3", "run.total_steps=3"),
+        ("batch not divisible", "actor.mini_batch_size=100", "actor.mini_batch_size"),
+        ("critic for GRPO", "critic.optimizer.lr=1e-5", "critic"),
+        ("W&B online without a login", "tracking.wandb.mode=online", "wandb login"),
+        (
+            "longer than the positions of the model",
+            "data.max_prompt_tokens=4095",
+            "Lower data.max_prompt_tokens by 5",
+        ),
+        ("best by an unknown metric", "run.best_metric=accuracy", "run.best_metric"),
+        ("steps and epochs", "run.total_epochs=0", "run.total_epochs"),
+        ("colocated with tensor parallel", "rollout.tensor_parallel=3", "rollout."),
+        ("an engine that does not exist", "backend=deepspeed", "fsdp"),
+    ]
+    return [
+        Mistake(name, _check(inputs, override), fix) for name, override, fix in table
+    ]
+
+
+def _of_other_systems(inputs: Inputs) -> list[Mistake]:
+    table = [
+        ("data.train_batch_size=256", "data.prompts_per_step"),
+        ("actor_rollout_ref.rollout.n=8", "rollout.group_size"),
+        ("rollout.n=8", "rollout.group_size"),
+        ("algorithm.adv_estimator=grpo", "algorithm=grpo"),
+        ("num_generations=8", "rollout.group_size"),
+        ("beta=0.04", "algorithm.kl"),
+        ("learning_rate=1e-6", "actor.optimizer.lr"),
+        ("per_device_train_batch_size=4", "data.prompts_per_step"),
+        ("trainer.save_freq=10", "run.checkpoint_every"),
+        ("actor.use_kl_loss=true", "algorithm.kl"),
+        ("rollout.gpu_memory_utilization=0.6", "rollout.kv_cache_gib"),
+        ("run.epochs=2", "run.total_epochs"),
+    ]
+    return [
+        Mistake(f"{override.split('=')[0]} of another system", _check(inputs, override), fix)
+        for override, fix in table
+    ]  # fmt: skip
+
+
+def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
+    good = json.dumps({"prompt": "1+1=", "answer": "2"})
+    null = json.dumps({"prompt": "1+1=", "answer": None})
+    lone = '{"prompt": "1+\\ud800=", "answer": "2"}'
+    chat = json.dumps({"prompt": [{"role": "user", "content": "1+1="}], "answer": "2"})
+    texts = [
+        ("an empty file", "empty.jsonl", "", "holds no records"),
+        ("bad JSON", "bad.jsonl", f'{good}\n{{"prompt": \n', "line 2: not JSON"),
+        ("no answer", "missing.jsonl", f'{good}\n{{"prompt": "1+1="}}\n', "line 2: no field 'answer'"),
+        ("answer: null", "null.jsonl", f"{good}\n{null}\n", "line 2: answer is null"),
+        ("a lone surrogate", "lone.jsonl", f"{good}\n{lone}\n", "line 2"),
+        ("text named parquet", "fake.parquet", "hello", "cannot be read as Parquet"),
+        ("prompts that are all too long", "long.jsonl",
+         json.dumps({"prompt": "1+" * 20, "answer": "2"}) + "\n", "data.max_prompt_tokens="),
+        ("chat without a template", "chat.jsonl", f"{chat}\n", "line 1: found chat messages"),
+        ("a special token spelled out", "special.jsonl",
+         json.dumps({"prompt": "1+<eos>=", "answer": "2"}) + "\n", "data.special_tokens"),
+        ("a character without a token", "letters.jsonl",
+         json.dumps({"prompt": "one", "answer": "2"}) + "\n", "line 1"),
+    ]  # fmt: skip
+    listed = []
+    for name, file, text, fix in texts:
+        path = folder / file
+        path.write_text(text)
+        more = ["data.apply_chat_template=false"] * (file == "chat.jsonl")
+        listed.append(
+            Mistake(name, _check(inputs, f"data.train_path={path}", *more), fix)
+        )
+
+    near = inputs.train.with_name("tran.jsonl")
+    listed.append(
+        Mistake("a misspelt path", _check(inputs, f"data.train_path={near}"), str(inputs.train.name))
+    )  # fmt: skip
+    return listed
+
+
+def _of_rewards(inputs: Inputs, folder: Path) -> list[Mistake]:
+    table = [
+        ("a reward that cannot be imported", f"import nowhere_at_all\ndef f({_ARGUMENTS}): return 1.0", "No module named 'nowhere_at_all'"),
+        ("a reward with a syntax error", "def f(:", "own"),
+        ("a reward of a wrong signature", "def f(response): return 1.0", "does not take the arguments"),
+        ("a reward that returns text", f"def f({_ARGUMENTS}): return 'good'", "returned str 'good'"),
+        ("a reward that returns a dict", f"def f({_ARGUMENTS}): return {{'score': 1}}", "returned dict"),
+        ("a reward that returns NaN", f"def f({_ARGUMENTS}): return float('nan')", "returned nan"),
+        ("a reward that ends its process", f"import os\ndef f({_ARGUMENTS}): os._exit(3)", "exited with status 3"),
+        ("a reward that raises", f"def f({_ARGUMENTS}): return 1 / len(response)", "ZeroDivisionError"),
+        ("a reward without an end", f"import time\ndef f({_ARGUMENTS}): time.sleep(60)", "reward.deadline_s"),
+        ("a function that is not in the file", "def g(response): return 1.0", "f"),
+    ]  # fmt: skip
+    listed = []
+    for index, (name, body, fix) in enumerate(table):
+        path = folder / f"own{index}.py"
+        path.write_text(body + "\n")
+        arguments = _check(
+            inputs, f"reward.functions.default={path}:f", "reward.deadline_s=1"
+        )
+        listed.append(Mistake(name, arguments, fix))
+
+    missing = _check(inputs, f"reward.functions.default={folder}/absent.py:f")
+    listed.append(Mistake("a reward file that is missing", missing, "absent.py"))
+    return listed
+
+
+def _of_models(inputs: Inputs, folder: Path) -> list[Mistake]:
+    tokenizer = folder / "tokenizer16"
+    character_tokenizer(tokenizer, ALPHABET)
+    shape = TinyModelConfig(
+        hidden_size=64, num_layers=1, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=96,
+        tie_embeddings=True,
+    )  # fmt: skip
+    small_heads = make_tiny_qwen3(folder / "heads16", tokenizer, shape, seed=0)
+
+    cut = folder / "cut"
+    cut.mkdir()
+    for file in inputs.model.iterdir():
+        content = file.read_bytes()
+        short = content[: len(content) // 2]
+        cut.joinpath(file.name).write_bytes(
+            short if file.suffix == ".safetensors" else content
+        )
+
+    return [
+        Mistake("head size 16", _check(inputs, f"model.path={small_heads}"), "head"),
+        Mistake(
+            "a file of weights cut short",
+            _check(inputs, f"model.path={cut}"),
+            "its header describes",
+        ),
+        Mistake(
+            "a misspelt model",
+            _check(inputs, f"model.path={inputs.model.with_name('modle')}"),
+            "model",
+        ),
+        Mistake(
+            "a KV cache smaller than a row",
+            _check(inputs, "rollout.kv_cache_gib=0.000001"),
+            "rollout.kv_cache_gib",
+        ),
+    ]
+
+
+def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
+    own = folder / "broken.yaml"
+    own.write_text("run:\n  name: [a\nmodel: {\n")
+    full = folder / "full"
+    full.joinpath("checkpoints", "step_00000002").mkdir(parents=True)
+    full.joinpath("metrics.jsonl").write_text('{"step": 1}\n')
+
+    return [
+        Mistake("broken YAML", ("check", "--config-name", str(own)), "line"),
+        Mistake("an unknown root config", ("check", "--config-name", "gpro"), "grpo"),
+        Mistake("a misspelt command", ("chekc",), "check"),
+        Mistake(
+            "a run that exists, run.resume=none",
+            _check(inputs, f"run.dir={full}", "run.resume=none"),
+            "run.resume",
+        ),
+        Mistake(
+            "export of a wrong path",
+            ("export", str(folder / "nothing"), str(folder / "exported")),
+            "nothing",
+        ),
+        Mistake(
+            "export of a folder that is no run",
+            ("export", str(inputs.model), str(folder / "exported")),
+            "checkpoint",
+        ),
+    ]
+
+
+def main() -> int:
+    """Print the table, and return 1 if an answer has a fault."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        answers = [(mistake, make(mistake, folder)) for mistake in mistakes(folder)]
+
+    verbose = "--verbose" in sys.argv
+    for mistake, answer in answers:
+        faults = "; ".join(answer.faults(mistake)) or "right"
+        print(
+            f"{mistake.name:42} {answer.cpu_s:5.1f} s {answer.num_lines:3} lines  {faults}"
+        )
+        if verbose:
+            print("\n".join(f"    {line}" for line in answer.text.splitlines()))
+    return any(answer.faults(mistake) for mistake, answer in answers)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
