@@ -241,9 +241,7 @@ def _run_with_config(
         is_mistake = isinstance(error, ConfigError)
         if command == "train" and config is not None and not is_mistake:
             with contextlib.suppress(OSError):
-                way_on = failure_hint(config, arguments)
-                if way_on is not None:
-                    error.add_note(way_on)
+                error.add_note(failure_hint(config, arguments))
         raise
 
 

@@ -137,7 +137,7 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         (
             "longer than the positions of the model",
             "data.max_prompt_tokens=4095",
-            "Lower data.max_prompt_tokens by 5",
+            "_tokens by 5, or take another model",
         ),
         ("best by an unknown metric", "run.best_metric=accuracy", "run.best_metric"),
         ("steps and epochs", "run.total_epochs=0", "run.total_epochs"),

@@ -44,26 +44,27 @@ def resume_hint(config: Config | None, arguments: Sequence[str]) -> str:
     return f"{heading}:\n{command}"
 
 
-def failure_hint(config: Config, arguments: Sequence[str]) -> str | None:
+def failure_hint(config: Config, arguments: Sequence[str]) -> str:
     """Return the command that continues a failed run, with a heading.
 
-    None if there is no checkpoint to continue from: the message of the failure says
-    what to change, and what was typed is still there.
+    Without a checkpoint the command starts the run again.
 
     Args:
         config: the configuration.
         arguments: the arguments of `verl-ray`.
     """
-    if not _has_checkpoints(config):
-        return None
-
+    has_checkpoints = _has_checkpoints(config)
     command = command_to_resume(
         typed_words(arguments),
         config.run.resume,
-        has_checkpoints=True,
+        has_checkpoints=has_checkpoints,
         current_folder=Path.cwd(),
     )
-    return f"To go on from the newest checkpoint, once the cause is mended:\n{command}"
+
+    way_on = "To begin again"
+    if has_checkpoints:
+        way_on = "To go on from the newest checkpoint"
+    return f"{way_on}, once the cause is mended:\n{command}"
 
 
 def _has_checkpoints(config: Config) -> bool:

@@ -120,7 +120,13 @@ class Graders:
             if name != HELD_OUT_GRADER
         }
         stall_s = self._config.run.stall_s
-        return ScoreFailures(limits, num_responses, self._history, stall_s)
+        return ScoreFailures(
+            limits,
+            num_responses,
+            self._history,
+            stall_s,
+            of_held_out=purpose == EVALUATION,
+        )
 
     def _call(self, name: str, rollouts: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
         group = self._groups[name]

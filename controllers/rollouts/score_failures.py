@@ -47,6 +47,8 @@ class ScoreFailures:
         num_responses: int,
         history: FailureHistory,
         stall_s: float,
+        *,
+        of_held_out: bool = False,
     ) -> None:
         """Start without scores.
 
@@ -56,8 +58,10 @@ class ScoreFailures:
             num_responses: Number of rollouts.
             history: What earlier steps have shown; it is updated.
             stall_s: Limit in seconds of reading a failure's words from the store.
+            of_held_out: Whether the rollouts are of held-out problems.
         """
         self._num_responses = num_responses
+        self._scores_in_words = "held-out scores" if of_held_out else "scores"
         self._history = history
         self._stall_s = stall_s
         self._limits = limits
@@ -121,8 +125,8 @@ class ScoreFailures:
         count = self._kinds[name][kind]
         scored = self._watched[name].scored
         print(
-            f"warning: {name}: {count} of the first {scored} scores failed"
-            f" ({kind.name.lower()}); the run stops above {name}.max_failed_fraction ="
+            f"warning: {name}: {count} of the first {scored}"
+            f" {self._scores_in_words} failed ({kind.name.lower()}); the run stops above {name}.max_failed_fraction ="
             f" {self._limits[name]:g} of {self._num_responses} responses. The first:"
             f" {self._detail(scores, row)}",
             file=sys.stderr,
@@ -141,8 +145,9 @@ class ScoreFailures:
             f"{kind.name.lower()} {count}" for kind, count in self._kinds[name].items()
         )
         return RewardError(
-            f"{watched.failed} of the first {watched.scored} scores failed ({kinds}),"
-            f" more than {name}.max_failed_fraction = {self._limits[name]:g} allows for"
+            f"{name}: {watched.failed} of the first {watched.scored}"
+            f" {self._scores_in_words} failed ({kinds}), more than"
+            f" {name}.max_failed_fraction = {self._limits[name]:g} allows for"
             f" {self._num_responses} responses. Correct what scores, or raise the"
             f" limit. The first: {self._first_details[name]}"
         )

@@ -26,7 +26,7 @@ from verl_ray.algorithms.intervals import Interval
 from verl_ray.cluster.signals import stop_requested
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
-from verl_ray.errors import Interrupted, TrackingError
+from verl_ray.errors import ConfigError, Interrupted, TrackingError
 from verl_ray.tracking import GLOBAL_STEP, Trackers
 from verl_ray.tracking.base import Sample
 from verl_ray.tracking.comparison import intervals, paired_differences
@@ -38,9 +38,12 @@ from verl_ray.tracking.evaluations import (
 )
 from verl_ray.tracking.history import (
     Ending,
+    Stint,
     begin_stint,
     end_stint,
     read_history,
+    ready_stint,
+    starting_s,
     wall_s,
 )
 from verl_ray.tracking.jsonl import METRICS, newest_samples, read_metrics
@@ -70,9 +73,10 @@ class Conclusion:
         begin_stint(self._folder, first_step, begun_s)
 
     def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
-        """Note that the record of the run is open. From here on its end is reported."""
+        """Note that all is started, and that the record of the run is open."""
         self._task = task
         self._trackers = trackers
+        ready_stint(self._folder)
 
     def finish(self) -> int:
         """Report a run that has nothing left to do.
@@ -122,10 +126,21 @@ class Conclusion:
             step = self._last_step(lines)
             end_stint(self._folder, step, ending)
 
-            # Before the first step there is nothing to report.
             if self._task is not None and lines:
                 how = f"{ending} after step {step} of {self._task.config.run.steps}"
                 self._report(lines, how)
+            # A setting that was refused did not become a run.
+            elif not isinstance(failure, ConfigError):
+                self._report_start(ending)
+
+    def _report_start(self, ending: Ending) -> None:
+        """Print the report of a run that ended before there was anything to record."""
+        stints = read_history(self._folder)
+        total_s = wall_s(stints)
+        outputs = {"run": str(self._folder), "logs": str(self._folder / "logs")}
+        title = f"{self._run.name}: {ending} before the end of the first step"
+        durations = phase_durations([], total_s, starting_s(stints))
+        show(Report(title, total_s, durations, outputs=outputs))
 
     def _report(self, lines: Sequence[Metrics], how: str) -> None:
         """Print the report of the run, and write it to run.dir."""
@@ -184,14 +199,15 @@ def report_of(
     with _noting(damage):
         samples = newest_samples(folder)[:SHOWN_SAMPLES]
 
-    total_s = 0.0
+    stints: list[Stint] = []
     with _noting(damage):
-        total_s = wall_s(read_history(folder))
+        stints = read_history(folder)
+    total_s = wall_s(stints)
 
     return Report(
         title=title,
         total_s=total_s,
-        durations=phase_durations(lines, total_s),
+        durations=phase_durations(lines, total_s, starting_s(stints)),
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),
         changes=changes,

@@ -31,7 +31,6 @@ from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.models.families import VALUE_HEAD
 from verl_ray.preflight.model_files import tensor_shapes
-from verl_ray.profiling.phases import phase
 from workers.model_worker import UpdateReport
 from workers.reward_model import RewardModelWorker
 
@@ -79,11 +78,10 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
             assignment=assignment,
         )
 
-    def evaluate(self) -> Evaluation:
+    def measure(self) -> Evaluation:
         """Measure pair accuracy, calibration and rewards on the held-out pairs."""
         call = self.group.scatter(RewardModelWorker.compute_scores, self.held_out)
-        with phase("evaluating"):
-            scores = call.result().row("score")
+        scores = call.result().row("score")
 
         # The rows of a pair are neighbours: the chosen one, then the rejected one.
         chosen = scores[0::2].astype(np.float64)

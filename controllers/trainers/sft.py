@@ -26,7 +26,6 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.profiling.phases import phase
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
 
@@ -76,14 +75,13 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         metrics = super().step(number)
         return metrics | {"train/perplexity": _perplexity(metrics["train/loss"])}
 
-    def evaluate(self) -> Evaluation:
+    def measure(self) -> Evaluation:
         """Measure greedy accuracy and loss on the held-out rows; may end the training.
 
         Accuracy is the share of rows whose greedy answer is exactly right. The loss is
         the mean over all response tokens, as in training.
         """
-        with phase("evaluating"):
-            recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
+        recitals = self.group.scatter(ActorWorker.recite, self.held_out).result()
         exact = recitals.row("exact").astype(np.float64)
         accuracy = float(exact.mean())
 

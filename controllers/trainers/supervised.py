@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -110,8 +111,16 @@ class SupervisedTrainer(ABC, Generic[W]):
         """Start one optimizer step on these rows."""
 
     @abstractmethod
+    def measure(self) -> Evaluation:
+        """Measure the model on the held-out rows; may set `finished`."""
+
     def evaluate(self) -> Evaluation:
-        """Evaluate the model on the held-out rows; may set `finished`."""
+        """Evaluate the model on the held-out rows, and time it."""
+        # The timers of the steps are taken once per step.
+        timers = Timers()
+        with phase("evaluating"), timers("testing"):
+            evaluation = self.measure()
+        return replace(evaluation, metrics={**evaluation.metrics, **timers.take()})
 
     def begin(self, done: int) -> None:
         """Do nothing: the ranks hold all state already."""

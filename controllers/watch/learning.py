@@ -30,6 +30,10 @@ ZERO_STD = "frac_reward_zero_std"
 NUM_EXAMPLES = "training/num_examples"
 """Number of prompts, rows or pairs in the training data."""
 
+MOSTLY_CUT = 0.9
+"""Share of the responses that are cut, from which on a run says so."""
+_CUT = "response_length/clip_ratio"
+
 FAILED_SCORES = "failed_scores"
 """Cause of a diagnosis that does not mean that nothing is learned."""
 
@@ -71,7 +75,7 @@ def diagnoses(lines: Sequence[Line], config: Config) -> list[Diagnosis]:
         config: Configuration of the run.
     """
     steps = [line for line in lines if line[GLOBAL_STEP] >= 1]
-    causes = [_data_diagnosis(steps, config), _all_cut(steps, config)]
+    causes = [_data_diagnosis(steps, config), _mostly_cut(steps, config)]
 
     # A step has the first of these causes that holds: the later ones follow from it.
     explained: set[float] = set()
@@ -142,20 +146,21 @@ def _data_diagnosis(steps: Sequence[Line], config: Config) -> Diagnosis | None:
     return _diagnosis("few_examples", few, text)
 
 
-def _all_cut(steps: Sequence[Line], config: Config) -> Diagnosis | None:
+def _mostly_cut(steps: Sequence[Line], config: Config) -> Diagnosis | None:
     """Return that responses are too long, which other causes may follow from."""
     if config.rollout_task is None:
         return None
 
-    is_cut = _equals("response_length/clip_ratio", 1)
-    lines = _in_a_row([line for line in steps if is_cut(line)], config)
+    cut = [line for line in steps if line.get(_CUT, 0) >= MOSTLY_CUT]
+    lines = _in_a_row(cut, config)
     longest = config.rollout_task.rollout.max_response_tokens
     text = (
-        "every response was cut at the length limit, so none ended with an answer."
+        f"{MOSTLY_CUT:.0%} of the responses or more were cut at the length limit, and"
+        " did not end with an answer."
         f" Raise rollout.max_response_tokens = {longest}, or use a model that ends its"
         " responses"
     )
-    return _diagnosis("all_cut", lines, text)
+    return _diagnosis("mostly_cut", lines, text)
 
 
 def _tests(config: Config) -> list[tuple[str, Test, str]]:

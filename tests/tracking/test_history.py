@@ -6,12 +6,19 @@ from pathlib import Path
 import pytest
 
 from verl_ray.errors import TrackingError
-from verl_ray.tracking.durations import REST, REST_OF_STEPS, phase_durations
+from verl_ray.tracking.durations import (
+    REST,
+    REST_OF_STEPS,
+    STARTING,
+    phase_durations,
+)
 from verl_ray.tracking.history import (
     HISTORY,
     begin_stint,
     end_stint,
     read_history,
+    ready_stint,
+    starting_s,
     wall_s,
 )
 
@@ -23,6 +30,8 @@ def test_the_processes_of_a_run_add_up(
     monkeypatch.setattr("verl_ray.tracking.history.time.time", lambda: now[0])
 
     begin_stint(tmp_path, 0, 1000.0)
+    now[0] = 1004.0
+    ready_stint(tmp_path)
     now[0] = 1030.0
     end_stint(tmp_path, 5, "stopped")
 
@@ -38,6 +47,7 @@ def test_the_processes_of_a_run_add_up(
     assert [stint.ending for stint in history] == ["stopped", "killed", "running"]
     assert [stint.first_step for stint in history] == [0, 5, 7]
     assert wall_s(history) == 30 + 20 + 40
+    assert starting_s(history) == 4
 
     # A run that begins anew has no past.
     begin_stint(tmp_path, 0, 1240.0)
@@ -64,9 +74,11 @@ def test_the_phases_of_a_run() -> None:
         {"training/global_step": 0, "timing_s/testing": 4.0},
         {"timing_s/step": 10.0, "timing_s/gen": 6.0, "timing_s/controller": 0.1},
         {"timing_s/step": 10.0, "timing_s/gen": 7.0, "timing_s/save_checkpoint": 1.0},
+        {"timing_s/gen/part": 3.0},
     ]
-    assert phase_durations(lines, 40.0) == {
-        REST: 40 - 20 - 4 - 1,
+    assert phase_durations(lines, 40.0, 8.0) == {
+        STARTING: 8,
+        REST: 40 - 20 - 4 - 1 - 8,
         "generation": 13,
         REST_OF_STEPS: 7,
         "evaluation": 4,

@@ -36,24 +36,30 @@ _IN_WORDS = {
 }
 
 REST_OF_STEPS = "the rest of the steps"
-REST = "starting, ending, work that was repeated"
+STARTING = "starting"
+REST = "ending, and work that was repeated"
 
 
 def phase_durations(
-    lines: Iterable[Mapping[str, float]], total_s: float | None
+    lines: Iterable[Mapping[str, float]],
+    total_s: float | None,
+    starting_s: float = 0.0,
 ) -> dict[str, float]:
     """Return the seconds of each phase of a run in words, the longest first.
 
     Args:
         lines: Lines of metrics.jsonl.
         total_s: Wall time of the run; None if it is not known.
+        starting_s: Wall time before the loop around the steps began.
     """
     sums: dict[str, float] = {}
     for line in lines:
         for name, seconds in line.items():
             # A time that is not a number is not equal to itself.
-            if name.startswith(PREFIX) and seconds == seconds:
-                phase = name.removeprefix(PREFIX)
+            phase = name.removeprefix(PREFIX)
+            # A name with a slash is of a part of a phase.
+            is_phase = name.startswith(PREFIX) and "/" not in phase
+            if is_phase and seconds == seconds:
                 sums[phase] = sums.get(phase, 0.0) + seconds
 
     step_s = sums.get(STEP, 0.0)
@@ -67,7 +73,8 @@ def phase_durations(
     }
     durations[REST_OF_STEPS] = max(0.0, step_s - inside_s)
     if total_s is not None:
-        durations[REST] = max(0.0, total_s - step_s - outside_s)
+        durations[STARTING] = starting_s
+        durations[REST] = max(0.0, total_s - starting_s - step_s - outside_s)
 
     longest_first = sorted(durations.items(), key=lambda item: -item[1])
     return {name: seconds for name, seconds in longest_first if seconds > 0}

@@ -44,6 +44,10 @@ class Stint:
 
     ending: Ending
 
+    ready_s: float | None = None
+    """Time at which everything was started and the first step could begin; None if it
+    did not come to that, or in records of earlier versions."""
+
 
 def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
     """Note that a process begins.
@@ -69,6 +73,17 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
 
     stints.append(Stint(begun_s, None, step, None, "running"))
     _write(run_dir, stints)
+
+
+def ready_stint(run_dir: Path) -> None:
+    """Note that the process that began last has started everything.
+
+    Raises:
+        TrackingError: The history cannot be read or written.
+    """
+    stints = read_history(run_dir)
+    if stints:
+        _write(run_dir, [*stints[:-1], replace(stints[-1], ready_s=time.time())])
 
 
 def end_stint(run_dir: Path, step: int, ending: Ending) -> None:
@@ -118,6 +133,21 @@ def wall_s(stints: list[Stint]) -> float:
     for stint in stints:
         ended_s = now_s if stint.ended_s is None else stint.ended_s
         total_s += max(0.0, ended_s - stint.begun_s)
+    return total_s
+
+
+def starting_s(stints: list[Stint]) -> float:
+    """Return how long the processes of a run took until all was started, in seconds.
+
+    A process that has ended before it was ready did nothing else.
+    """
+    total_s = 0.0
+    for stint in stints:
+        ready_s = stint.ended_s if stint.ready_s is None else stint.ready_s
+        if ready_s is not None and (
+            stint.ready_s or stint.last_step == stint.first_step
+        ):
+            total_s += max(0.0, ready_s - stint.begun_s)
     return total_s
 
 

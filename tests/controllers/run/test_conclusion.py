@@ -24,7 +24,7 @@ from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
 from verl_ray.checkpoint.store import CheckpointStore
 from verl_ray.config.tasks.rl import RLConfig
-from verl_ray.errors import Interrupted, RewardError
+from verl_ray.errors import ConfigError, Interrupted, RewardError
 from verl_ray.tracking import Trackers
 from verl_ray.tracking.evaluations import HeldOutScores
 from verl_ray.tracking.history import begin_stint, end_stint, read_history
@@ -107,9 +107,19 @@ def test_a_run_that_was_broken_off_reports_the_same(
     assert f"{ending} after step 2 of 9" in text and "generation" in text
     assert [stint.ending for stint in read_history(tmp_path)] == [ending]
 
-    # Before the first line there is nothing to report.
+    # Before the first line there is only the time to report.
     (tmp_path / "metrics.jsonl").unlink()
     concluding(config, None).break_off(failure)
+    text = capsys.readouterr().out
+    assert f"{ending} before the end of the first step" in text
+    assert "starting" in text and f"logs: {tmp_path}/logs" in text
+
+
+def test_a_setting_that_was_refused_has_no_report(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    concluding(config, None).break_off(ConfigError([]))
     assert capsys.readouterr().out == ""
 
 
@@ -128,10 +138,11 @@ def test_a_failed_run_goes_on_from_a_checkpoint_if_there_is_one(
     inputs: Inputs, tmp_path: Path
 ) -> None:
     config = inputs.config("ppo", tmp_path)
-    assert failure_hint(config, ["train"]) is None
+    arguments = ["train", "run.dir=x"]
+    hint = failure_hint(config, arguments)
+    assert hint.startswith("To begin again") and hint.endswith(" train run.dir=x")
     write_checkpoints(config, 1)
-    hint = failure_hint(config, ["train", "run.dir=x"])
-    assert hint is not None and hint.endswith(" train run.dir=x")
+    assert failure_hint(config, arguments).startswith("To go on from the newest")
 
 
 @pytest.mark.parametrize(
