@@ -31,7 +31,7 @@ from controllers.run.finished import finished_step, show_finished
 from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
-from verl_ray.errors import ConfigError, Interrupted, VerlRayError
+from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
 
 _MODULES_WITH_FLAGS = {
@@ -144,7 +144,11 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         known = [name for action in parser._actions for name in action.option_strings]
         raise ConfigError(unknown_options(command, others, known))
 
-    name, folder = named_root(options.config_name, options.config_dir)
+    # Printing and checking start nothing, so they may show the quickstart.
+    root = options.config_name
+    if root is None and command != "check" and options.cfg is None:
+        raise ConfigError([_unnamed_root(command)])
+    name, folder = named_root(root or "quickstart", options.config_dir)
     if options.cfg is not None:
         return print_configuration(
             name,
@@ -176,6 +180,16 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
         overrides=options.overrides,
         config_dir=folder,
     )
+
+
+def _unnamed_root(command: str) -> Problem:
+    """Return the problem of a command line that does not say what to run."""
+    rule = f"it is not given, and verl-ray {command} would start processes"
+    fix = (
+        "Write --config-name quickstart, or another root config; a run goes on with"
+        " --config-dir outputs/NAME --config-name config."
+    )
+    return Problem("--config-name", None, rule, fix)
 
 
 def _run_with_flags(command: str, rest: list[str]) -> int:

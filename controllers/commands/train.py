@@ -94,7 +94,7 @@ def run(
     shape = ClusterShape.of(session)
     config = resolve_on(requested, shape, checkpoint=resumption.path)
     resumption.settle(config)
-    _write_config(config)
+    _write_config(config, requested.run.resume)
 
     planned_memory = memory_plan(config, on_gpus=shape.gpus > 0)
     print_tables(memory_table(planned_memory))
@@ -105,7 +105,7 @@ def run(
         data = task.read()
         config = _with_counted_steps(config, data)
         resumption.settle(config)
-        _write_config(config)
+        _write_config(config, requested.run.resume)
         task = task_of(config)
 
     recovery = Recovery(resumption)
@@ -157,8 +157,16 @@ def _with_counted_steps(config: Config, data: Any) -> Config:
     return counted
 
 
-def _write_config(config: Config) -> None:
-    """Write the resolved configuration to the folder of the run."""
-    text = yaml.safe_dump(to_tree(config), sort_keys=False)
+def _write_config(config: Config, resume: str) -> None:
+    """Write the resolved configuration to the folder of the run.
+
+    Args:
+        config: the configuration.
+        resume: the user's run.resume. It stays as it is, so that a command with this
+            file goes on from whatever is the newest checkpoint then.
+    """
+    run = config.run.model_copy(update={"resume": resume})
+    tree = to_tree(config.model_copy(update={"run": run}))
+    text = yaml.safe_dump(tree, sort_keys=False)
     path = Path(config.run.dir) / "config.yaml"
     path.write_text(text)

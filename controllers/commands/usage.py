@@ -75,10 +75,10 @@ HELP = {
         ),
         examples="""\
 examples:
-  verl-ray train
+  verl-ray train --config-name quickstart
   verl-ray train --config-name grpo model.path=/models/qwen3 \\
       data.train_path=train.jsonl data.validation_path=test.jsonl
-  verl-ray train run.dir=outputs/first run.total_steps=300
+  verl-ray train --config-dir outputs/first --config-name config run.total_steps=300
 
 The last one goes on from the newest checkpoint in outputs/first.
 """,
@@ -94,10 +94,9 @@ The last one goes on from the newest checkpoint in outputs/first.
         examples="""\
 examples:
   verl-ray evaluate --config-name grpo model.path=/models/qwen3 \\
-      data.train_path=train.jsonl data.validation_path=test.jsonl \\
-      evaluation.num_prompts=200
+      data.validation_path=test.jsonl evaluation.num_prompts=200
   verl-ray evaluate --config-name reward_model model.path=outputs/mine/model \\
-      data.train_path=pairs.jsonl data.validation_path=held_out.jsonl
+      data.validation_path=held_out.jsonl
 """,
     ),
     "check": CommandHelp(
@@ -109,7 +108,7 @@ examples:
         ),
         examples="""\
 examples:
-  verl-ray check
+  verl-ray check --config-name quickstart
   verl-ray check --config-name ppo model.path=/models/qwen3 \\
       data.train_path=a.jsonl data.validation_path=null run.evaluate_every=0 \\
       rollout.group_size=3
@@ -136,9 +135,8 @@ def parser_of(command: str) -> argparse.ArgumentParser:
     parser.add_argument(
         "--config-name",
         "-cn",
-        default="quickstart",
         metavar="NAME",
-        help="root config (quickstart), or the path of a .yaml file",
+        help="root config, or the path of a .yaml file",
     )
     parser.add_argument(
         "--config-dir",

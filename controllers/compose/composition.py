@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hydra.core.override_parser.types import Override
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
@@ -115,13 +115,15 @@ def _compose_into(
         fix = did_you_mean(config_name, roots, "root config")
         raise ConfigError([Problem("--config-name", config_name, rule, fix)])
 
-    parsed = parse_overrides(overrides, result.problems)
+    parsed = parse_overrides(_with_one_length(overrides), result.problems)
     base, choices, values = choose(
         config_name, parsed, result.problems, config_dir=config_dir
     )
     if config_dir is not None:
         result.problems += backend_set_in_yaml(base, choices)
 
+    if evaluates:
+        values += _data_of_an_evaluation(base, values)
     accepted = accept(values, base, choices, result.problems)
     composed = _with_values(base, accepted)
 
@@ -146,6 +148,37 @@ def _compose_into(
         for problem in result.problems
         if not is_within(_causes(problem.key, sources), bad_keys)
     ]
+
+
+def _with_one_length(overrides: Sequence[str]) -> list[str]:
+    """Return the overrides with a length that replaces the root config's.
+
+    A number of epochs that the user gives replaces the number of steps, and the other
+    way round.
+    """
+    texts = {text.partition("=")[0].lstrip("+"): text for text in overrides}
+    lengths = ("run.total_steps", "run.total_epochs")
+    typed = [key for key in lengths if key in texts]
+    if len(typed) != 1 or texts[typed[0]].endswith("=null"):
+        return list(overrides)
+
+    (replaced,) = (key for key in lengths if key not in typed)
+    return [*overrides, f"{replaced}=null"]
+
+
+def _data_of_an_evaluation(
+    base: DictConfig, values: Sequence[Override]
+) -> list[Override]:
+    """Return an override that names training data, where an evaluation has none.
+
+    Nothing is learned from it. A checkpoint has the cursor of its own training data,
+    which only the user can name.
+    """
+    typed = {override.key_or_group for override in values}
+    is_missing = OmegaConf.is_missing(base.get("data", {}), "train_path")
+    if not is_missing or typed & {"data.train_path", "run.resume"}:
+        return []
+    return parse_overrides(["data.train_path=${data.validation_path}"], [])
 
 
 def _causes(key: str, sources: Mapping[str, Sequence[str]]) -> list[str]:

@@ -24,6 +24,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Scores
 from verl_ray.errors import RewardError
 from verl_ray.rewards.failure_limit import FailureLimit
+from verl_ray.rewards.functions import last_cause
 from verl_ray.rewards.health import ScoreHealth
 
 
@@ -126,8 +127,9 @@ class ScoreFailures:
         scored = self._watched[name].scored
         print(
             f"warning: {name}: {count} of the first {scored}"
-            f" {self._scores_in_words} failed ({kind.name.lower()}); the run stops above {name}.max_failed_fraction ="
-            f" {self._limits[name]:g} of {self._num_responses} responses. The first:"
+            f" {self._scores_in_words} failed ({kind.name.lower()}); the run"
+            f" stops above {name}.max_failed_fraction = {self._limits[name]:g} of"
+            f" {self._num_responses} responses. The first:"
             f" {self._detail(scores, row)}",
             file=sys.stderr,
             flush=True,
@@ -138,7 +140,7 @@ class ScoreFailures:
         # Only this row is read from the store.
         failed = read(scores.select(np.array([row])), self._stall_s)
         (detail,) = failed.detail.texts()
-        return detail
+        return last_cause(detail)
 
     def _error(self, name: str, watched: FailureLimit) -> RewardError:
         kinds = ", ".join(

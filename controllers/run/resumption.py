@@ -148,8 +148,8 @@ class Resumption:
 
         rule = f"{self.step} steps are done already"
         fix = (
-            f"give at least {self.step}, or continue from an earlier checkpoint:"
-            " run.resume=PATH"
+            f"Give at least {self.step}, or continue from an earlier checkpoint with"
+            " run.resume=PATH."
         )
         raise ConfigError([Problem("run.total_steps", total_steps, rule, fix)])
 
@@ -223,7 +223,15 @@ class Resumption:
 
     def _find(self, resume: str) -> Checkpoint | None:
         """Return the checkpoint that `resume` (auto, none or a path) stands for."""
-        if resume not in ("auto", "none"):
+        # The folder of a run stands for its newest checkpoint.
+        checkpoints = Path(resume) / "checkpoints"
+        is_run = resume not in ("auto", "none") and checkpoints.is_dir()
+        if is_run and checkpoints.resolve() == self.store.root.resolve():
+            resume = "auto"
+        elif is_run:
+            self._refuse_other_run(resume)
+            return self._newest_in(checkpoints)
+        elif resume not in ("auto", "none"):
             return self._open_named(resume)
 
         newest = self.store.latest(verify=self._verify)
@@ -237,15 +245,26 @@ class Resumption:
 
     def _open_named(self, resume: str) -> Checkpoint:
         """Open the checkpoint at a path, unless run.dir belongs to another run."""
-        # Steps from elsewhere must not be mixed with those of the run in this folder.
-        here = self.store.root
         if not self._holds(Path(resume)):
-            has_checkpoints = any(here.glob("step_*"))
-            if has_checkpoints or self._has_record():
-                rule = "run.dir holds another run"
-                fix = "use another run.dir for what continues from here"
-                self._refuse(resume, rule, fix)
+            self._refuse_other_run(resume)
         return self.store.open(resume)
+
+    def _newest_in(self, checkpoints: Path) -> Checkpoint | None:
+        """Return the newest checkpoint of another run."""
+        store = CheckpointStore(checkpoints, self.config.run.keep_checkpoints)
+        newest = store.latest(verify=self._verify)
+        if newest.checkpoint is None:
+            rule = f"{checkpoints} holds no checkpoint"
+            self._refuse(str(checkpoints.parent), rule, "Name another run.")
+        return newest.checkpoint
+
+    def _refuse_other_run(self, resume: str) -> None:
+        """Refuse to mix steps from elsewhere with those of the run in this folder."""
+        has_checkpoints = any(self.store.root.glob("step_*"))
+        if has_checkpoints or self._has_record():
+            rule = "run.dir holds another run"
+            fix = "Use another run.dir for what continues from here."
+            self._refuse(resume, rule, fix)
 
     def _refuse_existing_run(self, checkpoint: Checkpoint | None) -> None:
         """Refuse run.resume=none in a folder that already holds a run."""
@@ -257,7 +276,7 @@ class Resumption:
             return
 
         rule = f"{self.store.root.parent} already holds {existing}"
-        fix = "use run.resume=auto to continue, or another run.dir to start anew"
+        fix = "Use run.resume=auto to continue, or another run.dir to start anew."
         self._refuse("none", rule, fix)
 
     @property
@@ -287,7 +306,7 @@ class Resumption:
             return allowed
 
         when = f"when {checkpoint.path.name} was written"
-        fix = "set it back, or start anew in another run.dir"
+        fix = "Set it back, or start anew in another run.dir."
         problems = []
         for change in refused:
             rule = f"was {change.saved!r} {when}; {change.refused}"

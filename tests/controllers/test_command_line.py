@@ -111,7 +111,7 @@ def test_a_signal_ends_a_command_with_a_message_after_its_clean_up(
         "module.train = train\n"
         "sys.modules['controllers.commands.train'] = module\n"
         "from controllers.command_line import main\n"
-        "sys.exit(main(['train']))\n"
+        "sys.exit(main(['train', '--config-name', 'quickstart']))\n"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code],
@@ -144,7 +144,7 @@ module.train = train
 sys.modules['controllers.commands.train'] = module
 from controllers.command_line import main
 from verl_ray.cluster.signals import heed_signals
-sys.exit(main(['train', 'run.dir={folder}']))
+sys.exit(main(['train', '--config-name', 'quickstart', 'run.dir={folder}']))
 """
 
 
@@ -163,9 +163,8 @@ def test_a_signal_that_a_compiled_call_swallowed_is_still_a_stop(
     assert result.stdout == "working on\n" and result.returncode == 130
     lines = result.stderr.splitlines()
     assert lines[0] == "SIGTERM: stopping. Another one ends it at once"
-    command = shlex.join(
-        [sys.executable, "-m", "controllers", "train", f"run.dir={tmp_path}"]
-    )
+    typed = ["train", "--config-name", "quickstart", f"run.dir={tmp_path}"]
+    command = shlex.join([sys.executable, "-m", "controllers", *typed])
     assert lines[-2:] == [
         "stopped by SIGTERM. To begin again:",
         command,
@@ -216,7 +215,7 @@ def test_the_command_that_goes_on_is_what_was_typed() -> None:
 def test_a_script_is_named_as_it_was_typed() -> None:
     arguments = ["train", "--config-name", "quickstart", "run.seed=1"]
     code = SWALLOWED.format(then="heed_signals()", folder="").replace(
-        "['train', 'run.dir=']", str(arguments)
+        "['train', '--config-name', 'quickstart', 'run.dir=']", str(arguments)
     )
     changed = {**os.environ, "VERL_RAY_SCRIPT": "../scripts/quickstart"}
     result = subprocess.run(
@@ -259,6 +258,14 @@ def test_other_options_are_answered(
     assert answer in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["train", "evaluate"])
+def test_what_starts_processes_has_to_be_named(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "run.total_steps=3"]) == 2
+    assert "--config-name quickstart, or another" in capsys.readouterr().err
+
+
 def test_a_printed_configuration_is_one_to_name(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,7 +299,7 @@ def test_all_runs_of_a_sweep_are_checked_before_the_first_one(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     swept = ["run.total_steps=3,0", "algorithm=ppo,grpo", "run.name=mine"]
-    assert main(["train", "--multirun", *swept]) == 2
+    assert main(["train", "--multirun", "--config-name", "quickstart", *swept]) == 2
     captured = capsys.readouterr()
     assert captured.err.startswith("1 problem in the configuration:")
     assert "run.total_steps = 0" in captured.err and captured.out == ""
@@ -321,7 +328,7 @@ def test_a_sweep_runs_one_after_another_until_it_is_stopped(
 ) -> None:
     monkeypatch.setattr(multirun, "_program", lambda: [sys.executable, "-c", CHILD])
     typed = [f"run.seed={seeds}", f"run.dir={tmp_path}/swept", "run.name=mine"]
-    assert main(["train", "-m", *typed]) == code
+    assert main(["train", "-m", "-cn", "quickstart", *typed]) == code
     out = capsys.readouterr().out
     made = sorted(folder.name for folder in (tmp_path / "swept").iterdir())
     assert made == [str(number) for number in range(runs)]

@@ -32,7 +32,7 @@ CASES = [
     ),
     Case(
         "run_has_one_length",
-        "run.total_epochs=2",
+        "run.total_epochs=2 run.total_steps=200",
         "run.total_epochs",
         "run.total_steps=200 sets the length",
         "run.total_steps=null",

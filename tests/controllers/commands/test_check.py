@@ -283,7 +283,7 @@ def test_a_step_of_preferences_is_counted_in_pairs(
 def test_epochs_are_shown_as_steps_where_the_data_are_read(
     inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    epochs = ["run.total_steps=null", "run.total_epochs=2"]
+    epochs = ["run.total_epochs=2"]
     typed = ["check", "--config-name", "sft", *inputs.overrides(tmp_path), *epochs]
     # 2 x 64 / 32
     assert main(typed) == 0

@@ -468,3 +468,26 @@ def test_no_value_of_any_type_ends_in_another_error() -> None:
         for overrides in (outer, inner):
             composition = examine("quickstart", overrides)
             assert all(problem.fix for problem in composition.problems)
+
+
+def test_a_length_in_epochs_replaces_the_one_in_steps(tmp_path: Path) -> None:
+    def lengths(*overrides: str, root: str = "quickstart") -> list[float | None]:
+        run = compose(root, overrides, str(tmp_path)).run
+        return [run.total_steps, run.total_epochs]
+
+    assert lengths("run.total_epochs=2") == [None, 2]
+    (tmp_path / "own.yaml").write_text(
+        "defaults: [quickstart, _self_]\nrun: {total_steps: null, total_epochs: 2}\n"
+    )
+    assert lengths("run.total_steps=3", root="own") == [3, None]
+    assert lengths("run.total_epochs=null") == [200, None]
+
+
+def test_an_evaluation_needs_no_training_data() -> None:
+    typed = ["model.path=/m", "data.validation_path=/held_out.jsonl"]
+    config = examine("grpo", typed, evaluates=True).config
+    assert config is not None and config.data.train_path == "/held_out.jsonl"
+    # The cursor of a checkpoint belongs to the data of its training.
+    resumed = examine("grpo", [*typed, "run.resume=/step_00000001"], evaluates=True)
+    for composition in (examine("grpo", typed), resumed):
+        assert [one.key for one in composition.problems] == ["data.train_path"]

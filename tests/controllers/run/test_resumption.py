@@ -185,3 +185,21 @@ def test_a_path_names_the_checkpoint(inputs: Inputs, tmp_path: Path) -> None:
                 "ppo", tmp_path / "second", f"run.resume={store.root / 'step_00000009'}"
             )
         )
+
+
+def test_the_folder_of_a_run_stands_for_its_newest_checkpoint(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    write_checkpoints(inputs.config("ppo", first), 3, 4)
+    own = Resumption(inputs.config("ppo", first, f"run.resume={first}"))
+    other = Resumption(inputs.config("ppo", second, f"run.resume={first}"))
+    assert own.step == other.step == 4
+    assert own.is_in_run_dir and not other.is_in_run_dir
+
+    write_checkpoints(inputs.config("ppo", second), 1)
+    with pytest.raises(ConfigError, match=r"run\.dir holds another run"):
+        Resumption(inputs.config("ppo", second, f"run.resume={first}"))
+    (tmp_path / "third" / "checkpoints").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        Resumption(inputs.config("ppo", tmp_path / "x", f"run.resume={tmp_path}/third"))
