@@ -68,3 +68,8 @@ def test_a_warm_up_longer_than_the_run(model: Path, data: Path) -> None:
     assert warnings[0].startswith(
         "actor.optimizer.warmup_steps=9 is more than the run's 8 optimizer steps"
     )
+
+
+def test_a_learning_rate_of_0(model: Path, data: Path) -> None:
+    (warning,) = preflight(ppo(model, data, "actor.optimizer.lr=0"), GPU).warnings
+    assert warning == "actor.optimizer.lr=0: the actor never changes; raise it"

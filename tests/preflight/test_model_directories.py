@@ -42,6 +42,19 @@ def test_an_incomplete_model_directory_says_what_it_lacks(
     ]
 
 
+def test_a_run_or_a_checkpoint_is_no_model_directory(
+    tmp_path: Path, data: Path
+) -> None:
+    def problem(folder: Path) -> str:
+        return problems_by_key(preflight(ppo(folder, data), BIG))["model.path"]
+
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "manifest.json").touch()
+    assert problem(tmp_path).startswith("this is the folder of a run")
+    assert f"verl-ray export {checkpoint} DIR" in problem(checkpoint)
+
+
 def test_damaged_weights_are_found_from_headers_and_sizes(
     model: Path, data: Path, tmp_path: Path
 ) -> None:

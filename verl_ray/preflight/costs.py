@@ -33,6 +33,7 @@ def cost_warnings(
     yield from _unread_validation(config)
     yield from _large_evaluations(config)
     yield from _endless_warmups(config)
+    yield from _still_learners(config)
 
 
 def _different_types(config: Config) -> Iterator[str]:
@@ -121,3 +122,11 @@ def _endless_warmups(config: Config) -> Iterator[str]:
                 f" {steps} optimizer steps: the learning rate never reaches"
                 f" {name}.optimizer.lr; lower it, or raise run.total_steps"
             )
+
+
+def _still_learners(config: Config) -> Iterator[str]:
+    """Yield a warning for each role that learns with a learning rate of 0."""
+    for name in config.learners:
+        learner = config.model_roles[name].as_learner
+        if learner is not None and learner.optimizer.lr == 0:
+            yield f"{name}.optimizer.lr=0: the {name} never changes; raise it"

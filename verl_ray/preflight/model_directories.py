@@ -102,9 +102,7 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
 
     settings = config_json(path)
     if not settings:
-        rule = "this directory has no readable config.json"
-        fix = "Give the directory that `save_pretrained` wrote."
-        yield Problem(key, path, rule, fix)
+        yield Problem(key, path, *_no_model(directory))
         return
 
     role = key.removesuffix(".model.path")
@@ -127,6 +125,18 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
     # and are counted.
     if role not in config.graders:
         yield from _position_problems(key, path, settings, config)
+
+
+def _no_model(directory: Path) -> tuple[str, str]:
+    """Return what a directory without config.json is, and what to do: rule and fix."""
+    is_run = (directory / "checkpoints").is_dir()
+    if is_run or (directory / "manifest.json").is_file():
+        what = "the folder of a run" if is_run else "a checkpoint"
+        fix = f"Write its model first: verl-ray export {directory} DIR."
+        return f"this is {what}, which no model is loaded from", fix
+
+    rule = "this directory has no readable config.json"
+    return rule, "Give the directory that `save_pretrained` wrote."
 
 
 def _file_problems(
