@@ -43,3 +43,8 @@ def test_a_missing_file_is_answered_with_one_that_is_spelt_like_it(
     assert path_suggestion(tmp_path / "trian.jsonl", "Give a file.") == meant
     # The same ending alone is no likeness.
     assert path_suggestion(tmp_path / "prompts.jsonl", "Give a file.") == "Give a file."
+    link = tmp_path / "trains.jsonl"
+    link.symlink_to(tmp_path / "gone")
+    assert path_suggestion(tmp_path / "trian.jsonl", "Give a file.") == meant
+    expected = f"It is a link to {tmp_path}/gone, which does not exist. Give a file."
+    assert path_suggestion(link, "Give a file.") == expected

@@ -58,6 +58,31 @@ class DataError(VerlRayError):
     """Rows, files or columns are not what they should be."""
 
 
+class OverlongRows(DataError):
+    """Rows are longer than a setting allows.
+
+    Attributes:
+        message: The rows of one file.
+        key: The setting.
+        limit: Its value.
+        longest: Tokens of the longest row.
+        way_on: What may be done besides raising the limit, or "".
+    """
+
+    def __init__(
+        self, message: str, key: str, limit: int, longest: int, way_on: str
+    ) -> None:
+        super().__init__(message, key, limit, longest, way_on)
+        self.message = message
+        self.key = key
+        self.limit = limit
+        self.longest = longest
+        self.way_on = way_on
+
+    def __str__(self) -> str:
+        return f"{self.message}. Set {self.key}={self.longest}{self.way_on}"
+
+
 class ModelError(VerlRayError):
     """A model directory cannot be loaded, or its contents do not fit the role."""
 

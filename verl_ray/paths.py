@@ -56,10 +56,13 @@ def path_suggestion(path: Path, otherwise: str) -> str:
         path: The path.
         otherwise: Advice if no path in the same folder is spelt like it.
     """
+    if path.is_symlink():
+        return f"It is a link to {path.readlink()}, which does not exist. {otherwise}"
     if not path.parent.is_dir():
         return f"{nearest_existing(str(path))} is as far as the path goes. {otherwise}"
 
-    names = [entry.name for entry in path.parent.iterdir()]
+    # A link that leads nowhere is no way on.
+    names = [entry.name for entry in path.parent.iterdir() if entry.exists()]
     candidates = get_close_matches(path.name, names, cutoff=_LEAST_LIKENESS)
     if not candidates:
         return otherwise

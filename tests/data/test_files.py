@@ -284,6 +284,54 @@ def test_broken_lines(tmp_path: Path) -> None:
     assert "sums.jsonl does not exist" in refusal_of(tmp_path / "none" / "sums.jsonl")
 
 
+def test_a_broken_line_has_one_place(tmp_path: Path) -> None:
+    for line, mistake in (
+        ('{"prompt": ', "Expecting value at the end of the line"),
+        ('{"prompt": x}', "Expecting value at column 12"),
+        ('{"prompt": ' + "9" * 5_000 + "}", "a number has more than 4300 digits"),
+        ('{"prompt": ' + "[" * 100_000, "it is nested too deeply"),
+    ):
+        message = refusal(tmp_path, {"prompt": "1", "answer": "1"}, line)
+        expected = f"line 2: not JSON ({mistake}); expected one JSON object per line"
+        assert message.endswith(expected)
+    (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "\xe9"}\n')
+    assert "not JSON (byte 13 is not UTF-8)" in refusal_of(tmp_path / "latin.jsonl")
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    records: list[dict[str, object]] = [{"prompt": "1+1=" * 99, "answer": "2"}] * 99
+    files = write_records(records, tmp_path, "sums")
+    content = bytearray(files.parquet.read_bytes())
+    # The pages come first, and the footer last.
+    content[4:60] = b"\xff" * 56
+    files.parquet.write_bytes(content)
+    assert "cannot be read as Parquet" in refusal_of(files.parquet)
+    (files.folder / "state.json").write_text("{}")
+    assert "sums: not a folder saved by Hugging Face" in refusal_of(files.folder)
+    (files.folder / "dataset_dict.json").write_text("[]")
+    assert "sums: not a folder saved by Hugging Face" in refusal_of(files.folder)
+
+
+def test_a_folder_names_the_files_in_it(tmp_path: Path) -> None:
+    files = write_records([{"prompt": "1", "answer": "2"}], tmp_path / "data", "sums")
+    message = refusal_of(tmp_path)
+    assert f"take one of its files: {files.jsonl}, {files.parquet}" in message
+
+
+def test_names_of_other_data_sets(tmp_path: Path) -> None:
+    for record, hint in (
+        ({"question": "1", "answer": "2"}, "rename 'question' to 'prompt'"),
+        ({"prompt": "1", "solution": "2"}, "rename 'solution' to 'answer'"),
+        (
+            {"prompt": "1", "reward_model": {"ground_truth": "2"}},
+            "put reward_model.ground_truth into 'answer': these are verl's fields",
+        ),
+        ({"prompt": "1", "reward_model": "2"}, "add 'answer' to every record"),
+        ({"prompt": [{"from": "user", "value": "2"}]}, "rename 'from' to 'role'"),
+    ):
+        assert refusal(tmp_path, record).endswith(f"; {hint}")
+
+
 def refusal_of(path: Path) -> str:
     with pytest.raises(DataError) as caught:
         read_prompts(path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -93,12 +94,6 @@ def problem(tokenizer: Path, path: Path, *overrides: str) -> Problem:
         ([], "", "holds no records", "Expected at least one prompt."),
         ([GOOD[0], {"prompt": "a"}], "", "line 2: no field 'answer'", ""),
         (
-            [{"prompt": "a" * 600, "answer": ""}],
-            "",
-            "1 of 1 rows are longer than data.max_prompt_tokens = 512; the longest",
-            "Set data.max_prompt_tokens=6",
-        ),
-        (
             [{"prompt": [{"role": "user", "content": "a"}], "answer": "b"}],
             "data.apply_chat_template=false",
             "line 1: found chat messages, but no chat template is applied",
@@ -120,6 +115,45 @@ def test_what_the_run_would_refuse(
     assert found.fix.startswith(fix)
 
 
+def test_one_limit_serves_both_files(tokenizer: Path, tmp_path: Path) -> None:
+    train = write(tmp_path, GOOD)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps({"prompt": "a" * 60, "answer": ""}) + "\n")
+    config = config_of(
+        tokenizer,
+        train,
+        f"data.validation_path={held_out}",
+        "run.evaluate_every=1",
+        "data.max_prompt_tokens=4",
+    )
+    (found,) = examine_data(config).problems
+    assert (found.key, found.value) == ("data.max_prompt_tokens", 4)
+    assert found.rule.startswith("1 of 1 rows are longer than data.max_prompt_tokens")
+    longest = re.search(r"the longest has (\d+) tokens", found.rule)
+    assert longest is not None and str(held_out) in found.rule
+    skip = ", or set data.overlong=skip to leave them out."
+    assert found.fix == f"Set data.max_prompt_tokens={longest[1]}{skip}"
+
+
+def test_files_that_make_a_run_measure_nothing_are_a_warning(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    path = write(tmp_path, GOOD[:32])
+    link = tmp_path / "link.jsonl"
+    link.symlink_to(path)
+    config = config_of(
+        tokenizer, path, f"data.validation_path={link}", "run.evaluate_every=1"
+    )
+    whole_epoch, same_file = examine_data(config).warnings
+    assert "as many as a step takes, so every step is a whole epoch" in whole_epoch
+    assert same_file.startswith(
+        "data.train_path and data.validation_path are the same file"
+    )
+    # A single evaluation learns nothing from the other file.
+    (only,) = examine_data(config, evaluates=True).warnings
+    assert only == whole_epoch
+
+
 def test_files_that_are_not_what_their_names_say(
     tokenizer: Path, tmp_path: Path
 ) -> None:
@@ -136,6 +170,10 @@ def test_an_error_is_split_where_its_fix_begins() -> None:
     found = problem_of("data.train_path", "/a.jsonl", error)
     assert found.rule == "line 2: found 3"
     assert found.fix == "Expected text; or nothing."
+    # The words of a library are no fix of ours, and neither are parts of a name.
+    error = DataError("/a (b; use c).jsonl: broken (int(3); use f() to read it)")
+    found = problem_of("data.train_path", "/a.jsonl", error)
+    assert found.rule == str(error)
 
 
 # -------------------------------------------------------------------- reward functions

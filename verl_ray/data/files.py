@@ -8,8 +8,10 @@ which fields a record has (`records.py`), and downloads of any kind.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ Fields = dict[str, object]
 """Fields of one record, as the file has them."""
 
 _FOLDER = "a folder saved by Hugging Face datasets (save_to_disk)"
+_SUFFIXES = (".jsonl", ".parquet")
+_MOST_FILES = 4  # files of a folder that a message lists
 _FORMATS = f"a .jsonl file, a .parquet file, or {_FOLDER}"
 
 
@@ -64,16 +68,30 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Fields]]:
             where = f"{path}, line {number}"
             try:
                 fields = json.loads(line)
-            # Both JSON errors and UTF-8 errors.
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise DataError(
-                    f"{where}: not JSON ({error}); expected one JSON object per line"
+                    f"{where}: not JSON ({_mistake(error, line)}); expected one JSON"
+                    " object per line"
                 ) from None
             if not isinstance(fields, dict):
                 raise DataError(
                     f"{where}: found {type(fields).__name__}, expected a JSON object"
                 )
             yield where, fields
+
+
+def _mistake(error: ValueError | RecursionError, line: bytes) -> str:
+    """Return what is wrong with a line that `json` refuses, and at which column."""
+    if isinstance(error, json.JSONDecodeError):
+        at_end = error.pos >= len(line.decode(errors="replace").rstrip())
+        place = "the end of the line" if at_end else f"column {error.pos + 1}"
+        return f"{error.msg} at {place}"
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start + 1} is not UTF-8"
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    # All that remains is Python's limit for the digits of an integer.
+    return f"a number has more than {sys.get_int_max_str_digits()} digits"
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
@@ -92,8 +110,11 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
             for fields in rows:
                 number += 1
                 yield f"{path}, row {number}", fields
-    except pa.ArrowException as error:
-        raise DataError(f"{path}: cannot be read as Parquet ({error})") from None
+    # Damaged pages are an OSError.
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(
+            f"{path}: cannot be read as Parquet ({error}); write the file again"
+        ) from None
 
 
 def _refuse_undecodable(batch: pa.RecordBatch, path: Path, rows_before: int) -> None:
@@ -112,22 +133,35 @@ def _refuse_undecodable(batch: pa.RecordBatch, path: Path, rows_before: int) -> 
 def _read_folder(path: Path) -> Iterator[tuple[str, Fields]]:
     import datasets
 
-    # A folder of several splits has this file; each split is a folder in it.
-    index = path / "dataset_dict.json"
-    if index.exists():
-        splits = json.loads(index.read_text()).get("splits", [])
+    try:
+        # A folder of several splits has this file; each split is a folder in it.
+        index = path / "dataset_dict.json"
+        splits = json.loads(index.read_text())["splits"] if index.exists() else []
+        if not splits:
+            rows = datasets.load_from_disk(str(path)).with_format(None)
+            for number, fields in enumerate(rows, start=1):
+                yield f"{path}, row {number}", fields
+    # A damaged folder fails wherever the library looks first.
+    except Exception as error:
+        files = _files_in(path)
+        way_on = f"take one of its files: {', '.join(files)}" if files else ""
+        raise DataError(
+            f"{path}: not {_FOLDER} ({type(error).__name__}: {error});"
+            f" {way_on or 'write it again with save_to_disk'}"
+        ) from None
+
+    if splits:
         listed = ", ".join(str(path / split) for split in splits)
         raise DataError(
             f"{path} holds several splits; point data.train_path at one of them:"
             f" {listed}"
         )
 
-    try:
-        rows = datasets.load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: not {_FOLDER} ({error})") from None
-    for number, fields in enumerate(rows.with_format(None), start=1):
-        yield f"{path}, row {number}", fields
+
+def _files_in(folder: Path) -> list[str]:
+    """Return the first files in a folder that could be read by themselves."""
+    files = (file for file in sorted(folder.rglob("*")) if file.suffix in _SUFFIXES)
+    return [str(file) for file in islice(files, _MOST_FILES)]
 
 
 # ------------------------------------------------------------------------------ writing

@@ -21,7 +21,7 @@ from verl_ray.data.records import Message, PromptRecord, read_prompts
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import render, require_chat_template
-from verl_ray.errors import DataError
+from verl_ray.errors import DataError, OverlongRows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -150,10 +150,13 @@ def fitting_rows(
         skip = ", or set data.overlong=skip to leave them out"
         if overlong == "skip":
             skip = ""
-        raise DataError(
+        raise OverlongRows(
             f"{num_too_long} of {len(lengths)} rows are longer than {limit_key} ="
-            f" {limit}; the longest has {lengths[longest]} tokens ({where[longest]})."
-            f" Set {limit_key}={lengths[longest]}{skip}"
+            f" {limit}; the longest has {lengths[longest]} tokens ({where[longest]})",
+            key=limit_key,
+            limit=limit,
+            longest=int(lengths[longest]),
+            way_on=skip,
         )
     return rows
 

@@ -21,8 +21,6 @@ response. Further fields are ignored, so one file can serve all three kinds.
 
 from __future__ import annotations
 
-import difflib
-import functools
 import json
 import math
 from collections.abc import Iterator
@@ -30,6 +28,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from verl_ray.data.field_names import missing_field, refuse_misspelt
 from verl_ray.data.files import Fields, read_rows
 from verl_ray.errors import DataError
 
@@ -131,7 +130,7 @@ def require_text(fields: Fields, name: str, where: str) -> str:
     """
     value = fields.get(name)
     if value is None:
-        raise DataError(f"{where}: {_missing((name,), fields)}")
+        raise DataError(f"{where}: {missing_field((name,), fields)}")
     if not isinstance(value, str):
         raise DataError(
             f"{where}: {name} is {_excerpt(value)}, expected text (a JSON string)"
@@ -183,7 +182,7 @@ def require_encodable(value: object, place: str) -> None:
 
 
 def _prompt_record(where: str, fields: Fields, default_source: str) -> PromptRecord:
-    _refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
+    refuse_misspelt(where, tuple(fields), ("data_source", "extra"))
     prompt = _prompt(fields, where)
 
     extra = fields.get("extra")
@@ -218,14 +217,14 @@ def _supervised_record(where: str, fields: Fields) -> SupervisedRecord:
         return SupervisedRecord(where, messages)
 
     if fields.get("prompt") is None:
-        raise DataError(f"{where}: {_missing(('prompt', 'messages'), fields)}")
+        raise DataError(f"{where}: {missing_field(('prompt', 'messages'), fields)}")
     prompt = _prompt(fields, where)
     response = require_text(fields, "response", where)
     return SupervisedRecord(where, _content(prompt, response))
 
 
 def _preference_record(where: str, fields: Fields) -> PreferenceRecord:
-    _refuse_misspelt(where, tuple(fields), ("margin",))
+    refuse_misspelt(where, tuple(fields), ("margin",))
     margin = _margin(fields, where)
 
     if isinstance(fields.get("chosen"), list):
@@ -267,7 +266,7 @@ def _margin(fields: Fields, where: str) -> float | None:
 def _conversation(fields: Fields, name: str, where: str) -> list[Message]:
     """Return the messages of a field that end with a response to earlier ones."""
     if fields.get(name) is None:
-        raise DataError(f"{where}: {_missing((name,), fields)}")
+        raise DataError(f"{where}: {missing_field((name,), fields)}")
     messages = _messages(fields[name], name, where)
 
     # The response is learned from, so it has to be the assistant's.
@@ -331,55 +330,6 @@ def _messages(value: object, name: str, where: str) -> list[Message]:
 
 
 # ------------------------------------------------------------------------------- errors
-
-
-def _missing(names: tuple[str, ...], fields: Fields) -> str:
-    """Text about a field that is missing or null, with a hint at a similar one."""
-    nulls = [name for name in names if name in fields]
-    if nulls:
-        return f"{nulls[0]} is null; expected a value, or no such record"
-
-    expected = " or ".join(repr(name) for name in names)
-    present = ", ".join(repr(name) for name in fields) or "none"
-    text = f"no field {expected}; the fields found are {present}"
-
-    similar: list[str] = []
-    for name in names:
-        similar += difflib.get_close_matches(name, fields, n=1)
-    if similar and fields[similar[0]] is not None:
-        text += f"; rename {similar[0]!r} if that is what you meant"
-    return text
-
-
-def _refuse_misspelt(
-    where: str, present: tuple[str, ...], optional: tuple[str, ...]
-) -> None:
-    """Raise DataError if a field looks like a misspelt optional one.
-
-    Nobody would notice otherwise: the record is complete without it.
-    """
-    pair = _similar_field(present, optional)
-    if pair is not None:
-        misspelt, intended = pair
-        raise DataError(
-            f"{where}: found field {misspelt!r}, expected {intended!r}; rename it, or"
-            " it would be ignored"
-        )
-
-
-# Cached, because a file has few distinct sets of fields, and many rows.
-@functools.lru_cache(maxsize=256)
-def _similar_field(
-    present: tuple[str, ...], optional: tuple[str, ...]
-) -> tuple[str, str] | None:
-    """Return (field of the record, optional field that it resembles), if any."""
-    for name in optional:
-        if name in present:
-            continue
-        similar = difflib.get_close_matches(name, present, n=1, cutoff=0.85)
-        if similar:
-            return similar[0], name
-    return None
 
 
 def _excerpt(value: object) -> str:

@@ -23,7 +23,7 @@ from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import DataError, ModelError, Problem
+from verl_ray.errors import DataError, ModelError, OverlongRows, Problem
 from verl_ray.preflight.file_errors import problem_of
 
 if TYPE_CHECKING:
@@ -93,15 +93,35 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
         findings.problems.append(problem_of("model.path", model_path, error))
         return findings
 
+    overlong: dict[str, OverlongRows] = {}
     for key, path in _paths(config, evaluates):
         try:
             file = _read(key, path, tokenizer, row_format, config)
+        except OverlongRows as error:
+            overlong[path] = error
         except DataError as error:
             findings.problems.append(problem_of(key, path, error))
         else:
             findings.files.append(file)
             findings.warnings += _warnings(file, config)
+
+    if overlong:
+        # One value of the setting serves every file.
+        path = max(overlong, key=lambda name: overlong[name].longest)
+        findings.problems.append(problem_of("", path, overlong[path]))
+    findings.warnings += _same_files(config, evaluates)
     return findings
+
+
+def _same_files(config: Config, evaluates: bool) -> Iterator[str]:
+    """Yield a warning if the problems to learn from are the held-out ones, too."""
+    paths = dict(_paths(config, evaluates))
+    files = {Path(path).resolve() for path in paths.values()}
+    if len(files) < len(paths) and not evaluates:
+        yield (
+            f"{' and '.join(paths)} are the same file, so the evaluation measures what"
+            " the run has learned by heart"
+        )
 
 
 def _paths(config: Config, evaluates: bool) -> Iterator[tuple[str, str]]:
@@ -201,4 +221,9 @@ def _warnings(file: DataFile, config: Config) -> Iterator[str]:
         yield (
             f"{file.key} has {num_examples} examples and a step takes"
             f" {per_step}, so every step uses some of them more than once"
+        )
+    elif num_examples == per_step:
+        yield (
+            f"{file.key} has {num_examples} examples, as many as a step takes, so every"
+            " step is a whole epoch"
         )

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import re
 
-from verl_ray.errors import CheckpointError, DataError, ModelError, Problem
+from verl_ray.errors import (
+    CheckpointError,
+    DataError,
+    ModelError,
+    OverlongRows,
+    Problem,
+)
 
 _START_OF_FIX = re.compile(
     r"; (?=set|expected|rename|correct|point|put|add|use|take|choose|write)"
     r"|, (?=expected)|\. (?=Set|Expected|Restore)"
 )
+
+_BRACKETS = re.compile(r"\([^()]*\)")
 
 
 def problem_of(
@@ -25,8 +33,28 @@ def problem_of(
         error: What is wrong with the file.
     """
     message = str(error).removeprefix(value).lstrip(":, ")
-    rule, *rest = re.split(_START_OF_FIX, message, maxsplit=1)
-    if not rest:
+    if isinstance(error, OverlongRows):
+        return _problem(error.key, error.limit, message)
+    return _problem(key, value, message)
+
+
+def _problem(key: str, value: object, message: str) -> Problem:
+    """Return a problem whose fix is the end of a message."""
+    start = re.search(_START_OF_FIX, _own_words(message))
+    if start is None:
         return Problem(key, value, message, "Correct it there, or name another one.")
-    fix = rest[0].rstrip(".")
+    rule = message[: start.start()]
+    fix = message[start.end() :].rstrip(".")
     return Problem(key, value, rule, f"{fix[0].upper()}{fix[1:]}.")
+
+
+def _own_words(message: str) -> str:
+    """Return a message in which what stands in brackets is blotted out.
+
+    Brackets hold the words of a library, which may read like a fix.
+    """
+    count = 1
+    # Each round blots out the innermost brackets; ends when there are none.
+    while count:
+        message, count = _BRACKETS.subn(lambda match: "_" * len(match[0]), message)
+    return message
