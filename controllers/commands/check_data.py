@@ -24,6 +24,9 @@ from verl_ray.rewards.health import Score, ScoreHealth
 SHOWN_CHARACTERS = 800
 """Characters of a row that are shown."""
 
+SHOWN_SOURCES = 3
+"""Data sources that are shown of those which a function scores alike."""
+
 _QUANTILES = {"min": 0.0, "median": 0.5, "99 %": 0.99, "max": 1.0}
 _UNITS = {"prompt": "prompt", "supervised": "row", "preference": "row"}
 
@@ -104,16 +107,25 @@ def _passes(config: Config, files: Sequence[DataFile]) -> str | None:
 
 def _trial_table(trials: Sequence[Trial]) -> Table:
     """Return the scores of a record's own answer and of an empty response."""
-    table = Table(title="rewards, tried on one record each", title_justify="left")
+    table = Table(
+        title="rewards, tried on a record of each data source", title_justify="left"
+    )
     for heading in ("data source", "function"):
         table.add_column(heading, overflow="fold")
     for heading in ("its own answer", "empty response"):
         table.add_column(heading, justify="right", overflow="fold")
 
+    # Data sources that a function scores alike share a line.
+    sources: dict[tuple[str, str, str], list[str]] = {}
     for trial in trials:
-        table.add_row(
-            trial.data_source, trial.function, _cell(trial.own), _cell(trial.empty)
-        )
+        cells = (trial.function, _cell(trial.own), _cell(trial.empty))
+        sources.setdefault(cells, []).append(trial.data_source)
+
+    for cells, names in sources.items():
+        shown = ", ".join(names[:SHOWN_SOURCES])
+        if len(names) > SHOWN_SOURCES:
+            shown += f" and {len(names) - SHOWN_SOURCES} more"
+        table.add_row(shown, *cells)
     return table
 
 

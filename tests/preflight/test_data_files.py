@@ -16,7 +16,7 @@ from tests.preflight.configs import settled
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.errors import DataError, Problem
-from verl_ray.preflight import data_files
+from verl_ray.preflight import data_files, reward_trial
 from verl_ray.preflight.data_files import examine_data
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
@@ -226,14 +226,104 @@ def test_a_function_scores_an_own_answer_and_an_empty_one(
     ],
 )
 def test_a_function_that_fails_is_a_problem_of_few_lines(
-    tokenizer: Path, tmp_path: Path, body: str, rule: str
+    tokenizer: Path,
+    tmp_path: Path,
+    body: str,
+    rule: str,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     text = f"f = None\n{body}\n"
     (found,) = trial(tokenizer, tmp_path, text, "reward.deadline_s=1").problems
     assert found.key == "reward.functions.default"
     assert rule in found.rule and "\n" not in found.rule
+    # It is told once, and a fix about numbers is no fix for a process that ends.
+    assert capfd.readouterr().err == ""
+    assert ("may not end its process" in found.fix) == ("_exit" in body)
     # The user's code ran in a process of its own.
     assert not any(name.endswith("own.py") for name in sys.modules)
+
+
+def of_sources(folder: Path, count: int) -> Path:
+    return write(
+        folder,
+        [GOOD[0] | {"data_source": f"s{number:02}"} for number in range(count)],
+    )
+
+
+@pytest.mark.processes
+def test_every_data_source_is_tried_and_a_failure_is_told_once(
+    tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        f"def f{ARGUMENTS}: return 1 / (data_source < 's30')\n"
+        f"def g{ARGUMENTS}: return 1\n"
+    )
+    functions = f"default: {script}:f, s00: {script}:g, s39: {script}:g"
+    config = config_of(
+        tokenizer, of_sources(tmp_path, 40), f"reward.functions={{{functions}}}"
+    )
+    files = examine_data(config).files
+    findings = try_rewards(config, files)
+    (found,) = findings.problems
+    assert (found.key, found.value) == ("reward.functions.default", f"{script}:f")
+    assert "it fails on a record's own answer of data source 's3" in found.rule
+    g, f, g_again = findings.warnings
+    assert "a record of 's00' and an empty" in g and "of 's39' and" in g_again
+    assert " and 28 more and an empty response the same score, 1" in f
+
+    # Nothing is tried after the deadline but the first sources, and a line says so.
+    monkeypatch.setattr(reward_trial, "LONGEST_S", 0.0)
+    late = try_rewards(config, files)
+    assert len(late.trials) == reward_trial.PROCESSES and not late.problems
+    assert "was tried on 4 of 40 data sources, within 0 s" in late.warnings[-1]
+
+
+def test_a_data_source_without_a_function_is_a_problem(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    config = config_of(
+        tokenizer,
+        of_sources(tmp_path, 3),
+        "reward.functions.s00=exact_match",
+        "~reward.functions.default",
+    )
+    (found,) = try_rewards(config, examine_data(config).files).problems
+    assert found.rule == "there is no function for data source 's01' and 1 more"
+    assert found.fix.startswith("Set reward.functions.s01, or reward.functions.default")
+
+
+@pytest.mark.processes
+def test_a_grader_is_tried_on_the_problems_that_it_scores(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    train = write(tmp_path, [{"prompt": "a", "answer": "none"}])
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text(json.dumps(GOOD[0]) + "\n")
+    config = config_of(
+        tokenizer,
+        train,
+        f"data.validation_path={held_out}",
+        "run.evaluate_every=1",
+        "reward=http",
+        "reward.url=http://127.0.0.1:9/",
+        "evaluation.functions={default: gsm8k}",
+    )
+    findings = try_rewards(config, examine_data(config).files)
+    assert (findings.problems, len(findings.trials)) == ([], 1)
+    # The other way round: the records to learn from are the reward's.
+    config = config_of(
+        tokenizer,
+        train,
+        f"data.validation_path={held_out}",
+        "run.evaluate_every=1",
+        "reward.functions={default: gsm8k}",
+    )
+    (found,) = try_rewards(config, examine_data(config).files).problems
+    assert found.key == "data.train_path"
+    # A single evaluation only scores held-out problems.
+    files = examine_data(config, evaluates=True).files
+    assert not try_rewards(config, files, evaluates=True).problems
 
 
 def test_every_answer_is_tried_on_a_built_in_function(

@@ -1,7 +1,8 @@
 """A trial of the reward functions on records of the run, in processes of their own.
 
 Each data source's function scores one record twice: with the record's own answer as the
-response, and with an empty response.
+response, and with an empty response. A function that fails is not tried on other
+sources.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
 one. Deliberately not here: graders that are models or services, which are not started,
@@ -11,8 +12,10 @@ and whether the named functions exist (`findings.py`).
 from __future__ import annotations
 
 import json
+import time
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
@@ -20,6 +23,7 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
+from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.functions import REWARD_FUNCTIONS, last_cause
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
@@ -28,8 +32,11 @@ from verl_ray.rewards.request import ScoreRequest
 START_DEADLINE_S = 60.0
 """Longest time in which the files of reward functions may be imported."""
 
-MOST_SOURCES = 4
-"""Data sources that are tried for each grader."""
+LONGEST_S = 30.0
+"""Seconds after which no further data source is tried."""
+
+PROCESSES = 4
+"""Data sources that are tried at the same time."""
 
 VALIDATION_KEY = "data.validation_path"
 
@@ -51,6 +58,16 @@ class Trial:
     data_source: str
     own: Score
     empty: Score
+
+    @property
+    def failure(self) -> tuple[str, Score] | None:
+        """The response that it fails on, in words, and its score; None for none."""
+        responses = {"a record's own answer": self.own, "an empty response": self.empty}
+        for response, score in responses.items():
+            # A function may leave a response without a score on purpose.
+            if score.health not in (ScoreHealth.OK, ScoreHealth.NONE):
+                return response, score
+        return None
 
 
 @dataclass
@@ -79,40 +96,83 @@ def try_rewards(
             continue
 
         section = f"{key}.functions"
-        requests = _requests(files, of_held_out=key not in config.graders)
-        findings.problems += _answer_problems(section, functions, files)
+        scored = _scored_files(config, key, files, evaluates=evaluates)
+        findings.problems += _answer_problems(section, functions, scored)
+        requests = _requests(scored, functions)
+        findings.problems += _unserved(section, functions, requests)
         if not requests or findings.problems:
             continue
 
         try:
-            trials = _try(section, functions, grader, requests)
+            with blocking(f"trying {section} on the records"):
+                trials = _try(section, functions, grader, requests)
         except ConfigError as error:
             findings.problems += error.problems
             continue
 
         findings.trials += trials
-        findings.problems += _problems(trials)
+        problems = list(_problems(trials))
+        findings.problems += problems
         findings.warnings += _warnings(trials)
+        num_untried = len(requests) - len(trials)
+        if num_untried and not problems:
+            findings.warnings.append(
+                f"{section} was tried on {len(trials)} of {len(requests)} data sources,"
+                f" within {LONGEST_S:g} s"
+            )
     return findings
 
 
+def _scored_files(
+    config: Config, key: str, files: Sequence[DataFile], *, evaluates: bool
+) -> list[DataFile]:
+    """Return the files of prompts whose responses a grader scores.
+
+    Held-out problems may have a grader of their own, which scores nothing else.
+    """
+    graders = config.active_graders(learns=not evaluates)
+    has_own_grader = len(graders) > len(config.graders) or evaluates
+    is_of_held_out = key not in config.graders or evaluates
+    return [
+        file
+        for file in files
+        if file.prompts is not None
+        and (not has_own_grader or (file.key == VALIDATION_KEY) == is_of_held_out)
+    ]
+
+
 def _requests(
-    files: Sequence[DataFile], *, of_held_out: bool
+    files: Sequence[DataFile], functions: Mapping[str, str]
 ) -> dict[str, ScoreRequest]:
     """Return one request for each data source, with the record's answer as response.
 
-    Args:
-        files: The data files of the run.
-        of_held_out: Whether the grader scores held-out problems alone.
+    The first source of each function comes before the second one of any.
     """
     requests: dict[str, ScoreRequest] = {}
     for file in files:
-        if file.prompts is None or (of_held_out and file.key != VALIDATION_KEY):
-            continue
+        assert file.prompts is not None, "only files of prompts are scored"
         for source, row in _first_rows(file.prompts).items():
-            if source not in requests and len(requests) < MOST_SOURCES:
+            if source not in requests:
                 requests[source] = _request(file.prompts, source, row)
-    return requests
+
+    counts: Counter[str | None] = Counter()
+    turns = {}
+    for source in requests:
+        function = functions.get(source, functions.get("default"))
+        turns[source] = counts[function]
+        counts[function] += 1
+    return dict(sorted(requests.items(), key=lambda item: turns[item[0]]))
+
+
+def _unserved(
+    section: str, functions: Mapping[str, str], requests: Mapping[str, ScoreRequest]
+) -> Iterator[Problem]:
+    """Yield a problem if there are data sources without a function."""
+    unserved = [source for source in requests if source not in functions]
+    if "default" not in functions and unserved:
+        rule = f"there is no function for data source {_listed(unserved)}"
+        fix = f"Set {section}.{unserved[0]}, or {section}.default for all others."
+        yield Problem(section, dict(functions), rule, fix)
 
 
 def _first_rows(prompts: Prompts) -> dict[str, int]:
@@ -143,8 +203,7 @@ def _answer_problems(
     Built-in functions are fast, so all answers are tried.
     """
     for file in files:
-        if file.prompts is None:
-            continue
+        assert file.prompts is not None, "only files of prompts are scored"
         sources = file.prompts.data_source.texts()
         answers = file.prompts.answer.texts()
         for number, (source, answer) in enumerate(
@@ -175,70 +234,94 @@ def _try(
         ConfigError: A function cannot be imported or called.
     """
     assert grader.time_limit_s is not None, "functions have a deadline"
-    pairs = [
-        (
-            request,
-            ScoreRequest("", request.answer, request.prompt, source, request.extra),
-        )
-        for source, request in requests.items()
-    ]
+    trials: list[Trial] = []
+    failed: set[str] = set()
+    end_s = time.monotonic() + LONGEST_S
+
     with ScoringPool(
         functions,
-        len(pairs),
+        min(PROCESSES, len(requests)),
         grader.time_limit_s,
         key=section,
         start_deadline_s=START_DEADLINE_S,
+        warns_of_deaths=False,
     ) as pool:
-        scores = pool.score([request for pair in pairs for request in pair])
+        remaining = deque(requests.values())
+        # Each round takes some sources, at least in the first round; ends when there
+        # are none or when the time is over.
+        while remaining and (not trials or time.monotonic() < end_s):
+            count = min(PROCESSES, len(remaining))
+            sources = [remaining.popleft() for _ in range(count)]
+            pairs = [
+                (request, replace(request, response=""))
+                for request in sources
+                if _name(request, functions) not in failed
+            ]
+            scores = iter(pool.score([request for pair in pairs for request in pair]))
 
-    trials = []
-    for number, source in enumerate(requests):
-        name = source if source in functions else "default"
-        trials.append(
-            Trial(
-                key=f"{section}.{name}",
-                function=functions[name],
-                data_source=source,
-                own=scores[2 * number],
-                empty=scores[2 * number + 1],
-            )
-        )
+            for request, _ in pairs:
+                name = _name(request, functions)
+                trial = Trial(
+                    key=f"{section}.{name}",
+                    function=functions[name],
+                    data_source=request.data_source,
+                    own=next(scores),
+                    empty=next(scores),
+                )
+                trials.append(trial)
+                if trial.failure is not None:
+                    failed.add(name)
     return trials
+
+
+def _name(request: ScoreRequest, functions: Mapping[str, str]) -> str:
+    """Return the name under which a request has its function."""
+    return request.data_source if request.data_source in functions else "default"
 
 
 def _problems(trials: Sequence[Trial]) -> Iterator[Problem]:
     """Yield functions that fail on a record's own answer, or on an empty response."""
+    seen = set()
     for trial in trials:
-        responses = {
-            "a record's own answer": trial.own,
-            "an empty response": trial.empty,
-        }
-        for response, score in responses.items():
-            # A function may leave a response without a score on purpose.
-            if score.health in (ScoreHealth.OK, ScoreHealth.NONE):
-                continue
-            rule = (
-                f"it fails on {response} of data source {trial.data_source!r}:"
-                f" {last_cause(score.detail)}"
-            )
-            fix = (
-                "Return a finite number for every response, or None to leave it without"
-                " a score."
-            )
-            if score.health is ScoreHealth.TIMEOUT:
-                section = trial.key.partition(".functions.")[0]
-                fix = f"Make it faster, or raise {section}.deadline_s."
-            yield Problem(trial.key, trial.function, rule, fix)
-            break
+        if trial.failure is None or trial.function in seen:
+            continue
+
+        seen.add(trial.function)
+        response, score = trial.failure
+        rule = (
+            f"it fails on {response} of data source {trial.data_source!r}:"
+            f" {last_cause(score.detail)}"
+        )
+        fix = (
+            "Return a finite number for every response, or None to leave it without a"
+            " score."
+        )
+        if score.health is ScoreHealth.TIMEOUT:
+            section = trial.key.partition(".functions.")[0]
+            fix = f"Make it faster, or raise {section}.deadline_s."
+        elif score.rescored:
+            fix = "Let it return a number or raise; it may not end its process."
+        yield Problem(trial.key, trial.function, rule, fix)
 
 
 def _warnings(trials: Sequence[Trial]) -> Iterator[str]:
     """Yield functions whose scores do not tell a right answer from an empty one."""
+    sources: dict[tuple[str, str, float], list[str]] = {}
     for trial in trials:
         scored = (trial.own.health, trial.empty.health) == (ScoreHealth.OK,) * 2
         if scored and trial.own.value == trial.empty.value:
-            yield (
-                f"{trial.key}={trial.function} gives the own answer of a record of"
-                f" {trial.data_source!r} and an empty response the same score,"
-                f" {trial.own.value:g}"
-            )
+            kind = (trial.key, trial.function, trial.own.value)
+            sources.setdefault(kind, []).append(trial.data_source)
+
+    for (key, function, value), names in sources.items():
+        yield (
+            f"{key}={function} gives the own answer of a record of {_listed(names)} and"
+            f" an empty response the same score, {value:g}"
+        )
+
+
+def _listed(sources: Sequence[str]) -> str:
+    """Return the first of some data sources, and the number of the others."""
+    others = len(sources) - 1
+    more = f" and {others} more" if others else ""
+    return f"{sources[0]!r}{more}"

@@ -51,6 +51,7 @@ class ScoringPool:
         key: str = "reward.functions",
         start_deadline_s: float = 120.0,
         max_failed_fraction: float = 1.0,
+        warns_of_deaths: bool = True,
     ) -> None:
         """Start the processes in parallel and wait for their imports.
 
@@ -65,6 +66,8 @@ class ScoringPool:
             max_failed_fraction: The fraction of scores that may fail. `score` raises
                 once items that take their whole deadline, or end their process, show
                 that more will. With 1 it never does.
+            warns_of_deaths: Whether to print a line if an item is scored again because
+                its process died.
 
         Raises:
             ConfigError: a function does not exist or cannot be imported; the cause is
@@ -76,6 +79,7 @@ class ScoringPool:
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._max_failed_fraction = max_failed_fraction
+        self._warns_of_deaths = warns_of_deaths
         self._fruitless = FruitlessRun(max_failed_fraction)
 
         # Before any item was timed, items travel one by one.
@@ -326,11 +330,11 @@ class ScoringPool:
             self._untouched.add(item)
         elif item not in self._first_deaths:
             self._first_deaths[item] = cause
-            print(
-                f"warning: a scoring process {cause}; its item is scored again",
-                file=sys.stderr,
-                flush=True,
-            )
+            if self._warns_of_deaths:
+                warning = (
+                    f"warning: a scoring process {cause}; its item is scored again"
+                )
+                print(warning, file=sys.stderr, flush=True)
         else:
             first_cause = self._first_deaths[item]
             detail = (
