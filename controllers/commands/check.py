@@ -24,6 +24,7 @@ from controllers.commands.check_tables import (
 from controllers.compose.composition import examine
 from controllers.run.finished import finished_step
 from controllers.run.resumption import Resumption
+from verl_ray.config.load import to_tree
 from verl_ray.config.resolve import (
     resolution_of_steps,
     resolutions,
@@ -61,6 +62,46 @@ class Checked:
     warnings: list[str]
 
 
+class SeenData:
+    """The findings about data and rewards of the configurations that were checked.
+
+    Runs of a sweep often have the same, which are read once.
+    """
+
+    def __init__(self) -> None:
+        self._findings: dict[str, tuple[DataFindings, TrialFindings]] = {}
+
+    def examine(
+        self, config: Config, *, evaluates: bool
+    ) -> tuple[DataFindings, TrialFindings]:
+        """Read the data and try the rewards of a configuration without `auto`."""
+        settings = _settings_of_data(config)
+        if settings not in self._findings:
+            data = examine_data(config, evaluates=evaluates)
+            trials = TrialFindings()
+            # Records that cannot be read cannot be scored.
+            if not data.problems:
+                trials = try_rewards(config, data.files, evaluates=evaluates)
+            self._findings[settings] = data, trials
+        return self._findings[settings]
+
+
+def _settings_of_data(config: Config) -> str:
+    """Return all settings but those that neither data nor rewards depend on."""
+    tree = to_tree(config)
+    for section in ("run", "ray", "tracking", "algorithm", "placement"):
+        tree.pop(section, None)
+    # Held-out data are only read for an evaluation.
+    tree["evaluates"] = config.run.evaluate_every > 0
+
+    for name in ("actor", "critic", "reference"):
+        role = tree.get(name)
+        if isinstance(role, dict):
+            tree[name] = role["model"]
+    # Each run has a folder of its own, which is empty before it begins.
+    return json.dumps(tree).replace(config.run.dir, "")
+
+
 def checked_config(
     config_name: str,
     overrides: Sequence[str],
@@ -69,6 +110,7 @@ def checked_config(
     evaluates: bool = False,
     trains: bool = False,
     reads_data: bool = True,
+    seen: SeenData | None = None,
 ) -> Checked:
     """Check a configuration, the machine, the data and the reward functions.
 
@@ -80,6 +122,7 @@ def checked_config(
         trains: whether the command is `train`, for which a finished run has nothing to
             read any more.
         reads_data: whether to read the data files and to try the reward functions.
+        seen: the findings of the other runs of a sweep.
 
     Raises:
         ConfigError: the problems of all of them together.
@@ -100,10 +143,7 @@ def checked_config(
         reads_data = False
     if config is not None and reads_data and not _hide_data(problems):
         planned = resolve(config, facts_here(config, machine_of(config)))
-        data = examine_data(planned, evaluates=evaluates)
-        # Records that cannot be read cannot be scored.
-        if not data.problems:
-            trials = try_rewards(planned, data.files, evaluates=evaluates)
+        data, trials = (seen or SeenData()).examine(planned, evaluates=evaluates)
         problems += [*data.problems, *trials.problems]
 
         # Some rules compare the number of steps, which follows from the data.

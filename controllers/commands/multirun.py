@@ -22,7 +22,7 @@ from types import FrameType
 
 from rich.table import Table
 
-from controllers.commands.check import checked_config
+from controllers.commands.check import SeenData, checked_config
 from controllers.commands.resume_hint import typed_words
 from controllers.compose.sweeps import SweptRun, quoted, swept_runs
 from verl_ray.config.schema import Config
@@ -148,15 +148,17 @@ def _checked(
     configs: list[Config] = []
     problems: dict[str, Problem] = {}
 
-    for number, run in enumerate(runs):
+    seen = SeenData()
+
+    for run in runs:
         try:
             checked = checked_config(
                 config_name,
                 run.overrides,
                 config_dir,
                 evaluates=command == "evaluate",
-                # Each run reads its data again; once is enough to know the files.
-                reads_data=reads_data and number == 0,
+                reads_data=reads_data,
+                seen=seen,
             )
             configs.append(checked.config)
         except ConfigError as error:

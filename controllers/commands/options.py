@@ -68,6 +68,8 @@ def _advice(
     """Return what to type in place of an option that Hydra does not have either."""
     if is_misspelt(option, options):
         return f"Did you mean {closest(option, options, 1)[0]}?"
+    if option.startswith("--config"):
+        return f"Did you mean --config-name {value or 'FILE.yaml'}?"
 
     key = option.lstrip("-")
     if key in known:

@@ -6,7 +6,9 @@ reported at once. Deliberately not here: overrides that set a value (`overrides.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
@@ -14,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from controllers.compose.sources import options_of, run_hydra
+from controllers.compose.sweeps import quoted
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
 
@@ -47,13 +50,40 @@ def parse_overrides(
 
 
 def _unreadable(text: str) -> Problem:
-    key, _, _ = text.partition("=")
-    rule = "this override cannot be read"
-    fix = "Write key=value; quote lists, dicts and blanks for the shell: 'key=[1, 2]'."
-    if key == text:
+    key, equals, value = text.partition("=")
+    if not key:
+        return Problem(text, text, "an override needs a key", "Write key=value.")
+    if not equals:
         rule = "this override has no value"
-        fix = f"Write {key}=VALUE."
-    return Problem(key or text, text, rule, fix)
+        return Problem(key, text, rule, _root_named_by(text) or f"Write {key}=VALUE.")
+
+    rule = "this value cannot be read"
+    fix = f"Quote lists and dicts as a whole for the shell: '{key}=[1, 2]'."
+    if value and value[0] not in "[{":
+        fix = f"Quote a text for the shell and once more: {_for_shell(key, value)}."
+    return Problem(key, value, rule, fix)
+
+
+def _root_named_by(text: str) -> str | None:
+    """Return how to name a root config that stands by itself; None if it is none."""
+    name = text.removesuffix(".yaml")
+    if name in options_of(""):
+        return f"Write --config-name {name}."
+    path = Path(text).expanduser()
+    if (path / "config.yaml").is_file():
+        return f"Write --config-dir {shlex.quote(text)} --config-name config."
+    if path.suffix == ".yaml":
+        return f"Write --config-name {shlex.quote(text)}."
+    return None
+
+
+def _for_shell(key: str, value: str) -> str:
+    """Return an override that sets a text, as it is typed in a shell."""
+    override = quoted(key, value)
+    # Readable quotes, unless a shell would replace something between them.
+    return (
+        f'"{override}"' if set('"$`\\!').isdisjoint(override) else shlex.quote(override)
+    )
 
 
 def _sweep(override: Override, text: str) -> Problem:

@@ -249,6 +249,7 @@ def test_versions_are_told_without_an_import(
         ("--run.seed=3", "Write run.seed=3: a setting has no dashes."),
         ("--learning-rate=1", "Here it is actor.optimizer.lr."),
         ("--resolve", "Add --cfg job."),
+        ("--config=own.yaml", "Did you mean --config-name own.yaml?"),
     ],
 )
 def test_other_options_are_answered(

@@ -186,6 +186,19 @@ def test_a_missing_function_lists_those_of_the_file_without_running_it(
     assert "other" in problem.fix
 
 
+def test_half_a_specification_is_completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = write(tmp_path, "def grade(): ...\n").name
+    name = path.removesuffix(".py")
+    for spec in (path, f"{name}:grade"):
+        assert f"Did you mean {path}:grade?" in problem_of(spec)
+    Path(path).write_text("X = 1\n")
+    assert "path/to/file.py:function" in problem_of(path)
+    assert "Define it there: def grade(response, answer" in problem_of(f"{path}:grade")
+
+
 def test_names_bound_by_import_and_assignment_count(tmp_path: Path) -> None:
     path = write(
         tmp_path, "from somewhere import f\ng = f\nif True:\n    def h(): ...\n"

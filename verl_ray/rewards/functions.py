@@ -19,11 +19,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from verl_ray.config.suggest import did_you_mean
+from verl_ray.config.suggest import did_you_mean, either
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.paths import path_suggestion
 
 EXPECTED = "Expected the name of a built-in function or path/to/file.py:function."
+
+_ARGUMENTS = "(response, answer, *, prompt, data_source, extra) -> float | None"
 
 _FRAMES = 4  # innermost frames of a traceback that are worth showing
 
@@ -152,14 +154,17 @@ def spec_problem(spec: str, key: str) -> Problem | None:
         return None
 
     path_text, colon, name = spec.rpartition(":")
-    if not colon:
+    if not colon and not spec.endswith(".py"):
         fix = did_you_mean(spec, list(REWARD_FUNCTIONS), "built-in reward function")
         return Problem(key, spec, "is no built-in reward function", f"{fix} {EXPECTED}")
 
-    path = Path(path_text).expanduser()
+    # A file without a function is a path as a whole.
+    path = Path(path_text if colon else spec).expanduser()
     if not path.is_file():
         where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
         rule = f"the file {path} does not exist{where}"
+        if colon and path.with_name(f"{path.name}.py").is_file():
+            return Problem(key, spec, rule, f"Did you mean {path_text}.py:{name}?")
         return Problem(key, spec, rule, path_suggestion(path, EXPECTED))
 
     # The symbol table shows the names of a file without running it.
@@ -170,11 +175,19 @@ def spec_problem(spec: str, key: str) -> Problem | None:
         return Problem(key, spec, rule, "Correct the file.")
 
     symbols = {symbol.get_name(): symbol for symbol in module.get_symbols()}
+    functions = [text for text, other in symbols.items() if other.is_namespace()]
+    if not colon:
+        specs = [f"{spec}:{text}" for text in functions]
+        fix = f"Did you mean {either(specs)}?" if specs else EXPECTED
+        return Problem(key, spec, "names a file and no function in it", fix)
+
     symbol = symbols.get(name)
     if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
-        functions = [text for text, other in symbols.items() if other.is_namespace()]
         rule = f"the file {path} defines no {name!r} at its top level"
-        return Problem(key, spec, rule, did_you_mean(name, functions, "function"))
+        fix = f"Define it there: def {name}{_ARGUMENTS}."
+        if functions:
+            fix = did_you_mean(name, functions, "function")
+        return Problem(key, spec, rule, fix)
     return None
 
 
@@ -205,10 +218,7 @@ def resolve(spec: str, key: str = "reward.functions") -> RewardFunction:
 
     mistake = _signature_mistake(function)
     if mistake is not None:
-        fix = (
-            "Expected def f(response, answer, *, prompt, data_source, extra) -> float |"
-            " None."
-        )
+        fix = f"Expected def {name}{_ARGUMENTS}."
         raise ConfigError([Problem(key, spec, mistake, fix)])
     return function
 

@@ -12,8 +12,11 @@ from pathlib import Path
 import pytest
 
 from controllers.command_line import main
+from controllers.commands import check
 from tests.controllers.runs import Inputs
 from tests.preflight.configs import NO_GAIN
+from verl_ray.config.schema import Config
+from verl_ray.preflight.data_files import DataFindings, examine_data
 
 
 @pytest.mark.processes
@@ -293,3 +296,35 @@ def test_epochs_are_shown_as_steps_where_the_data_are_read(
 
     assert main([*typed, "--data", "off"]) == 0
     assert "/ 32 per step; the run counts its examples" in capsys.readouterr().out
+
+
+def test_runs_of_a_sweep_read_the_data_that_differ(
+    tmp_path: Path,
+    inputs: Inputs,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"prompt": "1+1="}\n')
+    read: list[str] = []
+
+    def examine(config: Config, *, evaluates: bool) -> DataFindings:
+        read.append(config.data.train_path)
+        return examine_data(config, evaluates=evaluates)
+
+    monkeypatch.setattr(check, "examine_data", examine)
+    sweep = [
+        "check",
+        "--multirun",
+        "--config-name=grpo",
+        f"model.path={inputs.model}",
+        f"data.validation_path={inputs.validation}",
+        "data.max_prompt_tokens=8",
+        "rollout.max_response_tokens=6",
+        "reward=http",
+        "reward.url=http://127.0.0.1:9/",
+        "run.name=a,b",
+    ]
+    assert main([*sweep, f"data.train_path={inputs.train},{bad}"]) == 2
+    assert read == [str(inputs.train), str(bad)]
+    assert f"data.train_path = {bad}\n    rule: line 1" in capsys.readouterr().err

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import shlex
 from pathlib import Path
 
 import pytest
 
 from controllers.compose.composition import compose, examine
+from controllers.compose.sweeps import quoted
 from verl_ray.backends import BACKENDS
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
@@ -152,7 +154,7 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
     )
     assert refused["algoritm"].fix.startswith("Did you mean algorithm")
     assert refused["algorithm"].fix.startswith("Did you mean grpo")
-    assert refused["a"].rule == "this override cannot be read"
+    assert refused["a"].rule == "this value cannot be read"
     assert "'run.total_steps=[...]'" in refused["run.total_steps"].fix
     assert refused["actor.num_ranks"].fix == "Use a whole number."
     assert refused["run.seed"].fix == "Use a number of at least 0."
@@ -166,6 +168,32 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
     assert (
         "critic.num_ranks" not in refused
     )  # it copies actor.num_ranks, which is reported
+
+
+def test_a_text_is_quoted_twice() -> None:
+    (found,) = problems("quickstart", "run.dir=/a b/(c)").values()
+    assert (found.key, found.value) == ("run.dir", "/a b/(c)")
+    assert "shell and once more: \"run.dir='/a b/(c)'\"." in found.fix
+    (found,) = problems("quickstart", "run.dir=$(a)").values()
+    assert found.fix.endswith(f" {shlex.quote(quoted('run.dir', '$(a)'))}.")
+
+
+def test_a_root_config_that_stands_by_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "outputs" / "mine"
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("")
+    for text, fix in (
+        ("grpo", "Write --config-name grpo."),
+        ("grpo.yaml", "Write --config-name grpo."),
+        ("own.yaml", "Write --config-name own.yaml."),
+        ("outputs/mine", "Write --config-dir outputs/mine --config-name config."),
+        ("run.seed", "Write run.seed=VALUE."),
+    ):
+        (found,) = problems("quickstart", text).values()
+        assert (found.rule, found.fix) == ("this override has no value", fix)
 
 
 def test_missing_inputs_are_named() -> None:
