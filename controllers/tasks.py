@@ -57,6 +57,13 @@ def config_type(task: object) -> type[Config]:
     return kind
 
 
+def sections_of_all_tasks() -> set[str]:
+    """Return the sections that the configuration of some task has."""
+    folder = importlib.import_module(CONFIGURATIONS).__path__
+    names = [entry.name for entry in pkgutil.iter_modules(folder)]
+    return {section for name in names for section in config_type(name).model_fields}
+
+
 def task_module(task: object) -> ModuleType:
     """Import and return the file of a task.
 

@@ -15,6 +15,7 @@ from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.trees import Tree, as_plain, key_exists, leaves, value_at
+from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS
 from verl_ray.config.advice import advice_on
 from verl_ray.config.suggest import did_you_mean, either
@@ -113,7 +114,7 @@ def _refusal(override: Override, composed: _ComposedTree) -> Problem | None:
         return whole_choice
 
     exists = key_exists(composed.tree, key)
-    is_free = FREE_SECTIONS.fullmatch(key) is not None
+    is_free = _is_free(key, composed.tree)
 
     # Only keys that the user may add can also be taken out.
     if override.is_delete():
@@ -125,6 +126,14 @@ def _refusal(override: Override, composed: _ComposedTree) -> Problem | None:
     if exists or is_free:
         return None
     return _unknown_key(override, composed)
+
+
+def _is_free(key: str, tree: Tree) -> bool:
+    """Return whether a key is the user's own, in a section that the run has."""
+    if FREE_SECTIONS.fullmatch(key) is None:
+        return False
+    section, _, _ = key.partition(".")
+    return key_exists(tree, section)
 
 
 def _shared_backend_refusal(
@@ -220,6 +229,12 @@ def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
             continue
         if value_at(composed.tree, section) is None:
             return _inside_null(override, section)
+
+    section = parts[0]
+    if not key_exists(composed.tree, section) and section in sections_of_all_tasks():
+        rule = f"a run of the task {composed.tree['task']} has no section {section}"
+        fix = "Leave it out, or choose another --config-name."
+        return Problem(key, override.value(), rule, fix)
 
     fix = advice_on(key, composed.keys)
     return Problem(key, override.value(), "no such key", fix)

@@ -56,6 +56,19 @@ def test_every_answer_names_settings_and_choices_that_exist(role: str) -> None:
         ("--learning-rate", "actor.optimizer.lr"),
         ("run.epochs", "run.total_epochs"),
         ("trainer.total_epochs", "run.total_epochs"),
+        ("checkpointing.enabled", "run.checkpoint_every"),
+        ("overlong_buffer.enable", "algorithm.truncated"),
+        ("algorithm.filter_groups.enable", "rollout.group_size"),
+        ("dynamic_sampling", "rollout.group_size"),
+        ("delta", "algorithm.dual_clip"),
+        ("do_sample", "rollout.temperature"),
+        ("checkpointing.keep_top_k", "run.best_metric"),
+        ("critic_learning_rate", "critic.optimizer.lr"),
+        ("weight_decay", "actor.optimizer.weight_decay"),
+        ("seed", "run.seed"),
+        ("policy.generation.temperature", "rollout.temperature"),
+        ("hydra.sweep.dir", "run.dir"),
+        ("reward_model.reward_manager", "reward.functions.default"),
     ],
 )
 def test_keys_of_other_systems(typed: str, answer: str) -> None:
@@ -68,6 +81,21 @@ def test_units_that_differ_are_converted() -> None:
     )
     assert "in GiB" in advice_on("rollout.gpu_memory_utilization", RL)
     assert "algorithm.kl.place=loss" in advice_on("actor.use_kl_loss", RL)
+
+
+@pytest.mark.parametrize(
+    ("typed", "words"),
+    [
+        ("grpo.normalize_rewards", "algorithm=dr_grpo does not"),
+        ("policy.dtensor_cfg.enabled", "Choose backend=fsdp."),
+        ("load_best_model_at_end", "export RUN --best"),
+        ("cliprange_value", "With a critic (algorithm=ppo)"),
+        ("attn_implementation", "Nothing to set"),
+        ("hydra/launcher", "--multirun come one after another"),
+    ],
+)
+def test_what_other_systems_set_and_this_does_not(typed: str, words: str) -> None:
+    assert words in advice_on(typed, RL)
 
 
 def test_what_a_task_does_not_have_is_not_advised() -> None:

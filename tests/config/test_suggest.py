@@ -32,6 +32,24 @@ def test_short_lists_of_choices_are_shown_in_full() -> None:
     assert did_you_mean("zzz", [], "backend") == "There is no backend here."
 
 
+def test_a_guess_is_no_company_for_a_wrong_letter() -> None:
+    keys = ["actor.optimizer.lr", "critic.optimizer.lr", "lora@actor.lora"]
+    assert closest("actor.optim.lr", keys) == ["actor.optimizer.lr"]
+
+
+def test_a_last_part_that_says_nothing_is_no_likeness() -> None:
+    assert closest("checkpointing.enabled", ["rollout.endpoint.enabled"]) == []
+    near = closest("rollout.endpont.enabled", ["rollout.endpoint.enabled"])
+    assert near == ["rollout.endpoint.enabled"]
+
+
+def test_of_a_long_section_the_nearest_names_are_shown() -> None:
+    keys = [f"rollout.{letter * 20}" for letter in "abcdefgh"]
+    nearest = "There is rollout.hhhhhhhhhhhhhhhhhhhh, "
+    shown = did_you_mean("rollout.hxyzvwux", keys, "key")
+    assert shown.startswith(nearest) and shown.endswith(" and 3 more.")
+
+
 def test_long_lists_are_shown_by_their_beginnings() -> None:
     keys = [
         f"{section}.some_long_key_{number}"

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 
 from verl_ray.config.foreign import FOREIGN
 from verl_ray.config.renamed import new_name
-from verl_ray.config.suggest import did_you_mean, is_misspelt
+from verl_ray.config.suggest import did_you_mean, is_alike, is_misspelt
 
 _NOT_IN_THIS_TASK = "A run of this task has nothing to set for it; leave it out."
 
@@ -35,9 +35,16 @@ def advice_on(key: str, known: Sequence[str]) -> str:
 
     # A wrong letter in a key of our own says more than what others call its last part.
     foreign = None
-    if not is_misspelt(key, known):
+    if not (_has_own_section(key, known) and is_misspelt(key, known)):
         foreign = foreign_answer(key, known)
     return foreign or did_you_mean(key, known, "key")
+
+
+def _has_own_section(key: str, known: Sequence[str]) -> bool:
+    """Return whether a key begins with a section of our own, or nearly so."""
+    section, point, _ = key.partition(".")
+    own = {name.partition(".")[0] for name in known}
+    return bool(point) and is_alike(section, own)
 
 
 def foreign_answer(key: str, known: Collection[str]) -> str | None:

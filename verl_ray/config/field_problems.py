@@ -112,11 +112,21 @@ def _problem(
         return Problem(key, value, rule, _how_to_set_section(key, value, kind))
 
     if error_type == "extra_forbidden":
-        return Problem(key, value, "no such key", advice_on(key, value_keys(kind)))
+        known = value_keys(kind)
+        section = key.rpartition(".")[0]
+        if key in known:
+            rule = f"the {section} that was chosen has no such setting"
+            return Problem(
+                key, value, rule, f"Leave it out, or choose another {section}."
+            )
+        return Problem(key, value, "no such key", advice_on(key, known))
 
     if error_type in _CHOICE_ERRORS:
-        fix = f"Use {first['ctx']['expected_tags']}."
-        return Problem(f"{key}.kind", value, "no such choice", fix)
+        # A section without a kind comes without the list of kinds.
+        tags = first["ctx"].get("expected_tags")
+        rule = "no such choice" if tags else "this section does not say its kind"
+        fix = f"Use {tags}." if tags else f"Set {key}.kind."
+        return Problem(f"{key}.kind", value, rule, fix)
 
     return _bad_value(key, alternatives, kind)
 

@@ -54,6 +54,18 @@ _FIELDS = (
     "Nothing to set: a record has the fields prompt and answer, and data_source where"
     " rewards differ."
 )
+_VALUE = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
+_STD = (
+    "algorithm=grpo divides by the deviation of the group, algorithm=dr_grpo does not."
+)
+_FILTER = (
+    "No group is filtered: one of equal scores stays in the step, with advantages of 0;"
+    " a larger rollout.group_size makes such groups rarer."
+)
+_OVERLONG = (
+    "There is no length penalty: algorithm.truncated=mask leaves responses that were cut"
+    " out of the loss; a reward function of your own may lower the score of long ones."
+)
 _SHARDING = (
     "backend=fsdp shards: backend.sharding=full as ZeRO-3 does, grad_op as ZeRO-2;"
     " backend=engine does not shard."
@@ -105,11 +117,9 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (_MICRO_BATCHES, "ppo_micro_batch_size ppo_micro_batch_size_per_gpu"),
     (_MICRO_BATCHES, "log_prob_micro_batch_size log_prob_micro_batch_size_per_gpu"),
     (_MICRO_BATCHES, "forward_micro_batch_size forward_micro_batch_size_per_gpu"),
-    (
-        _MICRO_BATCHES,
-        "micro_batch_size micro_batch_size_per_gpu micro_train_batch_size",
-    ),
-    (_MICRO_BATCHES, "micro_rollout_batch_size train_micro_batch_size"),
+    (_MICRO_BATCHES, "micro_batch_size micro_batch_size_per_gpu"),
+    (_MICRO_BATCHES, "micro_train_batch_size train_micro_batch_size"),
+    (_MICRO_BATCHES, "micro_rollout_batch_size"),
     (_MICRO_BATCHES, "logprob_batch_size mini_batch_size_per_gpu"),
     (
         "{role}.backend.micro_batch_tokens_per_rank",
@@ -150,7 +160,18 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "val_before_train val_at_start eval_on_start eval_base_model",
     ),
     ("run.keep_checkpoints", "max_actor_ckpt_to_keep max_critic_ckpt_to_keep"),
-    ("run.keep_checkpoints", "max_ckpt_num save_total_limit keep_top_k keep_last"),
+    ("run.keep_checkpoints", "max_ckpt_num save_total_limit keep_last"),
+    (
+        "Nothing to set: the step that is best by run.best_metric stays, besides the"
+        " run.keep_checkpoints newest ones.",
+        "keep_top_k",
+    ),
+    (
+        "Nothing to set: the best step stays on disk, and `verl-ray export RUN --best`"
+        " takes it.",
+        "load_best_model_at_end",
+    ),
+    (_NEVER_IS_0.format(key="run.checkpoint_every"), "checkpointing.enabled"),
     ("run.best_metric", "metric_for_best_model best_metric checkpointing.metric_name"),
     ("run.early_stop", "early_stopping_patience early_stopping"),
     ("run.dir", "output_dir save_path ckpt_path default_local_dir checkpoint_dir"),
@@ -159,6 +180,15 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         " of a checkpoint.",
         "resume_mode resume_from_path resume_from_checkpoint load_checkpoint"
         " resume_step",
+    ),
+    ("run.seed", "seed data.seed data_seed"),
+    (
+        "Here it is run.dir; the runs of a sweep have numbered folders in it.",
+        "sweep.dir sweep.subdir",
+    ),
+    (
+        "Nothing to set: the runs of --multirun come one after another.",
+        "hydra/launcher hydra/sweeper",
     ),
     ("run.name", "experiment_name run_name exp_name wandb_run_name wandb.name"),
     ("tracking.wandb.project", "project_name wandb_project wandb.project"),
@@ -173,7 +203,7 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("evaluation.samples", "log_val_generations num_completions_to_print"),
     ("evaluation.samples", "log_completions num_val_samples_to_print"),
     # ----------------------------------------------------------------------- optimizer
-    ("critic.optimizer.lr", "critic_learning_rate critic_lr"),
+    (_VALUE.format(key="critic.optimizer.lr"), "critic_learning_rate critic_lr"),
     ("{role}.optimizer.lr", "lr learning_rate actor_learning_rate actor_lr"),
     ("{role}.optimizer.weight_decay", "weight_decay l2"),
     ("{role}.optimizer.max_grad_norm", "grad_clip max_grad_norm max_norm clip_grad"),
@@ -219,8 +249,9 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     (_CLIP, "clip_ratio cliprange eps_clip epsilon clip_eps eps_clip_low_high"),
     ("algorithm.clip_low", "clip_ratio_low ratio_clip_min epsilon_low"),
     ("algorithm.clip_high", "clip_ratio_high ratio_clip_max epsilon_high"),
-    ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c"),
-    ("algorithm.value_loss.clip", "cliprange_value value_clip"),
+    ("algorithm.dual_clip", "clip_ratio_c ratio_clip_c delta"),
+    (_VALUE.format(key="algorithm.value_loss.clip"), "cliprange_value value_clip"),
+    ("Nothing to set: the critic has an optimizer of its own.", "vf_coef value_coef"),
     ("algorithm.entropy_coefficient", "entropy_coeff entropy_coef ent_coef"),
     ("algorithm.entropy_coefficient", "entropy_loss_coef"),
     (
@@ -228,13 +259,19 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         " (grpo), seq_mean_token_sum, or seq_mean_token_sum_norm (dr_grpo).",
         "loss_agg_mode loss_type token_level_loss",
     ),
-    (
-        "algorithm=grpo divides by the deviation of the group, algorithm=dr_grpo does"
-        " not.",
-        "norm_adv_by_std_in_grpo scale_rewards",
-    ),
+    (_STD, "norm_adv_by_std_in_grpo scale_rewards normalize_rewards"),
     ("Choose algorithm=rloo.", "use_leave_one_out_baseline"),
-    ("reward.normalise", "normalize_reward normalize_rewards"),
+    ("reward.normalise", "normalize_reward"),
+    (
+        _FILTER,
+        "filter_groups.enable filter_groups.metric filter_groups.max_num_gen_batches",
+    ),
+    (_FILTER, "dynamic_sampling use_dynamic_sampling dynamic_filtering"),
+    (
+        _OVERLONG,
+        "overlong_buffer.enable overlong_buffer.len overlong_buffer.penalty_factor",
+    ),
+    (_OVERLONG, "overlong_buffer.log overlong_buffer_len overlong_penalty_factor"),
     ("algorithm.lam", "lambd gae_lambda"),
     (
         "Here it is algorithm.truncated=mask.",
@@ -276,6 +313,12 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ("backend.activation_checkpointing", "gradient_checkpointing"),
     ("backend.activation_checkpointing", "enable_gradient_checkpointing"),
     (_OFFLOAD, "param_offload optimizer_offload adam_offload cpu_offload grad_offload"),
+    ("Choose backend=fsdp.", "dtensor_cfg.enabled fsdp_cfg.enabled"),
+    ("Choose backend=megatron.", "megatron_cfg.enabled"),
+    (
+        "Nothing to set: each backend has the attention that packed rows need.",
+        "attn_implementation attention_backend flash_attn use_flash_attn",
+    ),
     (_SHARDING, "zero_stage deepspeed fsdp strategy fsdp_size reshard_after_forward"),
     (
         "backend=fsdp has backend.sequence_parallel, backend=megatron"
@@ -318,10 +361,20 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
         "evaluation.num_prompts",
         "val_batch_size max_val_samples max_eval_samples eval.num_examples",
     ),
+    (
+        "A temperature above 0 samples: rollout.temperature, and"
+        " evaluation.temperature=0 for greedy evaluations.",
+        "do_sample",
+    ),
+    ("rollout.temperature", "temperature"),
+    ("rollout.top_p", "top_p"),
+    ("rollout.top_k", "top_k"),
     ("evaluation.temperature", "val_kwargs.temperature eval.sampling.temperature"),
     (_FIELDS, "prompt_key input_key label_key answer_key reward_fn_key"),
     ("data.shuffle", "shuffle_dataset"),
     (_FUNCTION, "custom_reward_function.path custom_reward_function.name reward_funcs"),
+    (_FUNCTION, "reward_manager reward_function reward_fn compute_score"),
+    (_FUNCTION, "reward.function reward.func reward.fn reward.path reward.functions"),
     ("Choose reward=http with reward.url=URL.", "remote_rm_url"),
     ("Choose reward=mixed; reward.weights has them.", "reward_weights"),
 )

@@ -7,16 +7,24 @@ one. Deliberately not here: which values are valid, which the caller knows.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import SequenceMatcher
+from difflib import SequenceMatcher, get_close_matches
 
 # Below this likeness two words share letters rather than a meaning.
 _LEAST_LIKENESS = 0.6
 
+# From this likeness on two short words are spellings of one.
+_ALIKE = 0.8
+
 # From this likeness on two words are the same but for a wrong letter.
 _NEARLY_THE_SAME = 0.9
 
+# Last parts of keys that say nothing about what they set.
+_GENERAL = {"enabled", "enable", "name", "path", "kind", "dir", "type", "mode"}
+
 # Longest list of choices, in characters, that still helps when it is shown in full.
 _LONGEST_LIST = 100
+
+_MOST_SIBLINGS = 5  # names of a long list that are shown
 
 
 def closest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
@@ -24,12 +32,16 @@ def closest(word: str, candidates: Iterable[str], count: int = 3) -> list[str]:
 
     The last part of a dotted key counts as much as the whole key.
     """
-    near = [
-        name
-        for likeness, name in _ranked(word, candidates)
-        if likeness >= _LEAST_LIKENESS
-    ]
-    return near[:count]
+    ranked = _ranked(word, candidates)
+    # Beside a name with a wrong letter the others are guesses.
+    is_certain = bool(ranked) and ranked[0][0] >= _NEARLY_THE_SAME
+    least = _NEARLY_THE_SAME if is_certain else _LEAST_LIKENESS
+    return [name for likeness, name in ranked if likeness >= least][:count]
+
+
+def is_alike(word: str, candidates: Iterable[str]) -> bool:
+    """Return whether `word` is one of the candidates, or shares most of its letters."""
+    return bool(get_close_matches(word, candidates, n=1, cutoff=_ALIKE))
 
 
 def is_misspelt(word: str, candidates: Iterable[str]) -> bool:
@@ -46,7 +58,12 @@ def _ranked(word: str, candidates: Iterable[str]) -> list[tuple[float, str]]:
 def _likeness(word: str, name: str) -> float:
     """Return how alike two spellings are, from 0 to 1."""
     whole = SequenceMatcher(None, word.lower(), name.lower()).ratio()
-    last = SequenceMatcher(None, _last_part(word), _last_part(name)).ratio()
+    last_word = _last_part(word)
+    section = word.rpartition(".")[0]
+    if section and last_word in _GENERAL:
+        around = SequenceMatcher(None, section.lower(), name.rpartition(".")[0])
+        return min(whole, around.ratio())
+    last = SequenceMatcher(None, last_word, _last_part(name)).ratio()
 
     # A key that was typed with its section should be found in that section.
     if "." in word:
@@ -85,7 +102,10 @@ def did_you_mean(word: str, candidates: Sequence[str], kind: str) -> str:
         name for name in candidates if section and name.rpartition(".")[0] == section
     )
     if siblings:
-        return f"There is {', '.join(siblings)}."
+        nearest = [name for _, name in _ranked(word, siblings)[:_MOST_SIBLINGS]]
+        others = len(siblings) - len(nearest)
+        more = f" and {others} more" if others else ""
+        return f"There is {', '.join(nearest)}{more}."
 
     # Keys of groups have an @ and lie in no section.
     sections = {name.partition(".")[0] for name in candidates if "@" not in name}

@@ -170,6 +170,30 @@ def test_all_bad_overrides_are_reported_at_once() -> None:
     )  # it copies actor.num_ranks, which is reported
 
 
+@pytest.mark.parametrize(
+    "override", ["reward.functions.default=gsm8k", "reward={deadline_s: 3}"]
+)
+def test_a_section_of_another_task(override: str) -> None:
+    found = problems("sft", *INPUTS, override)[override.partition("=")[0]]
+    assert found.rule == "a run of the task sft has no section reward"
+    assert found.fix == "Leave it out, or choose another --config-name."
+
+
+def test_a_reward_function_is_named_by_its_data_source() -> None:
+    found = problems("grpo", *INPUTS, "reward.function=grader.py:f")
+    assert "as reward.functions.default=" in found["reward.function"].fix
+
+
+def test_a_setting_of_another_reward() -> None:
+    found = problems("grpo", *INPUTS, "reward=http", "reward.functions.default=gsm8k")
+    assert found["reward.functions"].rule == (
+        "the reward that was chosen has no such setting"
+    )
+    lone = "reward.components.b.functions.default=gsm8k"
+    found = problems("grpo", *INPUTS, "reward=mixed", lone)
+    assert found["reward.components.b.kind"].fix == "Set reward.components.b.kind."
+
+
 def test_a_text_is_quoted_twice() -> None:
     (found,) = problems("quickstart", "run.dir=/a b/(c)").values()
     assert (found.key, found.value) == ("run.dir", "/a b/(c)")
