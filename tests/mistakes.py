@@ -22,6 +22,7 @@ from pathlib import Path
 from tests.controllers.runs import Inputs, make_inputs
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.files import write_records
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.tiny import make_tiny_qwen3
 
@@ -142,6 +143,18 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
         ("best by an unknown metric", "run.best_metric=accuracy", "run.best_metric"),
         ("steps and epochs", "run.total_epochs=0", "run.total_epochs"),
         ("colocated with tensor parallel", "rollout.tensor_parallel=3", "rollout."),
+        ("a root config without its option", "grpo", "--config-name grpo"),
+        ("a text with brackets", "run.dir=/a (b)", "run.dir='/a (b)'"),
+        (
+            "a limit that both files exceed",
+            "data.max_prompt_tokens=1",
+            "or set data.overlong=skip",
+        ),
+        (
+            "a section of another task",
+            "sft.max_tokens=9",
+            "the task rl has no section sft",
+        ),
         ("an engine that does not exist", "backend=deepspeed", "fsdp"),
     ]
     return [
@@ -163,6 +176,16 @@ def _of_other_systems(inputs: Inputs) -> list[Mistake]:
         ("actor.use_kl_loss=true", "algorithm.kl"),
         ("rollout.gpu_memory_utilization=0.6", "rollout.kv_cache_gib"),
         ("run.epochs=2", "run.total_epochs"),
+        ("trainer.total_epochs=2", "Here it is run.total_epochs"),
+        ("checkpointing.enabled=true", "run.checkpoint_every"),
+        ("policy.dtensor_cfg.enabled=true", "backend=fsdp"),
+        ("algorithm.filter_groups.enable=true", "No group is filtered"),
+        ("overlong_buffer.enable=true", "algorithm.truncated=mask"),
+        ("critic_learning_rate=1e-5", "With a critic (algorithm=ppo)"),
+        ("weight_decay=0.1", "Here it is actor.optimizer.weight_decay"),
+        ("do_sample=false", "evaluation.temperature=0"),
+        ("reward.function=own.py:f", "reward.functions.default"),
+        ("attn_implementation=sdpa", "Nothing to set"),
     ]
     return [
         Mistake(f"{override.split('=')[0]} of another system", _check(inputs, override), fix)
@@ -187,6 +210,9 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
         ("chat without a template", "chat.jsonl", f"{chat}\n", "line 1: found chat messages"),
         ("a special token spelled out", "special.jsonl",
          json.dumps({"prompt": "1+<eos>=", "answer": "2"}) + "\n", "data.special_tokens"),
+        ("nesting without an end", "deep.jsonl", '{"prompt": ' + "[" * 9_999, "nested too deeply"),
+        ("fields of another data set", "fields.jsonl",
+         json.dumps({"question": "1+1=", "solution": "2"}) + "\n", "Rename 'question' to 'prompt'"),
         ("a character without a token", "letters.jsonl",
          json.dumps({"prompt": "one", "answer": "2"}) + "\n", "line 1"),
     ]  # fmt: skip
@@ -198,6 +224,18 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
         listed.append(
             Mistake(name, _check(inputs, f"data.train_path={path}", *more), fix)
         )
+
+    parquet = write_records(
+        [{"prompt": "1+1=" * 9, "answer": "2"}] * 9, folder, "torn"
+    ).parquet
+    content = bytearray(parquet.read_bytes())
+    content[4:60] = b"\xff" * 56
+    parquet.write_bytes(content)
+    for name, path, fix in (
+        ("damaged pages", parquet, "Write the file again"),
+        ("a folder of files", parquet.parent, "Take one of its files"),
+    ):
+        listed.append(Mistake(name, _check(inputs, f"data.train_path={path}"), fix))
 
     near = inputs.train.with_name("tran.jsonl")
     listed.append(
@@ -227,6 +265,13 @@ def _of_rewards(inputs: Inputs, folder: Path) -> list[Mistake]:
             inputs, f"reward.functions.default={path}:f", "reward.deadline_s=1"
         )
         listed.append(Mistake(name, arguments, fix))
+
+    for name, spec in (
+        ("a reward without its function", "own7.py"),
+        ("a reward without .py", "own7:f"),
+    ):
+        arguments = _check(inputs, f"reward.functions.default={folder}/{spec}")
+        listed.append(Mistake(name, arguments, "own7.py:f?"))
 
     missing = _check(inputs, f"reward.functions.default={folder}/absent.py:f")
     listed.append(Mistake("a reward file that is missing", missing, "absent.py"))
@@ -274,12 +319,20 @@ def _of_models(inputs: Inputs, folder: Path) -> list[Mistake]:
 def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
     own = folder / "broken.yaml"
     own.write_text("run:\n  name: [a\nmodel: {\n")
+    base = folder / "base.yaml"
+    base.write_text("defaults: [grpoo]\n")
     full = folder / "full"
     full.joinpath("checkpoints", "step_00000002").mkdir(parents=True)
     full.joinpath("metrics.jsonl").write_text('{"step": 1}\n')
 
     return [
         Mistake("broken YAML", ("check", "--config-name", str(own)), "line"),
+        Mistake(
+            "a misspelt default",
+            ("check", "--config-name", str(base)),
+            "Did you mean grpo?",
+        ),
+        Mistake("--config", ("check", "--config", "own.yaml"), "--config-name"),
         Mistake("an unknown root config", ("check", "--config-name", "gpro"), "grpo"),
         Mistake("a misspelt command", ("chekc",), "check"),
         Mistake(

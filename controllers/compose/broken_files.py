@@ -8,6 +8,7 @@ read (`trees.py`, `verl_ray.config`).
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from hydra.errors import HydraException
@@ -33,24 +34,29 @@ _WHOLE_FILE = (
     "A root config of your own begins with `defaults: [grpo, _self_]`; sections of"
     " keys follow, such as `run: {total_steps: 7}`."
 )
-_MISSING_CHOICE = re.compile(r"Could not find '(?:(.+)/)?([^/']+)'")
-_OPTION = re.compile(r"^\t([\w-]+)$", re.MULTILINE)
+_MISSING_CHOICE = re.compile(r"Could not (?:find|load) '(?:(.+)/)?([^/']+)'")
 
 
-def file_problem(error: Exception, config_name: str, config_dir: str | None) -> Problem:
+def file_problem(
+    error: Exception,
+    config_name: str,
+    config_dir: str | None,
+    options_of: Callable[[str], list[str]],
+) -> Problem:
     """Return what is wrong with the file that Hydra stopped at.
 
     Args:
         error: what Hydra raised, one of `UNREADABLE`.
         config_name: the root config.
         config_dir: the folder of the user's own, or None.
+        options_of: the choices of a group, or the root configs for "".
     """
     if isinstance(error, MarkedYAMLError) and error.problem_mark is not None:
         return _syntax_problem(error)
 
     key = "--config-name"
-    if isinstance(error, UnicodeError):
-        file = _file_without_text(config_dir)
+    if isinstance(error, UnicodeDecodeError):
+        file = _file_of(error.object, config_dir)
         rule = "this file is no text in UTF-8"
         return Problem(key, file or config_name, rule, "Save it as UTF-8.")
 
@@ -63,7 +69,8 @@ def file_problem(error: Exception, config_name: str, config_dir: str | None) -> 
     choice = _MISSING_CHOICE.search(message)
     if choice is not None:
         group, name = choice.groups()
-        options = [name for name in _OPTION.findall(message) if name[0] != "_"]
+        group = group or ""
+        options = [name for name in options_of(group) if group or name != config_name]
         fix = did_you_mean(name, options, group or "config")
         return Problem(key, config_name, first_line(message), fix)
 
@@ -116,15 +123,13 @@ def _line(file: Path, number: int) -> str:
     return lines[number].strip()
 
 
-def _file_without_text(config_dir: str | None) -> str | None:
-    """Return the first YAML file in a folder that is no text; None if all are."""
+def _file_of(content: bytes, config_dir: str | None) -> str | None:
+    """Return the YAML file in a folder that holds some bytes; None if there is none."""
     if config_dir is None:
         return None
 
     for file in sorted(Path(config_dir).rglob("*.yaml")):
-        try:
-            file.read_text("utf-8")
-        except UnicodeError:
+        if content in file.read_bytes():
             return str(file)
 
     return None

@@ -95,7 +95,7 @@ def run_hydra(
     try:
         return _compose_files(config_name, overrides)
     except UNREADABLE as error:
-        problem = file_problem(error, config_name, config_dir)
+        problem = file_problem(error, config_name, config_dir, options_of)
         raise ConfigError([problem]) from error
 
 

@@ -464,6 +464,19 @@ def test_a_file_that_is_no_configuration(
     assert expected in problem.rule
 
 
+def test_a_misspelt_default_leads_to_the_root_config(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("defaults: [grpoo]\n")
+    (problem,) = problems("mine", config_dir=str(tmp_path)).values()
+    assert problem.fix.startswith("Did you mean grpo?") and "mine" not in problem.fix
+
+
+def test_a_file_that_is_no_utf_8_is_the_one_that_is_read(tmp_path: Path) -> None:
+    for name, character in (("another", b"\xe8"), ("mine", b"\xe9")):
+        (tmp_path / f"{name}.yaml").write_bytes(b"run: {name: " + character + b"}")
+    (problem,) = problems("mine", config_dir=str(tmp_path)).values()
+    assert problem.value == f"{tmp_path}/mine.yaml"
+
+
 @pytest.mark.parametrize(
     ("root", "override"),
     [
