@@ -147,7 +147,6 @@ def _checked(
     runs = swept_runs(overrides)
     configs: list[Config] = []
     problems: dict[str, Problem] = {}
-
     seen = SeenData()
 
     for run in runs:

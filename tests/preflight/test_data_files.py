@@ -154,6 +154,13 @@ def test_files_that_make_a_run_measure_nothing_are_a_warning(
     assert only == whole_epoch
 
 
+def test_an_evaluation_reads_its_file_once(tokenizer: Path, tmp_path: Path) -> None:
+    path = write(tmp_path, [{"prompt": "no answer"}])
+    config = config_of(tokenizer, path, f"data.validation_path={path}")
+    (found,) = examine_data(config, evaluates=True).problems
+    assert found.key == "data.validation_path"
+
+
 def test_files_that_are_not_what_their_names_say(
     tokenizer: Path, tmp_path: Path
 ) -> None:

@@ -63,8 +63,9 @@ _FILTER = (
     " a larger rollout.group_size makes such groups rarer."
 )
 _OVERLONG = (
-    "There is no length penalty: algorithm.truncated=mask leaves responses that were cut"
-    " out of the loss; a reward function of your own may lower the score of long ones."
+    "There is no length penalty: algorithm.truncated=mask leaves responses that were"
+    " cut out of the loss; a reward function of your own may lower the score of long"
+    " ones."
 )
 _SHARDING = (
     "backend=fsdp shards: backend.sharding=full as ZeRO-3 does, grad_op as ZeRO-2;"

@@ -126,9 +126,11 @@ def _same_files(config: Config, evaluates: bool) -> Iterator[str]:
 
 def _paths(config: Config, evaluates: bool) -> Iterator[tuple[str, str]]:
     """Yield the setting and the path of each file that the run reads."""
-    yield "data.train_path", config.data.train_path
-
     validation = config.data.validation_path
+    # An evaluation without training data names its own in their place.
+    if not evaluates or config.data.train_path != validation:
+        yield "data.train_path", config.data.train_path
+
     if validation is not None and (config.run.evaluate_every or evaluates):
         yield "data.validation_path", validation
 
