@@ -305,7 +305,8 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     # The pages come first, and the footer last.
     content[4:60] = b"\xff" * 56
     files.parquet.write_bytes(content)
-    assert "cannot be read as Parquet" in refusal_of(files.parquet)
+    message = refusal_of(files.parquet)
+    assert "cannot be read as Parquet" in message and "\n" not in message
     (files.folder / "state.json").write_text("{}")
     assert "sums: not a folder saved by Hugging Face" in refusal_of(files.folder)
     (files.folder / "dataset_dict.json").write_text("[]")

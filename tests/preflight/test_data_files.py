@@ -6,6 +6,7 @@ import json
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import numpy as np
@@ -271,7 +272,16 @@ def test_every_data_source_is_tried_and_a_failure_is_told_once(
         tokenizer, of_sources(tmp_path, 40), f"reward.functions={{{functions}}}"
     )
     files = examine_data(config).files
+    announced: list[str] = []
+    blocking = reward_trial.blocking
+
+    def announce(text: str) -> AbstractContextManager[None]:
+        announced.append(text)
+        return blocking(text)
+
+    monkeypatch.setattr(reward_trial, "blocking", announce)
     findings = try_rewards(config, files)
+    assert announced == ["trying reward.functions on the records"]
     (found,) = findings.problems
     assert (found.key, found.value) == ("reward.functions.default", f"{script}:f")
     assert "it fails on a record's own answer of data source 's3" in found.rule

@@ -112,8 +112,10 @@ def _read_parquet(path: Path) -> Iterator[tuple[str, Fields]]:
                 yield f"{path}, row {number}", fields
     # Damaged pages are an OSError.
     except (pa.ArrowException, OSError) as error:
+        # Such an error may have several lines.
+        cause = " ".join(str(error).split())
         raise DataError(
-            f"{path}: cannot be read as Parquet ({error}); write the file again"
+            f"{path}: cannot be read as Parquet ({cause}); write the file again"
         ) from None
 
 
