@@ -18,7 +18,7 @@ from typing import Any
 
 from controllers.run.best import BestEvaluation
 from controllers.run.finished import REPORT
-from controllers.run.next_command import next_commands, print_next
+from controllers.run.next_command import print_next
 from controllers.trainers.base import Task
 from controllers.watch.learning import diagnoses
 from controllers.watch.measures import Metrics
@@ -95,7 +95,7 @@ class Conclusion:
         if how is None or step >= task.config.run.steps:
             how = f"finished after {step} steps"
         self._report(lines, how)
-        print_next(next_commands(task.config))
+        print_next(task.config)
 
         before, after = _first_and_last(_evaluations(lines))
         shortfall = task.shortfall(
@@ -145,7 +145,11 @@ class Conclusion:
     def _report(self, lines: Sequence[Metrics], how: str) -> None:
         """Print the report of the run, and write it to run.dir."""
         assert self._task is not None and self._trackers is not None
-        outputs = {"run": str(self._folder), **self._trackers.outputs()}
+        outputs = {
+            "run": str(self._folder),
+            **self._task.outputs(),
+            **self._trackers.outputs(),
+        }
         title = f"{self._run.name}: {how}"
         report = report_of(self._task, title, lines, outputs)
         show(report)

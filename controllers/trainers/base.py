@@ -113,6 +113,10 @@ class Task(ABC, Generic[C, D]):
         The record of the run and its checkpoints are written elsewhere.
         """
 
+    def outputs(self) -> dict[str, str]:
+        """Return where a person finds the further results, as title -> path."""
+        return {}
+
     def shortfall(self, before: Metrics, after: Metrics) -> str | None:
         """Return what the run promised and did not reach, or None.
 

@@ -18,6 +18,7 @@ from controllers.trainers.base import warn_skipped
 from controllers.trainers.supervised import SupervisedTask, SupervisedTrainer
 from controllers.watch import held_out_measures
 from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import LOG_LOSS, PAIR_ACCURACY
 from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
@@ -36,9 +37,6 @@ from workers.reward_model import RewardModelWorker
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-
-PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
 
 
 class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
@@ -87,8 +85,11 @@ class PreferenceTrainer(SupervisedTrainer[RewardModelWorker]):
         chosen = scores[0::2].astype(np.float64)
         rejected = scores[1::2].astype(np.float64)
         metrics = held_out_measures.preference_metrics(chosen, rejected)
-        is_right = held_out_measures.right(chosen, rejected)
-        return Evaluation(metrics, scores=self.scores_of(PAIR_ACCURACY, is_right, 2))
+        of_pairs = {
+            PAIR_ACCURACY: held_out_measures.right(chosen, rejected),
+            LOG_LOSS: held_out_measures.log_losses(chosen, rejected),
+        }
+        return Evaluation(metrics, scores=self.scores_of(of_pairs, rows_per_problem=2))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ answer tokens before it. Deliberately not here: the steps themselves (`supervise
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +25,7 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.data.tokenizers import load_tokenizer
+from verl_ray.tracking.comparison import LOSS, PERPLEXITY, perplexity_of
 from workers.actor import ActorWorker
 from workers.model_worker import UpdateReport
 
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ACCURACY = "val-core/held_out/acc/mean@1"
-LOSS = "val-core/held_out/loss"
 
 
 class SFTTrainer(SupervisedTrainer[ActorWorker]):
@@ -73,7 +72,7 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
     def step(self, number: int) -> Metrics:
         """Run training step `number`. Return its metrics, perplexity included."""
         metrics = super().step(number)
-        return metrics | {"train/perplexity": _perplexity(metrics["train/loss"])}
+        return metrics | {"train/perplexity": perplexity_of(metrics["train/loss"])}
 
     def measure(self) -> Evaluation:
         """Measure greedy accuracy and loss on the held-out rows; may end the training.
@@ -86,22 +85,24 @@ class SFTTrainer(SupervisedTrainer[ActorWorker]):
         accuracy = float(exact.mean())
 
         # Rows without response tokens have neither loss nor tokens.
-        num_tokens = max(1, int(recitals.row("response_length").sum()))
-        loss = -float(recitals.row("log_prob").sum()) / num_tokens
+        num_tokens = recitals.row("response_length").astype(np.float64)
+        losses = -recitals.row("log_prob")
+        loss = float(losses.sum()) / max(1.0, float(num_tokens.sum()))
         metrics = {
             ACCURACY: accuracy,
             LOSS: loss,
-            "val-aux/held_out/perplexity": _perplexity(loss),
+            PERPLEXITY: perplexity_of(loss),
         }
+        has_tokens = num_tokens > 0
+        mean_losses = np.full(len(losses), np.nan)
+        mean_losses[has_tokens] = losses[has_tokens] / num_tokens[has_tokens]
+        scores = self.scores_of(
+            {ACCURACY: exact, LOSS: mean_losses}, weights={LOSS: num_tokens}
+        )
 
         limit = self._stop_at_accuracy
         self.finished = limit is not None and accuracy >= limit
-        return Evaluation(metrics, scores=self.scores_of(ACCURACY, exact))
-
-
-def _perplexity(loss: float) -> float:
-    """Return the exponential of a loss; above 700 it would overflow float64."""
-    return math.exp(min(loss, 700))
+        return Evaluation(metrics, scores=scores)
 
 
 @dataclass(frozen=True)

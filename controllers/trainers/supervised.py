@@ -181,20 +181,31 @@ class SupervisedTrainer(ABC, Generic[W]):
         return self._held_out
 
     def scores_of(
-        self, metric: str, scores: npt.NDArray[np.floating], rows_per_problem: int = 1
+        self,
+        scores: Mapping[str, npt.NDArray[np.floating]],
+        weights: Mapping[str, npt.NDArray[np.floating]] | None = None,
+        rows_per_problem: int = 1,
     ) -> HeldOutScores:
-        """Return the score of each held-out row, or pair of rows, for the record.
+        """Return the scores of each held-out row, or pair of rows, for the record.
 
         Args:
-            metric: Name of the metric that they count towards.
-            scores: One score per problem, [problems].
+            scores: One score per problem, [problems], by the name of the metric that
+                they count towards.
+            weights: Weight of each problem, [problems], in metrics where the problems
+                do not weigh the same.
             rows_per_problem: Number of neighbouring rows that are one problem.
         """
+        digests = self._digests[::rows_per_problem]
+        ones = np.ones(len(digests))
+        by_problem = np.stack([scores[name] for name in scores], axis=1)
+        weighed = np.stack([(weights or {}).get(name, ones) for name in scores], axis=1)
+        # The scores of a problem are neighbours.
         return HeldOutScores(
-            problems=range(len(scores)),
-            digests=self._digests[::rows_per_problem],
-            metrics=[metric] * len(scores),
-            scores=scores.astype(np.float64)[:, None],
+            problems=np.repeat(np.arange(len(digests)), len(scores)).tolist(),
+            digests=[digest for digest in digests for _ in scores],
+            metrics=list(scores) * len(digests),
+            scores=by_problem.astype(np.float64).reshape(-1, 1),
+            weights=weighed.astype(np.float64).reshape(-1),
         )
 
     # ------------------------------------------------------------------------- recovery
@@ -240,3 +251,9 @@ class SupervisedTask(Task[R, D]):
         """Write the trained model."""
         assert isinstance(trainer, SupervisedTrainer)
         trainer.export(str(self.model_folder))
+
+    def outputs(self) -> dict[str, str]:
+        """Return the trained model, once it is written."""
+        if not self.model_folder.is_dir():
+            return {}
+        return {"model": str(self.model_folder)}

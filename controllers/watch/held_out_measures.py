@@ -22,6 +22,9 @@ Float64s = npt.NDArray[np.float64]
 
 CALIBRATION_BINS = 10
 
+PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
+LOG_LOSS = "val-core/held_out/log_loss"
+
 
 def metric_name(source: str, group_size: int, *, right_or_wrong: bool) -> str:
     """Return the name of the metric of a data source: acc/mean@N or reward/mean@N.
@@ -101,12 +104,12 @@ def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
     log_loss = nan
     calibration_error = nan
     if np.isfinite(difference).all():
-        log_loss = float(np.logaddexp(0, -difference).mean())
+        log_loss = float(log_losses(chosen, rejected).mean())
         calibration_error = _calibration_error(difference, is_right)
 
     return {
-        "val-core/held_out/pair_accuracy": float(is_right.mean()),
-        "val-core/held_out/log_loss": log_loss,
+        PAIR_ACCURACY: float(is_right.mean()),
+        LOG_LOSS: log_loss,
         "val-aux/held_out/calibration_error": calibration_error,
         "val-aux/held_out/num_pairs": float(len(is_right)),
         **spread("val-aux/held_out/margin", difference),
@@ -114,6 +117,18 @@ def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:
         **spread("val-aux/held_out/rejected", rejected),
         "val-aux/held_out/std": float(np.concatenate([chosen, rejected]).std()),
     }
+
+
+def log_losses(chosen: Float64s, rejected: Float64s) -> Float64s:
+    """Return the loss of each preference, [pairs]; NaN where a score is not finite.
+
+    Args:
+        chosen: Score of the better response of each pair, float64 [pairs].
+        rejected: Score of the other response, float64 [pairs].
+    """
+    difference = chosen - rejected
+    difference = np.where(np.isfinite(difference), difference, nan)
+    return np.asarray(np.logaddexp(0, -difference), dtype=np.float64)
 
 
 def right(chosen: Float64s, rejected: Float64s) -> Float64s:

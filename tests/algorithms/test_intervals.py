@@ -63,3 +63,23 @@ def test_what_has_no_interval() -> None:
     assert (equal.low, equal.high) == (1, 1)
     assert not equal.is_telling and not alone.is_telling
     assert bootstrap(np.array([0.0, 1.0])).is_telling
+
+
+def test_a_mean_over_tokens_weighs_prompts_and_draws_them_with_their_weights() -> None:
+    losses, tokens = [1.0, 3.0, 2.0], [4.0, 1.0, 2.0]
+    interval = bootstrap(
+        np.array(losses), weights=np.array(tokens), level=0.8, resamples=200_000
+    )
+    assert interval.mean == pytest.approx((4 + 3 + 4) / 7)
+    resampled = [
+        np.average([losses[i] for i in draw], weights=[tokens[i] for i in draw])
+        for draw in itertools.product(range(3), repeat=3)
+    ]
+    exact_bounds = np.quantile(resampled, [0.1, 0.9])
+    assert [interval.low, interval.high] == pytest.approx(exact_bounds, abs=1e-9)
+    backwards = bootstrap(np.array(losses[::-1]), weights=np.array(tokens[::-1]))
+    assert backwards == bootstrap(np.array(losses), weights=np.array(tokens))
+
+    # A prompt without a score takes its weight along.
+    with_missing = bootstrap(np.array([*losses, nan]), weights=np.array([*tokens, 9]))
+    assert with_missing.mean == interval.mean

@@ -9,6 +9,8 @@ import pytest
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.comparison import (
+    LOSS,
+    PERPLEXITY,
     intervals,
     paired_differences,
 )
@@ -104,3 +106,29 @@ def test_a_problem_is_known_by_its_contents() -> None:
     assert digest(b"1+1=", b"2") == digest(b"1+1=", b"2")
     assert digest(b"1+1=", b"2") != digest(b"1+1", b"=2")
     assert len(digest(b"")) == 8
+
+
+def test_a_loss_counts_by_tokens_and_its_perplexity_has_its_bounds(
+    tmp_path: Path,
+) -> None:
+    def losses(*values: float) -> HeldOutScores:
+        return HeldOutScores(
+            problems=[0, 0, 1, 1],
+            digests=list("aabb"),
+            metrics=["acc", LOSS] * 2,
+            scores=np.array([1, values[0], 0, values[1]])[:, None],
+            weights=np.array([1.0, 3.0, 1.0, 1.0]),
+        )
+
+    path = tmp_path / "scores.jsonl"
+    write_scores(path, losses(1, 2))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line.get("weight") for line in lines] == [None, 3, None, None]
+
+    before, after = read_scores(path), losses(0.5, 3)
+    of_metrics = intervals(before)
+    loss, perplexity = of_metrics[LOSS], of_metrics[PERPLEXITY]
+    assert of_metrics["acc"].mean == 0.5 and loss.mean == (3 * 1 + 2) / 4
+    assert [perplexity.mean, perplexity.low] == np.exp([loss.mean, 1]).tolist()
+    change = paired_differences(before, after)[LOSS]
+    assert change.mean == (3 * -0.5 + 1) / 4

@@ -1,7 +1,9 @@
 """The scores of every held-out problem, one file per evaluation of a run.
 
 A line of `evaluations/step_000010.jsonl` holds the number of a problem, a digest of it,
-the metric that its scores count towards, and the score of each response.
+the metric that its scores count towards, and the score of each response. A problem has
+a line for each such metric. A loss counts by the tokens of its row, which is then the
+`weight` of the line.
 
 Invariant: the mean over the lines of a metric is what metrics.jsonl has under its name,
 but for problems of which a score failed and was left out. Two evaluations are paired by
@@ -48,11 +50,27 @@ class HeldOutScores:
     # float64 [problems, responses]; NaN where a score is left out of the metric
     scores: npt.NDArray[np.float64]
 
+    weights: npt.NDArray[np.float64] | None = None
+    """Weight of each problem in the mean of its metric, [problems]; None where all
+    weigh the same."""
+
     def of(self, metric: str) -> npt.NDArray[np.float64]:
         """Return the scores that count towards a metric, [problems, responses]."""
         counts = np.array(self.metrics) == metric
         selected: npt.NDArray[np.float64] = self.scores[counts]
         return selected
+
+    def weights_of(self, metric: str) -> npt.NDArray[np.float64]:
+        """Return the weights of the scores that count towards a metric, [problems]."""
+        selected: npt.NDArray[np.float64] = self.row_weights[
+            np.array(self.metrics) == metric
+        ]
+        return selected
+
+    @property
+    def row_weights(self) -> npt.NDArray[np.float64]:
+        """The weight of each problem, [problems]."""
+        return np.ones(len(self.scores)) if self.weights is None else self.weights
 
 
 def digest(*parts: bytes) -> str:
@@ -73,16 +91,23 @@ def write_scores(path: Path, scores: HeldOutScores) -> None:
         OSError: The file cannot be written.
     """
     columns = zip(
-        scores.problems, scores.digests, scores.metrics, scores.scores, strict=True
+        scores.problems,
+        scores.digests,
+        scores.metrics,
+        scores.scores,
+        scores.row_weights.tolist(),
+        strict=True,
     )
     lines = []
-    for problem, problem_digest, metric, row in columns:
-        fields = {
+    for problem, problem_digest, metric, row, weight in columns:
+        fields: dict[str, object] = {
             "problem": int(problem),
             "digest": problem_digest,
             "metric": metric,
             "scores": [_short(score) for score in row.tolist()],
         }
+        if weight != 1:
+            fields["weight"] = _short(weight)
         lines.append(json.dumps(fields, separators=(",", ":"), ensure_ascii=False))
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -104,6 +129,7 @@ def read_scores(path: Path) -> HeldOutScores:
             digests=[line["digest"] for line in lines],
             metrics=[line["metric"] for line in lines],
             scores=scores,
+            weights=np.array([line.get("weight", 1) for line in lines], np.float64),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise TrackingError(

@@ -146,7 +146,11 @@ class JsonlTracker(Tracker):
             raise _cannot_write(self._path, error) from error
 
     def outputs(self) -> dict[str, str]:
-        return {"metrics": str(self._path), "samples": str(self._samples)}
+        outputs = {"metrics": str(self._path)}
+        # Only a task that generates responses has samples of them.
+        if any(self._samples.iterdir()):
+            outputs["samples"] = str(self._samples)
+        return outputs
 
     def _sync(self) -> None:
         """Wait until all lines and samples are on the disk."""
