@@ -294,12 +294,19 @@ def _resources(machine: Machine | None) -> str:
 def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
     """Print a block per problem: key = value, the rule, what would be right."""
     noun = "problem" if len(problems) == 1 else "problems"
-    print(f"{len(problems)} {noun} in the configuration:", file=stream)
+    is_typed = all(_is_argument(problem.key) for problem in problems)
+    place = "on the command line" if is_typed else "in the configuration"
+    print(f"{len(problems)} {noun} {place}:", file=stream)
 
     for problem in problems:
         print(f"\n  {problem.key} = {_as_typed(problem.value)}", file=stream)
         print(f"    rule: {problem.rule}", file=stream)
         print(f"    fix:  {problem.fix}", file=stream)
+
+
+def _is_argument(key: str) -> bool:
+    """Return whether a problem is with an argument, such as --best or CHECKPOINT."""
+    return key.startswith("-") or key.isupper()
 
 
 def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:

@@ -14,11 +14,15 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from verl_ray.checkpoint.store import CheckpointStore
+from verl_ray.checkpoint.manifest import Checkpoint
+from verl_ray.checkpoint.store import CheckpointStore, checkpoint_name
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.paths import in_ray_package
+from verl_ray.tracking.curve import PICTURE
+from verl_ray.tracking.jsonl import METRICS
 
 SCRIPT = "VERL_RAY_SCRIPT"
 """Environment variable in which a script that stands for a command names itself."""
@@ -32,22 +36,57 @@ EXPORTED = "exported"
 """Folder in run.dir that the command proposes for an export."""
 
 
+def print_next(config: Config) -> None:
+    """Print what to try after a finished run.
+
+    Args:
+        config: the configuration of the run.
+    """
+    newest = _newest_checkpoint(config)
+    best = _best_evaluation(newest)
+    if best is not None and best["step"] == 0:
+        picture = Path(config.run.dir) / PICTURE
+        record = picture if picture.is_file() else picture.with_name(METRICS)
+        print(
+            f"next: the training did not improve the model. {best['name']} was best"
+            f" before the first step, with {best['value']:.4g}; {_shown(record)} shows"
+            " what happened then"
+        )
+
+    commands = next_commands(config)
+    if not commands:
+        print("next: nothing was saved (run.checkpoint_every=0), so nothing is left")
+    for purpose, command in commands.items():
+        print(f"next, to {purpose}:\n{command}")
+
+
 def next_commands(config: Config) -> dict[str, str]:
     """Return what to try after a finished run, as purpose -> command.
+
+    It is about the best checkpoint, where that is on disk, and else about the newest. A
+    model that was best before the training is not worth an export.
 
     Args:
         config: the configuration of the run.
     """
     run_dir = Path(config.run.dir)
-    checkpoint = _newest_checkpoint(config)
+    newest = _newest_checkpoint(config)
+    best = _best_evaluation(newest)
+    checkpoint = _best_checkpoint(newest, best)
     commands = {}
 
-    # Supervised runs and reward models have written their model already.
+    # Supervised runs and reward models have written the model of the last step already.
     has_model = (run_dir / MODEL).is_dir()
+    is_written = has_model and checkpoint == newest
+    has_improved = best is None or best["step"] > 0
     exported = run_dir / EXPORTED
-    if checkpoint is not None and not has_model and not exported.exists():
-        commands["write the model as a Hugging Face directory"] = shell_command(
-            "export", _shown(checkpoint), _shown(exported)
+    is_exportable = has_improved and not is_written and not exported.exists()
+    if checkpoint is not None and is_exportable:
+        which = "model"
+        if checkpoint != newest:
+            which = f"model of the best step ({checkpoint.step})"
+        commands[f"write the {which} as a Hugging Face directory"] = shell_command(
+            "export", _shown(checkpoint.path), _shown(exported)
         )
 
     can_be_evaluated = checkpoint is not None or has_model
@@ -55,7 +94,7 @@ def next_commands(config: Config) -> dict[str, str]:
         words = ["evaluate", "--config-dir", _shown(run_dir), "--config-name", "config"]
         # What the run itself began from stands in its config.yaml.
         if checkpoint is not None:
-            words.append(f"run.resume={_shown(checkpoint)}")
+            words.append(f"run.resume={_shown(checkpoint.path)}")
         else:
             model = _shown(run_dir / MODEL)
             role = config.evaluated_role
@@ -64,18 +103,12 @@ def next_commands(config: Config) -> dict[str, str]:
                 f"model.path={model}",
                 f"{role}.model.path={model}",
             ]
-        commands["measure it again, with every response on disk"] = shell_command(
-            *words
-        )
+        # Only a policy generates responses.
+        what = "the score of every row"
+        if config.rollout_task is not None:
+            what = "every response"
+        commands[f"measure it again, with {what} on disk"] = shell_command(*words)
     return commands
-
-
-def print_next(commands: Mapping[str, str]) -> None:
-    """Print what to try after a finished run, given as purpose -> command."""
-    if not commands:
-        print("next: nothing was saved (run.checkpoint_every=0), so nothing is left")
-    for purpose, command in commands.items():
-        print(f"next, to {purpose}:\n{command}")
 
 
 def shell_command(*arguments: str) -> str:
@@ -124,12 +157,29 @@ def _shown(path: Path) -> str:
     return str(path.relative_to(here))
 
 
-def _newest_checkpoint(config: Config) -> Path | None:
+def _newest_checkpoint(config: Config) -> Checkpoint | None:
     """Return the newest checkpoint in run.dir, or None."""
     run = config.run
     store = CheckpointStore(Path(run.dir) / "checkpoints", run.keep_checkpoints)
     with contextlib.suppress(CheckpointError):
-        newest = store.latest(verify=False).checkpoint
-        if newest is not None:
-            return newest.path
+        return store.latest(verify=False).checkpoint
     return None
+
+
+def _best_evaluation(newest: Checkpoint | None) -> Mapping[str, Any] | None:
+    """Return the best evaluation of a run, which its newest checkpoint knows."""
+    # Earlier versions did not save it.
+    return None if newest is None else newest.state.get("best")
+
+
+def _best_checkpoint(
+    newest: Checkpoint | None, best: Mapping[str, Any] | None
+) -> Checkpoint | None:
+    """Return the checkpoint of the best evaluation, or the newest where it is gone."""
+    if newest is None or best is None or best["step"] in (0, newest.step):
+        return newest
+
+    folder = newest.path.with_name(checkpoint_name(best["step"]))
+    with contextlib.suppress(CheckpointError):
+        return CheckpointStore.open(folder, verify=False)
+    return newest

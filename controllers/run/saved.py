@@ -12,9 +12,15 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from controllers.tasks import typed_config
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.sealed import TornCheckpoint
-from verl_ray.checkpoint.store import CheckpointStore, is_checkpoint_name
+from verl_ray.checkpoint.store import (
+    CheckpointStore,
+    checkpoint_name,
+    is_checkpoint_name,
+)
+from verl_ray.config.renamed import migrated
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.paths import path_suggestion
 
@@ -90,10 +96,13 @@ def _checkpoint_of_run(path: str, root: Path, *, best: bool) -> Checkpoint:
     step = evaluation["step"]
     measured = f"{evaluation['name']} = {evaluation['value']:.4g}"
     if step == 0:
-        rule = f"the best was before the training: {measured}"
-        _refuse(path, rule, "Use the model that the run began with.")
+        config = typed_config(migrated(newest.checkpoint.config))
+        model = config.model_roles[config.evaluated_role].model.path
+        rule = f"the training did not improve it: {measured} before the first step"
+        fix = f"Use the model that the run began with, {model}, or leave --best out."
+        _refuse(path, rule, fix)
 
-    folder = root / f"step_{step:08}"
+    folder = root / checkpoint_name(step)
     if not folder.is_dir():
         rule = f"the best step is {step} ({measured}), and its checkpoint is not here"
         fix = "Leave --best out to take the newest checkpoint."

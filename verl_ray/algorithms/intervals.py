@@ -79,19 +79,19 @@ def bootstrap(
     """
     means = prompt_means(scores)
     has_score = ~np.isnan(means)
-    weights = np.ones(len(means)) if weights is None else weights.astype(np.float64)
-    means, weights = means[has_score], weights[has_score]
+    counted = np.ones(len(means)) if weights is None else weights.astype(np.float64)
+    means, counted = means[has_score], counted[has_score]
     num_prompts = len(means)
     if num_prompts == 0:
         return Interval(nan, nan, nan, 0)
 
-    mean = float((means * weights).sum() / weights.sum())
+    mean = float((means * counted).sum() / counted.sum())
     # A single prompt says nothing about how prompts differ.
     if num_prompts == 1:
         return Interval(mean, nan, nan, 1)
 
     random = np.random.default_rng(seed)
-    resampled = _resampled_means(means, weights, resamples, random)
+    resampled = _resampled_means(means, counted, resamples, random)
     tail = (1 - level) / 2
     low, high = np.quantile(resampled, [tail, 1 - tail])
     return Interval(mean, float(low), float(high), num_prompts)

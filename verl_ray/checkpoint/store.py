@@ -41,6 +41,11 @@ _UNFINISHED = ".partial"
 _LISTED_FILES = 3
 
 
+def checkpoint_name(step: int) -> str:
+    """Return the name of the folder of a checkpoint."""
+    return f"step_{step:08}"
+
+
 def is_checkpoint_name(name: str) -> bool:
     """Return whether a folder of this name is a checkpoint."""
     return _NAME.fullmatch(name) is not None
@@ -101,7 +106,7 @@ class CheckpointStore:
             CheckpointError: A role has written no files, or the file system refuses,
                 for example because the disk is full.
         """
-        final = self.root / f"step_{step:08}"
+        final = self.root / checkpoint_name(step)
         folder = final.with_name(final.name + _UNFINISHED)
         try:
             with _readable_errors(folder):
@@ -185,7 +190,7 @@ class CheckpointStore:
             ]
         if last is None or last in steps:
             return []
-        return [f"step_{last:08} was written, but is missing"]
+        return [f"{checkpoint_name(last)} was written, but is missing"]
 
     def _open_step(self, step: int, path: Path, *, verify: bool) -> Checkpoint:
         """Open a checkpoint by its path, which must be that of its step."""

@@ -17,7 +17,7 @@ from controllers.compose.composition import compose
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step
-from controllers.run.next_command import next_commands, program_words
+from controllers.run.next_command import next_commands, print_next, program_words
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
 from tests.controllers.run.checkpoints import write_checkpoints
@@ -265,6 +265,58 @@ def test_the_next_commands_are_those_that_can_work(
     # A run that has written its model needs no export.
     (tmp_path / "my run" / "model").mkdir()
     assert list(next_commands(config).values()) == [evaluate]
+
+
+def note_best(config: RLConfig, step: int) -> None:
+    store = CheckpointStore(Path(config.run.dir) / "checkpoints", keep=5)
+    newest = store.latest().checkpoint
+    assert newest is not None
+    best = {"name": SUMS, "step": step, "value": 0.5}
+    store.replace_state(newest, newest.state | {"best": best})
+
+
+def test_the_best_checkpoint_is_proposed_where_it_is_on_disk(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    write_checkpoints(config, 2, 3)
+    note_best(config, 2)
+    (tmp_path / "model").mkdir()
+    commands = next_commands(config)
+    purpose = "write the model of the best step (2) as a Hugging Face directory"
+    assert f"export {tmp_path}/checkpoints/step_00000002 " in commands[purpose]
+    evaluate = commands["measure it again, with every response on disk"]
+    assert evaluate.endswith("step_00000002")
+
+    note_best(config, 1)
+    (evaluate,) = next_commands(config).values()
+    assert evaluate.endswith("step_00000003")
+
+
+def test_a_model_that_got_worse_is_not_exported(
+    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = inputs.config("ppo", tmp_path)
+    write_checkpoints(config, 2, 3)
+    note_best(config, 0)
+    (purpose,) = next_commands(config)
+    assert purpose.startswith("measure it again")
+    print_next(config)
+    text = capsys.readouterr().out
+    assert f"the training did not improve the model. {SUMS} was best before" in text
+    assert f"{tmp_path}/metrics.jsonl shows" in text and "export" not in text
+
+
+def test_supervised_training_names_its_model_and_no_responses(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    config = inputs.supervised(tmp_path)
+    (tmp_path / "model").mkdir()
+    assert list(next_commands(config)) == [
+        "measure it again, with the score of every row on disk"
+    ]
+    assert task_of(config).outputs() == {"model": str(tmp_path / "model")}
+    assert Trackers([JsonlTracker(tmp_path)]).outputs().keys() == {"metrics"}
 
 
 def test_the_program_is_called_as_the_user_can_call_it(

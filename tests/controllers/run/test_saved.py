@@ -48,7 +48,7 @@ def test_a_run_is_its_newest_whole_checkpoint_and_a_path_is_itself(
 
 
 def test_the_best_is_the_one_that_the_newest_knows(
-    store: CheckpointStore, capsys: pytest.CaptureFixture[str]
+    inputs: Inputs, store: CheckpointStore, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = str(store.root.parent)
     with pytest.raises(ConfigError, match="no evaluation up to step_00000004"):
@@ -60,8 +60,11 @@ def test_the_best_is_the_one_that_the_newest_knows(
     with pytest.raises(ConfigError, match=r"is 3 \(.* and its checkpoint is not here"):
         named_checkpoint(run, best=True)
     note_best(store, 0)
-    with pytest.raises(ConfigError, match="the best was before the training"):
+    with pytest.raises(ConfigError, match="the training did not improve it") as caught:
         named_checkpoint(run, best=True)
+    assert f"Use the model that the run began with, {inputs.model}," in str(
+        caught.value
+    )
     with pytest.raises(ConfigError, match=rf"the folder of the run \({run}\)"):
         named_checkpoint(str(store.root / "step_00000001"), best=True)
 
