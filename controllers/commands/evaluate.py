@@ -8,8 +8,10 @@ Deliberately not here: how a policy or a reward model is measured
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterable, Mapping
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -27,15 +29,22 @@ from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
 from verl_ray.tracking.base import HeldOutResponse
 from verl_ray.tracking.comparison import intervals
+from verl_ray.tracking.console import duration_text
+from verl_ray.tracking.durations import TESTING
 from verl_ray.tracking.evaluations import write_scores
 from verl_ray.tracking.jsonl import finite
 from verl_ray.tracking.record import unused_path
+from verl_ray.tracking.report import HeldOut, Report, show
 
 
 @dataclass(frozen=True)
 class Evaluated:
     """An evaluation, and the folder that it was written to."""
 
+    model: str
+    """Path of what was measured: a checkpoint or a model."""
+
+    step: int
     evaluation: Evaluation
     intervals: Mapping[str, Interval]
     folder: Path
@@ -49,17 +58,21 @@ def evaluate(config: Config) -> int:
     and every response are written to run.dir.
     """
     evaluated = evaluation_of(config)
+    metrics = evaluated.evaluation.metrics
 
-    for name, value in evaluated.evaluation.metrics.items():
-        print(f"{name}: {value:.4f}{_in_words(evaluated.intervals.get(name))}")
-
-    for sample in evaluated.evaluation.samples:
-        print(
-            f"{sample.prompt!r} -> {sample.response!r} (answer {sample.answer!r}, score"
-            f" {sample.score:g})"
-        )
-
-    print(f"written to {evaluated.folder}")
+    held_out = {
+        name: value for name, value in metrics.items() if name.startswith("val-")
+    }
+    title = f"{config.run.name}: {evaluated.model} is measured"
+    if TESTING in metrics:
+        title += f", which took {duration_text(metrics[TESTING])}"
+    report = Report(
+        title=title,
+        after=HeldOut(evaluated.step, held_out, evaluated.intervals),
+        samples=evaluated.evaluation.samples,
+        outputs={"evaluation": str(evaluated.folder)},
+    )
+    show(report)
     return 0
 
 
@@ -89,7 +102,7 @@ def evaluation_of(requested: Config) -> Evaluated:
 
         with start(config, session, task.workers, learns=False) as system:
             trainer = task.make_trainer(data, system)
-            step = Recovery(resumption).restore(trainer)
+            step = Recovery(resumption).restore(trainer, "measuring")
             trainer.begin(step)
             evaluation = trainer.evaluate()
             # The responses are read from the processes, which end after this block.
@@ -101,19 +114,14 @@ def _write(
 ) -> Evaluated:
     """Write an evaluation to a new folder, beside older ones of the same step."""
     folder = Path(config.run.dir) / "evaluated" / f"step_{step:06d}"
-    if folder.exists():
-        folder.rename(unused_path(folder))
-    folder.mkdir(parents=True)
-
     of_metrics = {}
     if evaluation.scores is not None:
         of_metrics = intervals(evaluation.scores)
-        write_scores(folder / "scores.jsonl", evaluation.scores)
-    _write_responses(folder / "responses.jsonl", evaluation.responses)
 
     tree = to_tree(config)
+    model = config.model_roles[config.evaluated_role].model.path
     result = {
-        "model": config.model_roles[config.evaluated_role].model.path,
+        "model": model,
         "checkpoint": resumption.path,
         "step": step,
         "data": config.data.validation_path,
@@ -122,9 +130,34 @@ def _write(
         "intervals": {name: finite(asdict(of)) for name, of in of_metrics.items()},
     }
     content = json.dumps(result, indent=1, ensure_ascii=False) + "\n"
-    # The metrics come last: a folder that has them is whole.
-    replace_file(folder / "metrics.json", content.encode())
-    return Evaluated(evaluation, of_metrics, folder)
+
+    with _whole_folder(folder) as unfinished:
+        if evaluation.scores is not None:
+            write_scores(unfinished / "scores.jsonl", evaluation.scores)
+        _write_responses(unfinished / "responses.jsonl", evaluation.responses)
+        replace_file(unfinished / "metrics.json", content.encode())
+    measured = resumption.path or model
+    return Evaluated(measured, step, evaluation, of_metrics, folder)
+
+
+@contextlib.contextmanager
+def _whole_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write to, which takes its place once the block has ended.
+
+    A block that fails leaves nothing. An older folder in this place is renamed.
+    """
+    unfinished = folder.with_name(f"{folder.name}.partial")
+    # A process that was killed may have left it.
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    if folder.exists():
+        folder.rename(unused_path(folder))
+    unfinished.rename(folder)
 
 
 def _write_responses(path: Path, responses: Iterable[HeldOutResponse]) -> None:
@@ -139,13 +172,3 @@ def _write_responses(path: Path, responses: Iterable[HeldOutResponse]) -> None:
     finally:
         if file is not None:
             file.close()
-
-
-def _in_words(interval: Interval | None) -> str:
-    """Return the interval of a metric in words; empty if it has none."""
-    if interval is None or not interval.is_telling:
-        return ""
-    return (
-        f"  (95 % interval {interval.low:.4f} to {interval.high:.4f},"
-        f" {interval.prompts} problems)"
-    )

@@ -83,8 +83,12 @@ class Recovery:
         The state of the roles then lies between two steps and must not be saved.
         """
 
-    def restore(self, trainer: Resumable) -> int:
-        """Restore the trainer from the checkpoint.
+    def restore(self, trainer: Resumable, doing: str = "continuing after") -> int:
+        """Restore the trainer from the checkpoint, and print its step.
+
+        Args:
+            trainer: Trainer to restore.
+            doing: What follows, as the words before the step.
 
         Returns:
             The number of finished steps; 0 where there is no checkpoint.
@@ -111,7 +115,7 @@ class Recovery:
 
         trainer.load_state(checkpoint.state["trainer"])
         print(
-            f"continuing after step {checkpoint.step} from {checkpoint.path}",
+            f"{doing} step {checkpoint.step} from {checkpoint.path}",
             flush=True,
         )
         return checkpoint.step

@@ -55,6 +55,34 @@ def test_intervals_stand_below_their_numbers_within_80_columns() -> None:
     assert SUMS in text and "with 95 % intervals" in text
 
 
+def test_a_name_is_broken_at_its_slashes_and_numbers_never() -> None:
+    name = "val-core/arithmetic/acc/mean@1"
+    interval = Interval(0.41234, 0.37123, 0.45123, 500)
+    sides = [HeldOut(step, {name: 0.41234}, {name: interval}) for step in (0, 1000)]
+    change = Interval(-0.34567, -0.3871, -0.30001, 500)
+    text = shown(before=sides[0], after=sides[1], changes={name: change})
+    assert ["val-core/arithmetic/acc/", "0.4123", "0.4123", "+0"] in rows(text)
+    numbers = ["[0.371,", "0.451]", "[0.371,", "0.451]", "[-0.387,", "-0.3]"]
+    assert ["mean@1", *numbers] in rows(text)
+
+
+def test_rows_that_say_nothing_are_left_out() -> None:
+    counts = {"val-aux/num_prompts": 16.0, "val-aux/failed_scores": 0.0}
+    text = shown(before=HeldOut(0, counts), after=HeldOut(2, {SUMS: 1.0, **counts}))
+    assert "num_prompts" not in text and "failed_scores" not in text
+    failed = shown(after=HeldOut(2, counts | {"val-aux/failed_scores": 3.0}))
+    assert "failed_scores" in failed
+
+
+def test_a_single_evaluation_has_one_column() -> None:
+    alone = HeldOut(7, {SUMS: 0.5, "val-aux/num_prompts": 16.0})
+    text = shown(before=None, after=alone)
+    assert [SUMS, "0.5"] in rows(text) and ["metric", "step", "7"] in [
+        [word.strip("┃") for word in cells if word != "┃"] for cells in rows(text)
+    ]
+    assert "before" not in text and "change" not in text and "num_prompts" in text
+
+
 def test_where_the_time_went() -> None:
     text = shown()
     assert "wall time: 3m20s" in text

@@ -103,7 +103,8 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
             findings.problems.append(problem_of(key, path, error))
         else:
             findings.files.append(file)
-            findings.warnings += _warnings(file, config)
+            if not evaluates:
+                findings.warnings += _warnings(file, config)
 
     if overlong:
         # One value of the setting serves every file.

@@ -14,6 +14,9 @@ PREFIX = "timing_s/"
 
 STEP = "step"
 
+TESTING = f"{PREFIX}testing"
+"""Metric of the time of an evaluation."""
+
 # The step holds all other times but these.
 _OUTSIDE_STEP = ("testing", "save_checkpoint")
 

@@ -10,12 +10,14 @@ trackers are closed (`controllers/run/conclusion.py`).
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
@@ -29,6 +31,9 @@ _SHOWN_CHARACTERS = 240
 # Phases with a smaller share are left out, but for the longest ones.
 _SMALLEST_SHARE = 0.005
 _SHOWN_PHASES = 5
+
+# Last parts of the names of metrics that count held-out rows.
+_COUNTS = ("num_prompts", "num_pairs")
 
 
 @dataclass(frozen=True)
@@ -49,10 +54,10 @@ class Report:
     title: str
     """How it ended, such as "first: finished after 200 steps"."""
 
-    total_s: float
+    total_s: float = 0.0
     """Wall time of all processes of the run."""
 
-    durations: Mapping[str, float]
+    durations: Mapping[str, float] = field(default_factory=dict)
     """Seconds of each phase, the longest first."""
 
     before: HeldOut | None = None
@@ -118,47 +123,78 @@ def _durations_table(durations: Mapping[str, float], total_s: float) -> Table:
 
 
 def _metrics_table(report: Report) -> Table:
-    """Return a table of held-out metrics before and after the run."""
-    before = report.before
-    after = report.after
-    has_intervals = bool(report.changes) or any(
-        side is not None and side.intervals for side in (before, after)
-    )
-
-    title = "held-out data, before and after"
+    """Return a table of held-out metrics before and after the run, or of one side."""
+    title = "held-out data"
+    sides = [("", side) for side in (report.before, report.after) if side is not None]
+    if len(sides) == 2:
+        title += ", before and after"
+        sides = [("before\n", sides[0][1]), ("after\n", sides[1][1])]
+    has_intervals = bool(report.changes) or any(side.intervals for _, side in sides)
     if has_intervals:
         title += ", with 95 % intervals"
     table = Table(title=title, title_justify="left")
-    table.add_column("metric", overflow="fold")
-    table.add_column(_heading("before", before), justify="right")
-    table.add_column(_heading("after", after), justify="right")
-    table.add_column("change", justify="right")
+    # Names are broken where there are too many columns, and numbers never.
+    table.add_column("metric")
+    for word, side in sides:
+        table.add_column(f"{word}step {side.step}", justify="right", no_wrap=True)
+    if len(sides) == 2:
+        table.add_column("change", justify="right", no_wrap=True)
 
     # Metrics of either side, each once and in order.
-    old_metrics = {} if before is None else before.metrics
-    new_metrics = {} if after is None else after.metrics
-    for name in dict.fromkeys((*old_metrics, *new_metrics)):
-        old = old_metrics.get(name)
-        new = new_metrics.get(name)
-        change = "-"
-        if old is not None and new is not None:
-            change = f"{new - old:+.4g}"
-
-        paired = report.changes.get(name)
-        if paired is not None and paired.is_telling:
-            change += f"\n[{paired.low:+.3g}, {paired.high:+.3g}]"
-        table.add_row(_plain(name), _cell(name, before), _cell(name, after), change)
+    for name in dict.fromkeys(name for _, side in sides for name in side.metrics):
+        values = [side.metrics.get(name) for _, side in sides]
+        if _is_trivial(name, values):
+            continue
+        cells = [_cell(name, side) for _, side in sides]
+        if len(sides) == 2:
+            cells.append(_change(values, report.changes.get(name)))
+        table.add_row(_MetricName(name), *cells)
     return table
 
 
-def _heading(word: str, side: HeldOut | None) -> str:
-    """Return the heading of a column, with the step that was evaluated."""
-    return word if side is None else f"{word}\nstep {side.step}"
+def _is_trivial(name: str, values: Sequence[float | None]) -> bool:
+    """Return whether a metric says nothing: no failure, or the same count twice."""
+    kind = name.rpartition("/")[2]
+    if kind == "failed_scores":
+        return not any(values)
+    return kind in _COUNTS and len(values) == 2 and values[0] == values[1]
 
 
-def _cell(name: str, side: HeldOut | None) -> str:
+def _change(values: Sequence[float | None], paired: Interval | None) -> str:
+    """Return the change from the first value to the second; a dash for none."""
+    old, new = values
+    if old is None or new is None:
+        return "-"
+
+    text = f"{new - old:+.4g}"
+    if paired is None or not paired.is_telling:
+        return text
+    return f"{text}\n[{paired.low:+.3g}, {paired.high:+.3g}]"
+
+
+class _MetricName:
+    """The name of a metric, which is broken only after a slash where that is enough."""
+
+    def __init__(self, name: str) -> None:
+        self._parts = re.findall(r"[^/]*/|[^/]+", _plain(name).plain)
+
+    def __rich_measure__(self, _: Console, __: ConsoleOptions) -> Measurement:
+        shortest = max(map(len, self._parts), default=0)
+        return Measurement(shortest, sum(map(len, self._parts)))
+
+    def __rich_console__(self, _: Console, options: ConsoleOptions) -> RenderResult:
+        line = ""
+        for part in self._parts:
+            if line and len(line) + len(part) > options.max_width:
+                yield Text(line, overflow="fold")
+                line = ""
+            line += part
+        yield Text(line, overflow="fold")
+
+
+def _cell(name: str, side: HeldOut) -> str:
     """Return a number as text, its interval in a second line; a dash for none."""
-    if side is None or name not in side.metrics:
+    if name not in side.metrics:
         return "-"
 
     text = f"{side.metrics[name]:.4g}"
