@@ -1,6 +1,9 @@
 """The line that a person watches."""
 
 import io
+import re
+
+import pytest
 
 from verl_ray.profiling.phases import PHASES
 from verl_ray.tracking.console import ConsoleTracker
@@ -64,6 +67,65 @@ def test_the_first_line_estimates_the_time_left_from_the_step_itself() -> None:
     assert stream.getvalue() == "step    1/7201  loss 2.5  1.00 s  2h00m left\n"
 
 
+def screen(written: str, width: int = 80) -> list[str]:
+    """What a terminal shows that never scrolls, by the few codes that rich uses."""
+    lines = [""]
+    row = column = 0
+    for code, character in re.findall(r"\x1b\[([\d?;]*[A-Za-z])|(.|\n)", written):
+        if code.endswith("A"):
+            row -= int(code[:-1] or 1)
+        elif code == "2K":
+            lines[row] = ""
+        elif character == "\r":
+            column = 0
+        elif character:
+            # A terminal in its usual mode begins a line at its left edge.
+            if character == "\n" or column == width:
+                row, column = row + 1, 0
+                lines += [""] * (row + 1 - len(lines))
+            if character != "\n":
+                lines[row] = lines[row].ljust(column)[:column] + character
+                column += 1
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("steps", [4, 100])
+def test_what_remains_on_a_terminal_is_whole_and_nothing_else(
+    steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    tracker = ConsoleTracker(total_steps=steps, stream=terminal, clock=lambda: 0.0)
+    held_out = {"val-core/arithmetic/acc/mean@1": 0.41234}
+    for step in range(1, steps):
+        tracker.log(step, STEP)
+        with PHASES.phase(f"step {step}: saving"):
+            PHASES.tick()
+    tracker.log(steps, {**STEP, **held_out})
+    with PHASES.phase("saving"):
+        PHASES.tick()
+    tracker.close(failed=False)
+
+    lines = screen(terminal.getvalue())
+    assert lines[-2:] == [
+        f"step {steps}/{steps}  reward 0.5312  kl 0.0012"
+        "  held-out arithmetic/acc/mean@1 0.4123",
+        "  4,000 tokens/s  0.50 s",
+    ]
+    assert all(re.match(r"step +\d+/", line) for line in lines[:-1])
+    assert len(lines) - 1 == min(steps, 20)
+
+
+def test_the_last_step_of_a_run_that_was_stopped_remains() -> None:
+    terminal = Terminal()
+    tracker = ConsoleTracker(total_steps=1000, stream=terminal)
+    tracker.log(7, STEP)
+    tracker.close(failed=True)
+    (line,) = screen(terminal.getvalue())
+    assert line.startswith("step    7/1000  reward 0.5312")
+
+
 def test_a_terminal_shows_a_live_line_and_keeps_evaluations() -> None:
     terminal = Terminal()
     tracker = ConsoleTracker(total_steps=2, stream=terminal)
@@ -75,7 +137,7 @@ def test_a_terminal_shows_a_live_line_and_keeps_evaluations() -> None:
     assert "starting" in shown
     assert "step 2/2  held-out [red]sums/acc/mean@1 0.45" in shown
     assert "reward 0.5312" in shown
-    assert shown.endswith("\x1b[?25h")  # the cursor is back
+    assert "\x1b[?25l" not in shown.rpartition("\x1b[?25h")[2]  # the cursor is back
 
 
 def test_a_terminal_shows_the_phase_above_the_last_step() -> None:
@@ -84,8 +146,8 @@ def test_a_terminal_shows_the_phase_above_the_last_step() -> None:
     tracker.log(1, STEP)
     with PHASES.phase("step 2/2"), PHASES.phase("scoring 12/256"):
         PHASES.tick()
+    tracker.log(1, STEP)
+    *_, phase, step = screen(terminal.getvalue())
     tracker.close(failed=False)
-    last_frame = terminal.getvalue().rpartition("\x1b[2K")[2]
-    phase, step = last_frame.splitlines()[:2]
     assert "step 2/2: scoring 12/256" in phase
     assert "step 1/2  reward 0.5312" in step

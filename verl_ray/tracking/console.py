@@ -1,6 +1,7 @@
 """Progress of a run for a person: a live line on a terminal, else a line per step.
 
-Above the live line stands the phase of the run that is under way.
+Above the live line stands the phase of the run that is under way. Evaluated steps, the
+last step and some others remain on the terminal when the live lines are gone.
 
 Invariant: nothing of a rollout or a metric is interpreted as markup or sent to the
 terminal as a control sequence. Everything that is shown is in the other trackers, too.
@@ -41,6 +42,11 @@ _SHOWN = (
 # responses grow and shrink during a run.
 _RECENT_STEPS = 20
 
+_GAP = "  "
+
+# Number of steps, spread over a run, that at least remain on a terminal.
+_REMAINING_STEPS = 20
+
 
 class ConsoleTracker(Tracker):
     """Shows the progress of a run."""
@@ -64,6 +70,9 @@ class ConsoleTracker(Tracker):
         self._last_s: float | None = None
         self._recent_s: deque[float] = deque(maxlen=_RECENT_STEPS)
 
+        # The parts of the last line while only the live line shows it.
+        self._passing: list[str] = []
+
         self._live: Progress | None = None
         self._showing = contextlib.ExitStack()
         if self._stream.isatty():
@@ -77,6 +86,7 @@ class ConsoleTracker(Tracker):
                 description,
                 console=Console(file=self._stream),
                 refresh_per_second=2,
+                transient=True,
             )
             # Two lines: the phase that is under way, and the last step.
             self._phase_task = self._live.add_task("starting", total=None)
@@ -88,28 +98,38 @@ class ConsoleTracker(Tracker):
         """Do nothing, since the report at the end shows samples."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show `step`. On a terminal only evaluations leave a line behind."""
+        """Show `step`. On a terminal not every step leaves a line behind."""
         self._note_time(metrics)
-        line = self._line(step, metrics)
+        parts = self._parts(step, metrics)
+        line = _GAP.join(parts)
 
         if self._live is None:
             print(line, file=self._stream, flush=True)
             return
 
-        # The live line is overwritten by the next step; this copy stays above it.
-        if any(name.startswith(HELD_OUT) for name in metrics):
-            self._live.console.print(
-                line, markup=False, highlight=False, soft_wrap=True
-            )
         self._live.update(self._task, description=line, visible=True, refresh=True)
+        # The live line is overwritten by the next step; this copy stays above it.
+        self._passing = parts
+        is_evaluated = any(name.startswith(HELD_OUT) for name in metrics)
+        if is_evaluated or step % max(1, self._total_steps // _REMAINING_STEPS) == 0:
+            self._print_passing()
 
     def close(self, failed: bool) -> None:
         self._showing.close()
         if self._live is not None:
+            self._print_passing()
             self._live.stop()
 
     def outputs(self) -> dict[str, str]:
         return {}
+
+    def _print_passing(self) -> None:
+        """Print the last line above the live line, if it is not there yet."""
+        assert self._live is not None
+        console = self._live.console
+        for line in _wrapped(self._passing, console.width):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self._passing = []
 
     def _show_phase(self, text: str) -> None:
         """Show what the run is doing above the line of the last step."""
@@ -126,8 +146,8 @@ class ConsoleTracker(Tracker):
             self._recent_s.append(metrics["timing_s/step"])
         self._last_s = now_s
 
-    def _line(self, step: int, metrics: Mapping[str, float]) -> str:
-        """Return the line of a step."""
+    def _parts(self, step: int, metrics: Mapping[str, float]) -> list[str]:
+        """Return the parts of the line of a step."""
         width = len(str(self._total_steps))
         parts = [f"step {step:>{width}}/{self._total_steps}"]
 
@@ -156,7 +176,18 @@ class ConsoleTracker(Tracker):
         if self._recent_s and remaining_steps > 0:
             mean_s = sum(self._recent_s) / len(self._recent_s)
             parts.append(f"{duration_text(mean_s * remaining_steps)} left")
-        return "  ".join(parts)
+        return parts
+
+
+def _wrapped(parts: Sequence[str], width: int) -> list[str]:
+    """Return the lines of a step, which are broken only between two parts."""
+    lines: list[str] = []
+    for part in parts:
+        if lines and len(lines[-1]) + len(_GAP) + len(part) <= width:
+            lines[-1] += _GAP + part
+        else:
+            lines.append(_GAP + part if lines else part)
+    return lines
 
 
 def _failures(metrics: Mapping[str, float]) -> str:
