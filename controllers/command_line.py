@@ -28,7 +28,12 @@ from controllers.commands.resume_hint import failure_hint, resume_hint
 from controllers.commands.usage import HELP, USAGE, parser_of, versions
 from controllers.compose.roots import named_root
 from controllers.run.finished import finished_step, show_finished
-from verl_ray.cluster.signals import heed_signals, stop_on_signals, was_disturbed
+from verl_ray.cluster.signals import (
+    heed_signals,
+    pointing,
+    stop_on_signals,
+    was_disturbed,
+)
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
@@ -240,7 +245,12 @@ def _run_with_config(
         # The module is imported only now, since it brings torch and ray.
         module = importlib.import_module(f"controllers.commands.{command}")
         implementation = cast(TakesConfig, getattr(module, command))
-        return _stoppable(functools.partial(implementation, config))
+        work = functools.partial(implementation, config)
+        if command != "train":
+            return _stoppable(work)
+        # A second signal ends the process before it comes to the hint below.
+        with pointing(functools.partial(resume_hint, config, arguments)):
+            return _stoppable(work)
     except Interrupted as stop:
         # Only training can be continued.
         if command != "train":

@@ -26,7 +26,8 @@ stopping:
   At the first signal the run prints what happens next. It finishes a step whose
   update has begun and drops any other step. It saves the last finished step (never
   with run.checkpoint_every=0), and its last line is the command that goes on.
-  A second signal ends the run at once; the message lists the steps that are lost.
+  A second signal ends the run at once; the message lists the steps that are lost,
+  and ends with that command, too.
 """
 
 OVERRIDES = """\

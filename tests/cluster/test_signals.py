@@ -19,7 +19,7 @@ BEGIN = """
 import os, signal, sys, time
 from verl_ray.cluster.signals import (
     Outlook, all_or_nothing, announcing, deferring_signals, finishing, heed_signals,
-    pass_point_of_no_return, raising_signals, stop_on_signals,
+    pass_point_of_no_return, pointing, raising_signals, stop_on_signals,
 )
 from verl_ray.errors import Interrupted
 stop_on_signals()
@@ -158,25 +158,38 @@ with deferring_signals(), all_or_nothing() as work:
     assert run(code).stdout == "None\n"
 
 
-def test_a_second_signal_ends_and_says_what_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("way_on", "last_words"),
+    [
+        ("lambda: 'To go on:\\nverl-ray train'", ["To go on:", "verl-ray train"]),
+        ("wait", []),  # a disk that hangs
+        ("lambda: os.listdir('/nowhere')", []),
+    ],
+)
+def test_a_second_signal_ends_and_says_what_is_lost(
+    way_on: str, last_words: list[str]
+) -> None:
     code = """
 from verl_ray.cluster import signals
 from verl_ray.cluster.signals import _state
 signals._ONE_SIGNAL_S = 3.0  # a busy machine may need more than the second
-with announcing(lambda: Outlook("steps are finished", "steps 4 to 6")), deferring_signals(), finishing():
+with (
+    announcing(lambda: Outlook("steps are finished", "steps 4 to 6")), deferring_signals(), finishing(),
+    pointing({way_on}),
+):
     print("up", flush=True)
     until(lambda: _state.announced_at)
     os.kill(os.getpid(), signal.SIGINT)  # `timeout` sends the one signal twice
     time.sleep(3.2)
     print("again", flush=True)
     time.sleep(100)
-"""
+""".replace("{way_on}", way_on)
     ended = run(code, signal.SIGINT, signal.SIGTERM)
     assert ended.returncode == 130
     assert ended.stdout == "up\nagain\n"
     assert ended.stderr.splitlines() == [
         "SIGINT: steps are finished. Another one ends it at once and loses steps 4 to 6",
-        "", "SIGTERM again: ended at once, lost: steps 4 to 6",
+        "", "SIGTERM again: ended at once, lost: steps 4 to 6", *last_words,
     ]  # fmt: skip
 
 

@@ -34,6 +34,9 @@ from verl_ray.errors import Interrupted
 # Signals within this time of the first one belong to it.
 _ONE_SIGNAL_S = 1.0
 
+# Longest time that the last words may take after a second signal.
+_LAST_WORDS_S = 0.5
+
 
 @dataclass(frozen=True)
 class Outlook:
@@ -77,6 +80,7 @@ class _State:
         finishing: Number of open blocks that have to be finished first.
         work: The innermost open `all_or_nothing`.
         outlook: Function that returns the present outlook.
+        way_on: Function that returns what to do after a second signal, in words.
         announcer: Thread that announces signals.
         handles_forks: True once forked children reset their state.
     """
@@ -89,6 +93,7 @@ class _State:
     finishing = 0
     work: AtomicWork | None = None
     outlook: Callable[[], Outlook] = staticmethod(lambda: NOTHING_AT_STAKE)
+    way_on: Callable[[], str] = staticmethod(lambda: "")
     announcer: threading.Thread | None = None
     handles_forks = False
 
@@ -249,6 +254,20 @@ def announcing(outlook: Callable[[], Outlook]) -> Iterator[None]:
             _state.outlook = outer
 
 
+@contextlib.contextmanager
+def pointing(way_on: Callable[[], str]) -> Iterator[None]:
+    """Print what `way_on` returns where a second signal ends the process in the block.
+
+    Another thread calls `way_on`, which may look at the disk.
+    """
+    outer = _state.way_on
+    _state.way_on = way_on
+    try:
+        yield
+    finally:
+        _state.way_on = outer
+
+
 # ------------------------------------------------------------------------ announcements
 
 
@@ -309,7 +328,18 @@ def _exit_at_once(number: signal.Signals, outlook: Outlook) -> None:
     # Nothing may delay the exit, so this does not use `sys.stderr` and its lock.
     with contextlib.suppress(OSError):
         os.write(2, f"\n{number.name} again: ended at once, {loss}\n".encode())
+        # A disk that hangs must not hold the process.
+        speaker = threading.Thread(target=_print_way_on, daemon=True)
+        speaker.start()
+        speaker.join(_LAST_WORDS_S)
     os._exit(Interrupted.exit_code)
+
+
+def _print_way_on() -> None:
+    # The current folder may be gone.
+    with contextlib.suppress(OSError):
+        if words := _state.way_on():
+            os.write(2, f"{words}\n".encode())
 
 
 def _reset_in_child() -> None:
