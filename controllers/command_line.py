@@ -242,10 +242,7 @@ def _run_with_config(
                 show_finished(config, step)
                 return 0
 
-        # The module is imported only now, since it brings torch and ray.
-        module = importlib.import_module(f"controllers.commands.{command}")
-        implementation = cast(TakesConfig, getattr(module, command))
-        work = functools.partial(implementation, config)
+        work = functools.partial(_implementation(command), config)
         if command != "train":
             return _stoppable(work)
         # A second signal ends the process before it comes to the hint below.
@@ -267,6 +264,12 @@ def _run_with_config(
             with contextlib.suppress(OSError):
                 error.add_note(failure_hint(config, arguments))
         raise
+
+
+def _implementation(command: str) -> TakesConfig:
+    """Import a command that takes a configuration, which brings torch and ray."""
+    module = importlib.import_module(f"controllers.commands.{command}")
+    return cast(TakesConfig, getattr(module, command))
 
 
 def _stoppable(work: Callable[[], int]) -> int:

@@ -101,7 +101,9 @@ def run(
 
     task = task_of(config)
     if data is None:
+        begun_s = time.monotonic()
         prepare(config, session)
+        conclusion.prepared(time.monotonic() - begun_s)
         data = task.read()
         config = _with_counted_steps(config, data)
         resumption.settle(config)

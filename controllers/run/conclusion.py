@@ -41,6 +41,7 @@ from verl_ray.tracking.history import (
     Stint,
     begin_stint,
     end_stint,
+    preparing_s,
     read_history,
     ready_stint,
     starting_s,
@@ -70,13 +71,18 @@ class Conclusion:
         self._first_step = first_step
         self._task: Task[Any, Any] | None = None
         self._trackers: Trackers | None = None
+        self._preparing_s = 0.0
         begin_stint(self._folder, first_step, begun_s)
+
+    def prepared(self, seconds: float) -> None:
+        """Note how long the run took to make its inputs."""
+        self._preparing_s = seconds
 
     def record(self, task: Task[Any, Any], trackers: Trackers) -> None:
         """Note that all is started, and that the record of the run is open."""
         self._task = task
         self._trackers = trackers
-        ready_stint(self._folder)
+        ready_stint(self._folder, self._preparing_s)
 
     def finish(self) -> int:
         """Report a run that has nothing left to do.
@@ -139,7 +145,9 @@ class Conclusion:
         total_s = wall_s(stints)
         outputs = {"run": str(self._folder), "logs": str(self._folder / "logs")}
         title = f"{self._run.name}: {ending} before the end of the first step"
-        durations = phase_durations([], total_s, starting_s(stints))
+        durations = phase_durations(
+            [], total_s, starting_s(stints), preparing_s(stints)
+        )
         show(Report(title, total_s, durations, outputs=outputs))
 
     def _report(self, lines: Sequence[Metrics], how: str) -> None:
@@ -211,7 +219,9 @@ def report_of(
     return Report(
         title=title,
         total_s=total_s,
-        durations=phase_durations(lines, total_s, starting_s(stints)),
+        durations=phase_durations(
+            lines, total_s, starting_s(stints), preparing_s(stints)
+        ),
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),
         changes=changes,

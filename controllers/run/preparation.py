@@ -192,6 +192,15 @@ class WarmStart(SFTTrainer):
         self.finished = is_within and self._steps >= fewest_steps
         return evaluation
 
+    @property
+    def outcome(self) -> str:
+        """The end of a warm start that reached its accuracy, in words."""
+        bounds = f"{self._config.accuracy_low:g} to {self._config.accuracy_high:g}"
+        return (
+            f"done after {self._steps} steps, the held-out accuracy {self.reached:.3f}"
+            f" is within {bounds}"
+        )
+
 
 class WarmStartProgress(Tracker):
     """Prints a line for every evaluated step to the user who waits."""
@@ -263,6 +272,7 @@ def _warm_start(
                 f" accuracy_high = {warm.accuracy_high}; raise max_steps, or lower"
                 " evaluate_every if the accuracy jumped over them"
             )
+        print(f"warm start: {trainer.outcome}", flush=True)
         trainer.export(str(folder / "model"))
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from verl_ray.errors import TrackingError
 from verl_ray.tracking.durations import (
+    PREPARING,
     REST,
     REST_OF_STEPS,
     STARTING,
@@ -16,6 +17,7 @@ from verl_ray.tracking.history import (
     HISTORY,
     begin_stint,
     end_stint,
+    preparing_s,
     read_history,
     ready_stint,
     starting_s,
@@ -30,8 +32,8 @@ def test_the_processes_of_a_run_add_up(
     monkeypatch.setattr("verl_ray.tracking.history.time.time", lambda: now[0])
 
     begin_stint(tmp_path, 0, 1000.0)
-    now[0] = 1004.0
-    ready_stint(tmp_path)
+    now[0] = 1007.0
+    ready_stint(tmp_path, preparing_s=3.0)
     now[0] = 1030.0
     end_stint(tmp_path, 5, "stopped")
 
@@ -47,7 +49,7 @@ def test_the_processes_of_a_run_add_up(
     assert [stint.ending for stint in history] == ["stopped", "killed", "running"]
     assert [stint.first_step for stint in history] == [0, 5, 7]
     assert wall_s(history) == 30 + 20 + 40
-    assert starting_s(history) == 4
+    assert starting_s(history) == 4 and preparing_s(history) == 3
 
     # A run that begins anew has no past.
     begin_stint(tmp_path, 0, 1240.0)
@@ -84,6 +86,9 @@ def test_the_phases_of_a_run() -> None:
         "evaluation": 4,
         "checkpoints": 1,
     }
+    with_inputs = phase_durations(lines, 40.0, 5.0, 3.0)
+    assert (with_inputs[STARTING], with_inputs[PREPARING]) == (5.0, 3.0)
+    assert with_inputs[REST] == 40 - 20 - 4 - 1 - 8
     # Phases that ran at the same time, and lines of a process whose end is not known.
     overlapping = [{"timing_s/step": 10.0, "timing_s/ref": 8.0, "timing_s/values": 9.0}]
     assert phase_durations(overlapping, 5.0) == {

@@ -40,6 +40,7 @@ _IN_WORDS = {
 
 REST_OF_STEPS = "the rest of the steps"
 STARTING = "starting"
+PREPARING = "making the inputs (warm start)"
 REST = "ending, and work that was repeated"
 
 
@@ -47,6 +48,7 @@ def phase_durations(
     lines: Iterable[Mapping[str, float]],
     total_s: float | None,
     starting_s: float = 0.0,
+    preparing_s: float = 0.0,
 ) -> dict[str, float]:
     """Return the seconds of each phase of a run in words, the longest first.
 
@@ -54,6 +56,7 @@ def phase_durations(
         lines: Lines of metrics.jsonl.
         total_s: Wall time of the run; None if it is not known.
         starting_s: Wall time before the loop around the steps began.
+        preparing_s: Wall time before that in which the run made its inputs.
     """
     sums: dict[str, float] = {}
     for line in lines:
@@ -77,7 +80,9 @@ def phase_durations(
     durations[REST_OF_STEPS] = max(0.0, step_s - inside_s)
     if total_s is not None:
         durations[STARTING] = starting_s
-        durations[REST] = max(0.0, total_s - starting_s - step_s - outside_s)
+        durations[PREPARING] = preparing_s
+        known_s = starting_s + preparing_s + step_s + outside_s
+        durations[REST] = max(0.0, total_s - known_s)
 
     longest_first = sorted(durations.items(), key=lambda item: -item[1])
     return {name: seconds for name, seconds in longest_first if seconds > 0}

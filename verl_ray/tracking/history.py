@@ -48,6 +48,9 @@ class Stint:
     """Time at which everything was started and the first step could begin; None if it
     did not come to that, or in records of earlier versions."""
 
+    preparing_s: float = 0.0
+    """Part of the time until then in which the run made its inputs, in seconds."""
+
 
 def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
     """Note that a process begins.
@@ -75,15 +78,20 @@ def begin_stint(run_dir: Path, step: int, begun_s: float) -> None:
     _write(run_dir, stints)
 
 
-def ready_stint(run_dir: Path) -> None:
+def ready_stint(run_dir: Path, preparing_s: float = 0.0) -> None:
     """Note that the process that began last has started everything.
+
+    Args:
+        run_dir: Folder of the run.
+        preparing_s: Seconds in which it made the inputs of the run.
 
     Raises:
         TrackingError: The history cannot be read or written.
     """
     stints = read_history(run_dir)
     if stints:
-        _write(run_dir, [*stints[:-1], replace(stints[-1], ready_s=time.time())])
+        ready = replace(stints[-1], ready_s=time.time(), preparing_s=preparing_s)
+        _write(run_dir, [*stints[:-1], ready])
 
 
 def end_stint(run_dir: Path, step: int, ending: Ending) -> None:
@@ -136,10 +144,15 @@ def wall_s(stints: list[Stint]) -> float:
     return total_s
 
 
+def preparing_s(stints: list[Stint]) -> float:
+    """Return how long the processes of a run made its inputs, in seconds."""
+    return sum(stint.preparing_s for stint in stints)
+
+
 def starting_s(stints: list[Stint]) -> float:
     """Return how long the processes of a run took until all was started, in seconds.
 
-    A process that has ended before it was ready did nothing else.
+    The time in which they made its inputs is not a part of it. A process that has ended before it was ready did nothing else.
     """
     total_s = 0.0
     for stint in stints:
@@ -147,7 +160,7 @@ def starting_s(stints: list[Stint]) -> float:
         if ready_s is not None and (
             stint.ready_s or stint.last_step == stint.first_step
         ):
-            total_s += max(0.0, ready_s - stint.begun_s)
+            total_s += max(0.0, ready_s - stint.begun_s - stint.preparing_s)
     return total_s
 
 

@@ -9,7 +9,12 @@ from typing import cast
 import pytest
 
 from controllers.compose.composition import compose
-from controllers.run.preparation import prepare, supervised_job, write_problems
+from controllers.run.preparation import (
+    WarmStart,
+    prepare,
+    supervised_job,
+    write_problems,
+)
 from verl_ray.cluster.session import Session
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.records import read_supervised
@@ -47,6 +52,18 @@ def test_the_warm_start_is_a_supervised_job_of_the_actor() -> None:
     assert job.actor.optimizer == config.prepare.warm_start.optimizer
     assert job.run.total_steps == config.prepare.warm_start.max_steps
     assert job.sft.max_tokens == 16 + 8
+
+
+def test_a_warm_start_says_how_it_ended() -> None:
+    preparation = compose("quickstart", ["prepare.warm_start.accuracy_low=0.32"])
+    assert isinstance(preparation, RLConfig) and preparation.preparation is not None
+    trainer = WarmStart.__new__(WarmStart)
+    trainer._config = preparation.preparation.warm_start
+    trainer._steps = 370
+    trainer.reached = 0.41
+    high = trainer._config.accuracy_high
+    said = "done after 370 steps, the held-out accuracy 0.410 is within 0.32 to"
+    assert trainer.outcome == f"{said} {high:g}"
 
 
 def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
@@ -104,7 +121,9 @@ def test_inputs_reach_their_window_and_are_made_once(
     ]
     config = quickstart(tmp_path, *window)
     prepare(config, cluster)
-    reached = float(capsys.readouterr().out.splitlines()[-1].rpartition(" ")[2])
+    *_, measured, ended = capsys.readouterr().out.splitlines()
+    reached = float(measured.rpartition(" ")[2])
+    assert ended.startswith("warm start: done after ")
     assert 0.05 <= reached <= 0.9
     assert (
         load_tokenizer(config.model.path).decode(
