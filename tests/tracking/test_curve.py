@@ -5,9 +5,17 @@ import json
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from verl_ray.tracking.curve import PERIOD_S, CurveTracker, picture, running_mean
+from verl_ray.tracking.curve import (
+    PERIOD_S,
+    CurveTracker,
+    _panels,
+    _plot,
+    picture,
+    running_mean,
+)
 
 STEPS: list[dict[str, float]] = [
     {
@@ -64,7 +72,7 @@ def test_it_is_drawn_during_the_run_but_not_at_every_step(tmp_path: Path) -> Non
     assert png.read_bytes() == first
     tracker.close(False)
     assert png.read_bytes() != first
-    assert tracker.outputs() == {"reward curve": str(png)}
+    assert tracker.outputs() == {"curve": str(png)}
 
 
 def test_a_resumed_run_draws_the_steps_before_it_as_well(tmp_path: Path) -> None:
@@ -82,8 +90,45 @@ def test_a_resumed_run_draws_the_steps_before_it_as_well(tmp_path: Path) -> None
     assert (tmp_path / "reward_curve.png").read_bytes() == picture(STEPS)
 
 
-def test_a_run_without_rewards_has_no_picture(tmp_path: Path) -> None:
+def test_a_supervised_run_has_its_losses(tmp_path: Path) -> None:
+    held_out = {"val-core/held_out/loss": 2.0, "val-core/held_out/acc/mean@1": 0.1}
+    lines: list[dict[str, float]] = [
+        {"training/global_step": 0, **held_out},
+        {"training/global_step": 1, "train/loss": 1.0},
+    ]
+    loss, accuracy = _panels(lines)
+    assert (loss.title, accuracy.title) == ("loss", "held out")
+    assert loss.labels == {
+        "train/loss": "training",
+        "val-core/held_out/loss": "held_out/loss",
+    }
+
     tracker = CurveTracker(tmp_path)
-    tracker.log(1, {"training/global_step": 1, "train/loss": 1.0})
+    tracker.log(0, lines[0])
+    assert tracker.outputs() == {}
+    tracker.log(1, lines[1])
+    tracker.close(False)
+    assert (tmp_path / "reward_curve.png").read_bytes() == picture(lines)
+
+
+def test_a_short_run_has_whole_steps_and_no_mean_of_one_step() -> None:
+    figure = Figure()
+    axes = figure.subplots()
+    (reward,) = _panels(STEPS[:2])
+    _plot(axes, reward, STEPS[:2])
+    assert all(tick == int(tick) for tick in axes.get_xticks())
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["each step"]
+
+
+def test_a_last_plot_that_is_alone_is_as_wide_as_its_row() -> None:
+    others = {"actor/reward_kl_penalty": 0.1, "actor/entropy": 2.0}
+    three = pixels(picture([{**line, **others} for line in STEPS]))
+    below = three[330:, 605:]
+    assert below.min() < 0.9  # the right half of the second row is drawn on
+
+
+def test_a_run_that_learned_nothing_yet_has_no_picture(tmp_path: Path) -> None:
+    tracker = CurveTracker(tmp_path)
+    tracker.log(0, {"training/global_step": 0, "val-core/sums/acc/mean@1": 0.4})
     tracker.close(False)
     assert not list(tmp_path.iterdir()) and tracker.outputs() == {}

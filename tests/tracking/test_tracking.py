@@ -50,7 +50,7 @@ def test_all_trackers_record_a_run_and_its_continuation(
         state.keys() == {"recorded_steps", "wandb_run_id"}
         and state["recorded_steps"] == "0-1"
     )
-    outputs = {"metrics", "reward curve", "W&B", "TensorBoard"}
+    outputs = {"metrics", "curve", "W&B", "TensorBoard"}
     assert set(trackers.outputs()) == outputs
     assert capsys.readouterr().out.count("reward 0.5") == 4
 

@@ -1,7 +1,7 @@
 """A picture of a run over its steps, drawn while it goes on: `reward_curve.png`.
 
-It shows the reward and held-out results, beside them KL divergence, response lengths
-and entropy.
+It shows the reward, or the loss of a supervised run, and held-out results, beside them
+KL divergence, response lengths and entropy.
 
 Invariant: the picture shows what `metrics.jsonl` contains, and nothing that was
 computed elsewhere. Drawing takes at most a fiftieth of the run's time, and a picture
@@ -44,23 +44,38 @@ Points = tuple[NDArray[np.float64], NDArray[np.float64]]
 """Steps and values of a metric, each [n]."""
 
 
+_LOSSES = ("train/loss", "reward/loss")
+"""Losses of tasks without rewards: SFT, and the training of a reward model."""
+
+
 @dataclass(frozen=True)
 class Panel:
-    """One plot of the picture: some metrics of a kind."""
+    """One plot of the picture: some metrics of a kind, with their labels."""
 
     title: str
-    names: tuple[str, ...]
+    labels: Mapping[str, str]
 
 
 PANELS = (
-    Panel("reward", (REWARD,)),
-    Panel("KL divergence", ("actor/kl_loss", "actor/reward_kl_penalty")),
-    Panel("response length, tokens", ("response_length/mean", "response_length/max")),
-    Panel("entropy, nats per token", ("actor/entropy",)),
+    Panel("reward", {REWARD: "each step"}),
+    Panel("loss", dict.fromkeys(_LOSSES, "training")),
+    Panel("pairs in the right order", {"reward/accuracy": "training"}),
+    Panel(
+        "KL divergence",
+        {
+            "actor/kl_loss": "in the loss",
+            "actor/reward_kl_penalty": "in the reward, per token",
+        },
+    ),
+    Panel(
+        "response length, tokens",
+        {"response_length/mean": "mean", "response_length/max": "longest"},
+    ),
+    Panel("entropy, nats per token", {"actor/entropy": "policy"}),
 )
 """Plots besides those of held-out results."""
 
-_SHOWN = {name for panel in PANELS for name in panel.names}
+_SHOWN = {name for panel in PANELS for name in panel.labels}
 
 
 class CurveTracker(Tracker):
@@ -93,7 +108,7 @@ class CurveTracker(Tracker):
         self._keep(metrics)
 
         start_s = self._clock()
-        if start_s < self._next_s or not self._has_rewards:
+        if start_s < self._next_s or not self._has_curve:
             return
         self._draw()
         end_s = self._clock()
@@ -102,18 +117,18 @@ class CurveTracker(Tracker):
 
     def close(self, failed: bool) -> None:
         """Draw the last picture."""
-        if self._has_rewards:
+        if self._has_curve:
             self._draw()
 
     def outputs(self) -> dict[str, str]:
-        if not self._has_rewards:
+        if not self._has_curve:
             return {}
-        return {"reward curve": str(self._path)}
+        return {"curve": str(self._path)}
 
     @property
-    def _has_rewards(self) -> bool:
-        """Whether any step has a reward; supervised runs have none."""
-        return any(REWARD in line for line in self._lines)
+    def _has_curve(self) -> bool:
+        """Whether any step has a reward or a loss to draw."""
+        return any(name in line for line in self._lines for name in (REWARD, *_LOSSES))
 
     def _keep(self, metrics: Mapping[str, float]) -> None:
         """Keep the metrics that are drawn."""
@@ -142,12 +157,13 @@ def picture(lines: Sequence[Mapping[str, float]]) -> bytes:
     num_rows = -(-len(panels) // num_columns)
 
     figure = Figure(figsize=(5.5 * num_columns, 3 * num_rows), layout="constrained")
-    grid = figure.subplots(num_rows, num_columns, squeeze=False)
-    for axes, panel in zip(grid.flat, panels, strict=False):
-        _plot(axes, panel, lines)
-    # The last place may be empty.
-    for axes in grid.flat[len(panels) :]:
-        axes.set_visible(False)
+    grid = figure.add_gridspec(num_rows, num_columns)
+    for number, panel in enumerate(panels):
+        row, column = divmod(number, num_columns)
+        # A last plot that is alone in its row is as wide as the row.
+        is_alone = number == len(panels) - 1 and column == 0
+        place = grid[row, :] if is_alone else grid[row, column]
+        _plot(figure.add_subplot(place), panel, lines)
 
     png = io.BytesIO()
     figure.savefig(png, dpi=110, format="png")
@@ -158,12 +174,20 @@ def _panels(lines: Sequence[Mapping[str, float]]) -> list[Panel]:
     """Return the plots that there is something to draw for."""
     # A dictionary keeps the order in which the lines first name the data sources.
     names = dict.fromkeys(name for line in lines for name in line)
-    held_out = [name for name in names if name.startswith(HELD_OUT)]
-    rising = tuple(name for name in held_out if not is_lower_better(name))
+    held_out = {
+        name: name.removeprefix(HELD_OUT) for name in names if name.startswith(HELD_OUT)
+    }
+    rising = {
+        name: label for name, label in held_out.items() if not is_lower_better(name)
+    }
+    falling = {name: label for name, label in held_out.items() if name not in rising}
 
     panels = []
     for panel in PANELS:
-        present = tuple(name for name in panel.names if name in names)
+        present = {name: label for name, label in panel.labels.items() if name in names}
+        # Losses of training and of held-out rows have one scale.
+        if present and panel.title == "loss":
+            present |= falling
         if present:
             panels.append(Panel(panel.title, present))
     # The held-out results stand beside the reward.
@@ -174,27 +198,25 @@ def _panels(lines: Sequence[Mapping[str, float]]) -> list[Panel]:
 
 def _plot(axes: Axes, panel: Panel, lines: Sequence[Mapping[str, float]]) -> None:
     """Draw the metrics of one plot."""
-    for name in panel.names:
+    from matplotlib.ticker import MaxNLocator
+
+    for name, label in panel.labels.items():
         steps, values = _series(lines, name)
-        if name == REWARD:
-            window = max(1, steps.size // 10)
+        # Few points would hardly be seen without marks.
+        marker = "o" if steps.size <= 30 else None
+        window = steps.size // 10
+        if name == REWARD and window > 1:
             mean = running_mean(values, window)
-            axes.plot(steps, values, color="#9bb8d3", linewidth=1, label="each step")
-            axes.plot(
-                steps,
-                mean,
-                color="#1f4e79",
-                linewidth=2,
-                label=f"mean of {window} steps",
-            )
+            axes.plot(steps, values, color="#9bb8d3", linewidth=1, label=label)
+            label = f"mean of {window} steps"
+            axes.plot(steps, mean, color="#1f4e79", linewidth=2, label=label)
         else:
-            # Few points would hardly be seen without marks.
-            marker = "o" if steps.size <= 30 else None
-            label = name.removeprefix(HELD_OUT)
             axes.plot(steps, values, marker=marker, markersize=4, label=label)
 
-    if panel.names and all("/acc/" in name for name in panel.names):
+    if all("/acc/" in name or name.endswith("accuracy") for name in panel.labels):
         axes.set_ylim(-0.02, 1.02)
+    # There is no step between two steps.
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     axes.set_title(panel.title, fontsize=10, loc="left")
     axes.set_xlabel("training step", fontsize=8)
     axes.grid(alpha=0.3)
