@@ -9,7 +9,6 @@ nothing of one is in the next. Deliberately not here: which runs there are
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import signal
 import subprocess
@@ -20,15 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from rich.table import Table
-
 from controllers.commands.check import SeenData, checked_config
 from controllers.commands.resume_hint import typed_words
+from controllers.commands.sweep_summary import RunEnd, print_summary
 from controllers.compose.sweeps import SweptRun, quoted, swept_runs
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Interrupted, Problem
-from verl_ray.preflight.memory_table import print_tables
-from verl_ray.tracking.jsonl import METRICS
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -68,6 +64,12 @@ class _Sweep:
             overrides.append(quoted("run.dir", str(self.folder_of(number))))
         return overrides
 
+    def config_of(self, number: int) -> Config:
+        """Return the configuration of a run, with its own folder."""
+        config = self.configs[number]
+        run = config.run.model_copy(update={"dir": str(self.folder_of(number))})
+        return config.model_copy(update={"run": run})
+
     def folder_of(self, number: int) -> Path:
         if self.has_own_folders:
             return Path(self.configs[number].run.dir)
@@ -103,7 +105,7 @@ def multirun(
     sweep = _checked(command, config_name, overrides, config_dir, reads_data=reads_data)
     sweep.results = [_Result() for _ in sweep.runs]
     if command == "check":
-        print_tables(_table(sweep))
+        _summarize(command, sweep)
         return 0
 
     with _signals_to_the_run() as process:
@@ -116,7 +118,7 @@ def multirun(
             if result.code == Interrupted.exit_code or process.is_stopped:
                 break
 
-    print_tables(_table(sweep))
+    _summarize(command, sweep)
     codes = [result.code for result in sweep.results if result.code is not None]
     if len(codes) < len(sweep.runs) or Interrupted.exit_code in codes:
         words = typed_words(arguments)
@@ -228,41 +230,19 @@ def _signals_to_the_run() -> Iterator[_RunningProcess]:
 # ------------------------------------------------------------------------- the summary
 
 
-def _table(sweep: _Sweep) -> Table:
-    """Return a row per run: what sets it apart, and how it ended."""
+def _summarize(command: str, sweep: _Sweep) -> None:
+    """Print how each run ended, and write it to the folder of the sweep."""
     title = f"{len(sweep.runs)} runs"
+    folder = None
     if not sweep.has_own_folders:
-        title += f" in {sweep.configs[0].run.dir}/"
+        folder = Path(sweep.configs[0].run.dir)
+        title += f" in {folder}/"
 
-    table = Table(title=title, title_justify="left")
-    for heading in ("run", "settings", "outcome", "minutes", "last evaluation"):
-        table.add_column(heading, overflow="fold", no_wrap=heading == "outcome")
-
+    ends = []
     for number, result in enumerate(sweep.results):
-        measured = _last_evaluation(sweep.folder_of(number))
-        table.add_row(
-            str(number),
-            "\n".join(sweep.runs[number].own),
-            result.outcome,
-            f"{result.minutes:.1f}" if result.code is not None else "-",
-            measured if result.code is not None else "-",
-        )
-
-    return table
-
-
-def _last_evaluation(folder: Path) -> str:
-    """Return the held-out metric that was recorded last in a run's folder."""
-    record = folder / METRICS
-    if not record.is_file():
-        return "-"
-
-    last = "-"
-    for line in record.read_text("utf-8", errors="replace").splitlines():
-        # The last line of a run that was killed may be torn.
-        with contextlib.suppress(ValueError):
-            for name, value in json.loads(line).items():
-                if name.startswith("val-core/"):
-                    last = f"{name.removeprefix('val-core/')} {value:.4g}"
-
-    return last
+        minutes = None if result.code is None else result.minutes
+        config = sweep.config_of(number)
+        ends.append(RunEnd(sweep.runs[number].own, config, result.outcome, minutes))
+    # A check starts no run, so there is no folder yet.
+    has_run = folder is not None and folder.is_dir() and command != "check"
+    print_summary(title, command, ends, folder if has_run else None)

@@ -11,12 +11,13 @@ Deliberately not here: evaluating (`controllers/trainers`), and removing checkpo
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.tracking.base import GLOBAL_STEP
 from verl_ray.tracking.comparison import is_lower_better
 
 # Prefix of the names of metrics on held-out rows.
@@ -91,17 +92,25 @@ class BestEvaluation:
             return
 
         self._last_step = step
-        names = self._names_in(metrics)
-        values = [metrics[name] for name in names]
-        value = sum(values) / len(values) if values else math.nan
-
-        if self._is_better(value):
+        value = self.value_in(metrics)
+        if self.is_worse_than(value):
+            names = self._names_in(metrics)
             self.step = step
             self.value = value
             self._name = names[0] if len(names) == 1 else self._identity["metric"]
             self._evaluations_since = 0
         else:
             self._evaluations_since += 1
+
+    def value_in(self, metrics: Mapping[str, float]) -> float:
+        """Return the value of the metric in an evaluation; NaN where it has none."""
+        values = [metrics[name] for name in self._names_in(metrics)]
+        return sum(values) / len(values) if values else math.nan
+
+    @property
+    def name(self) -> str:
+        """The metric as the evaluations name it, or its pattern if there are several."""
+        return self._name
 
     @property
     def is_exhausted(self) -> bool:
@@ -141,7 +150,8 @@ class BestEvaluation:
             f" best {self.in_words()}"
         )
 
-    def _is_better(self, value: float) -> bool:
+    def is_worse_than(self, value: float) -> bool:
+        """Whether a value of the metric is better than the best so far."""
         # A value that is not a number is never the best one.
         if not math.isfinite(value):
             return False
@@ -162,3 +172,26 @@ class BestEvaluation:
             for name in metrics
             if name.startswith(_HELD_OUT) and fnmatchcase(name, pattern)
         ]
+
+
+def evaluations_of(lines: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
+    """Return the metrics of each evaluation of a run, by its step."""
+    # Only the lines of evaluated steps have such metrics.
+    evaluations = {}
+    for line in lines:
+        evaluation = {
+            name: value for name, value in line.items() if name.startswith(_HELD_OUT)
+        }
+        if evaluation:
+            evaluations[int(line[GLOBAL_STEP])] = evaluation
+    return evaluations
+
+
+def best_of(
+    config: Config, evaluations: Mapping[int, Mapping[str, float]]
+) -> BestEvaluation:
+    """Return the best of all evaluations of a run, given by their steps."""
+    best = BestEvaluation(config, None)
+    for step, metrics in sorted(evaluations.items()):
+        best.note(step, metrics)
+    return best

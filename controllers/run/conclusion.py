@@ -16,9 +16,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from controllers.run.best import BestEvaluation
+from controllers.run.best import best_of, evaluations_of
 from controllers.run.finished import REPORT
-from controllers.run.next_command import print_next
+from controllers.run.next_command import next_in_words
 from controllers.trainers.base import Task
 from controllers.watch.learning import diagnoses
 from controllers.watch.measures import Metrics
@@ -96,14 +96,14 @@ class Conclusion:
         step = self._last_step(lines)
         end_stint(self._folder, step, "finished")
 
-        best = _best(task, _evaluations(lines))
+        best = best_of(task.config, evaluations_of(lines))
         how = best.early_stop_in_words()
         if how is None or step >= task.config.run.steps:
             how = f"finished after {step} steps"
         self._report(lines, how)
-        print_next(task.config)
+        print(next_in_words(task.config))
 
-        before, after = _first_and_last(_evaluations(lines))
+        before, after = _first_and_last(evaluations_of(lines))
         shortfall = task.shortfall(
             {} if before is None else dict(before.metrics),
             {} if after is None else dict(after.metrics),
@@ -189,7 +189,7 @@ def report_of(
         outputs: what a person may open, by title.
     """
     folder = task.folder
-    evaluations = _evaluations(lines)
+    evaluations = evaluations_of(lines)
     before, after = _first_and_last(evaluations)
 
     # A damaged file is named, and leaves out its part of the report.
@@ -225,7 +225,7 @@ def report_of(
         before=_with_intervals(before, scores),
         after=_with_intervals(after, scores),
         changes=changes,
-        best=_best(task, evaluations).in_words(),
+        best=best_of(task.config, evaluations).in_words(),
         warnings=[*map(str, diagnoses(lines, task.config)), *damage],
         samples=samples,
         outputs=outputs,
@@ -239,19 +239,6 @@ def _noting(damage: list[str]) -> Iterator[None]:
         yield
     except TrackingError as error:
         damage.append(str(error))
-
-
-def _evaluations(lines: Sequence[Metrics]) -> dict[int, Metrics]:
-    """Return the metrics of each evaluation of a run, by its step."""
-    # Only the lines of evaluated steps have such metrics.
-    evaluations = {}
-    for line in lines:
-        evaluation = {
-            name: value for name, value in line.items() if name.startswith("val-")
-        }
-        if evaluation:
-            evaluations[int(line[GLOBAL_STEP])] = evaluation
-    return evaluations
 
 
 def _first_and_last(
@@ -277,11 +264,3 @@ def _with_intervals(
     if side is None or side.step not in scores:
         return side
     return replace(side, intervals=intervals(scores[side.step]))
-
-
-def _best(task: Task[Any, Any], evaluations: Mapping[int, Metrics]) -> BestEvaluation:
-    """Return the best of all evaluations of a run."""
-    best = BestEvaluation(task.config, None)
-    for step, metrics in sorted(evaluations.items()):
-        best.note(step, metrics)
-    return best

@@ -14,7 +14,7 @@ import contextlib
 from pathlib import Path
 
 from controllers.run.best import BestEvaluation
-from controllers.run.next_command import print_next
+from controllers.run.next_command import next_in_words
 from verl_ray.checkpoint.changes import changed_keys
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore
@@ -80,7 +80,7 @@ def show_finished(config: Config, step: int) -> None:
         f"{run_dir} is finished: {step} steps are done and nothing is left to do. For"
         " more steps, raise run.total_steps, or run.early_stop where it stopped early"
     )
-    print_next(config)
+    print(next_in_words(config))
 
 
 def _newest_checkpoint(config: Config) -> Checkpoint | None:

@@ -36,18 +36,18 @@ EXPORTED = "exported"
 """Folder in run.dir that the command proposes for an export."""
 
 
-def print_next(config: Config) -> None:
-    """Print what to try after a finished run.
+def next_in_words(config: Config) -> str:
+    """Return what to try after a finished run, and how.
 
     Args:
         config: the configuration of the run.
     """
-    newest = _newest_checkpoint(config)
-    best = _best_evaluation(newest)
+    lines = []
+    best = _best_evaluation(_newest_checkpoint(config))
     if best is not None and best["step"] == 0:
         picture = Path(config.run.dir) / PICTURE
         record = picture if picture.is_file() else picture.with_name(METRICS)
-        print(
+        lines.append(
             f"next: the training did not improve the model. {best['name']} was best"
             f" before the first step, with {best['value']:.4g}; {_shown(record)} shows"
             " what happened then"
@@ -55,9 +55,12 @@ def print_next(config: Config) -> None:
 
     commands = next_commands(config)
     if not commands:
-        print("next: nothing was saved (run.checkpoint_every=0), so nothing is left")
+        lines.append(
+            "next: nothing was saved (run.checkpoint_every=0), so nothing is left"
+        )
     for purpose, command in commands.items():
-        print(f"next, to {purpose}:\n{command}")
+        lines.append(f"next, to {purpose}:\n{command}")
+    return "\n".join(lines)
 
 
 def next_commands(config: Config) -> dict[str, str]:

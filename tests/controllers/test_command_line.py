@@ -312,7 +312,8 @@ from pathlib import Path
 words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
 folder = Path(words["run.dir"].strip("'"))
 folder.mkdir(parents=True)
-(folder / "metrics.jsonl").write_text(json.dumps({"val-core/sums/acc": 0.5}))
+line = {"training/global_step": 3, "val-core/sums/acc/mean@1": 0.5}
+(folder / "metrics.jsonl").write_text(json.dumps(line) + "\\n")
 sys.exit({"1": 0, "2": 1, "3": 130, "4": 0}[words["run.seed"]])
 """
 
@@ -331,9 +332,10 @@ def test_a_sweep_runs_one_after_another_until_it_is_stopped(
     typed = [f"run.seed={seeds}", f"run.dir={tmp_path}/swept", "run.name=mine"]
     assert main(["train", "-m", "-cn", "quickstart", *typed]) == code
     out = capsys.readouterr().out
-    made = sorted(folder.name for folder in (tmp_path / "swept").iterdir())
-    assert made == [str(number) for number in range(runs)]
-    assert out.count("sums/acc 0.5") == runs
+    made = sorted(path.name for path in (tmp_path / "swept").iterdir())
+    assert made == [*(str(number) for number in range(runs)), "sweep.txt"]
+    assert out.count("step 3 │") == runs
+    assert "best: run 0, with sums/acc/mean@1 0.5 at step 3" in out
     assert ("not started" in out) == (code == 130)
     if code == 130:
         assert out.splitlines()[-2] == "To go on:"

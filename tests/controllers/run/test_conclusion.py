@@ -17,7 +17,7 @@ from controllers.compose.composition import compose
 from controllers.run.best import BestEvaluation
 from controllers.run.conclusion import Conclusion
 from controllers.run.finished import finished_step
-from controllers.run.next_command import next_commands, print_next, program_words
+from controllers.run.next_command import next_commands, next_in_words, program_words
 from controllers.trainers.base import task_of
 from controllers.trainers.rl import ReinforcementTask
 from tests.controllers.run.checkpoints import write_checkpoints
@@ -293,16 +293,13 @@ def test_the_best_checkpoint_is_proposed_where_it_is_on_disk(
     assert evaluate.endswith("step_00000003")
 
 
-def test_a_model_that_got_worse_is_not_exported(
-    inputs: Inputs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_that_got_worse_is_not_exported(inputs: Inputs, tmp_path: Path) -> None:
     config = inputs.config("ppo", tmp_path)
     write_checkpoints(config, 2, 3)
     note_best(config, 0)
     (purpose,) = next_commands(config)
     assert purpose.startswith("measure it again")
-    print_next(config)
-    text = capsys.readouterr().out
+    text = next_in_words(config)
     assert f"the training did not improve the model. {SUMS} was best before" in text
     assert f"{tmp_path}/metrics.jsonl shows" in text and "export" not in text
 
