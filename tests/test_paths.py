@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from verl_ray.paths import path_suggestion, refuse_foreign_packages
+from verl_ray.paths import path_suggestion, program, refuse_foreign_packages
 
 ROOT = Path(__file__).parents[1]
 
@@ -48,3 +48,18 @@ def test_a_missing_file_is_answered_with_one_that_is_spelt_like_it(
     assert path_suggestion(tmp_path / "trian.jsonl", "Give a file.") == meant
     expected = f"It is a link to {tmp_path}/gone, which does not exist. Give a file."
     assert path_suggestion(link, "Give a file.") == expected
+
+
+def test_a_program_is_named_as_the_user_can_call_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / ".venv" / "bin" / "wandb"
+    tool.parent.mkdir(parents=True)
+    tool.touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tool.with_name("python")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert program("wandb") == ".venv/bin/wandb"
+    assert program("nothing-of-ours") == "nothing-of-ours"
+    monkeypatch.setenv("PATH", str(tool.parent))
+    assert program("wandb") == "wandb"

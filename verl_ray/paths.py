@@ -1,4 +1,4 @@
-"""Paths that do not exist, and the place of the program's own packages.
+"""Paths that do not exist, paths to type, and the place of the program's own packages.
 
 Invariant: nothing here changes a file. Deliberately not here: what a path is for.
 """
@@ -6,12 +6,18 @@ Invariant: nothing here changes a file. Deliberately not here: what a path is fo
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
+import sys
 from difflib import get_close_matches
 from pathlib import Path
 
 import verl_ray
 from verl_ray.config.suggest import either
 from verl_ray.errors import InstallationError
+
+SCRIPT = "VERL_RAY_SCRIPT"
+"""Environment variable in which a script that stands for a command names itself."""
 
 OTHER_PACKAGES = ("workers", "controllers", "configs")
 """Packages of this program besides `verl_ray`. Their names are common ones."""
@@ -75,3 +81,28 @@ def in_ray_package(path: Path) -> bool:
     Ray deletes that copy.
     """
     return any(part.startswith("_ray_pkg_") for part in path.parts)
+
+
+def program(name: str) -> str:
+    """Return what the user types to call a program of this installation."""
+    beside = Path(sys.executable).with_name(name)
+    on_path = shutil.which(name)
+    if not beside.exists():
+        return name
+    # The script does not put its programs on the user's PATH.
+    is_on_path = on_path is not None and Path(on_path).samefile(beside)
+    if is_on_path and not os.environ.get(SCRIPT):
+        return name
+    return shown_path(beside)
+
+
+def shown_path(path: Path) -> str:
+    """Return a path as it is shortest where the user is."""
+    here = Path.cwd()
+    # The script has left the folder of its user, which is known only if it was called
+    # by the path that it has from here. A job's folder is a copy.
+    script = os.environ.get(SCRIPT)
+    has_moved = script is not None and Path(script) != Path("scripts/quickstart")
+    if has_moved or in_ray_package(here) or not path.is_relative_to(here):
+        return str(path)
+    return str(path.relative_to(here))

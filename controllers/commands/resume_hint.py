@@ -10,8 +10,9 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from controllers.run.next_command import SCRIPT, in_shell, program_words
+from controllers.run.next_command import in_shell, program_words
 from verl_ray.config.schema import Config
+from verl_ray.paths import SCRIPT
 
 SCRIPT_ARGUMENTS = ("train", "--config-name", "quickstart")
 """The arguments that such a script stands for, so that messages can leave them out."""

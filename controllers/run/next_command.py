@@ -20,12 +20,9 @@ from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.checkpoint.store import CheckpointStore, checkpoint_name
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
-from verl_ray.paths import in_ray_package
+from verl_ray.paths import SCRIPT, in_ray_package, program, shown_path
 from verl_ray.tracking.curve import PICTURE
 from verl_ray.tracking.jsonl import METRICS
-
-SCRIPT = "VERL_RAY_SCRIPT"
-"""Environment variable in which a script that stands for a command names itself."""
 
 PROGRAM = "verl-ray"
 
@@ -49,7 +46,7 @@ def next_in_words(config: Config) -> str:
         record = picture if picture.is_file() else picture.with_name(METRICS)
         lines.append(
             f"next: the training did not improve the model. {best['name']} was best"
-            f" before the first step, with {best['value']:.4g}; {_shown(record)} shows"
+            f" before the first step, with {best['value']:.4g}; {shown_path(record)} shows"
             " what happened then"
         )
 
@@ -89,17 +86,23 @@ def next_commands(config: Config) -> dict[str, str]:
         if checkpoint != newest:
             which = f"model of the best step ({checkpoint.step})"
         commands[f"write the {which} as a Hugging Face directory"] = shell_command(
-            "export", _shown(checkpoint.path), _shown(exported)
+            "export", shown_path(checkpoint.path), shown_path(exported)
         )
 
     can_be_evaluated = checkpoint is not None or has_model
     if can_be_evaluated and config.data.validation_path is not None:
-        words = ["evaluate", "--config-dir", _shown(run_dir), "--config-name", "config"]
+        words = [
+            "evaluate",
+            "--config-dir",
+            shown_path(run_dir),
+            "--config-name",
+            "config",
+        ]
         # What the run itself began from stands in its config.yaml.
         if checkpoint is not None:
-            words.append(f"run.resume={_shown(checkpoint.path)}")
+            words.append(f"run.resume={shown_path(checkpoint.path)}")
         else:
-            model = _shown(run_dir / MODEL)
+            model = shown_path(run_dir / MODEL)
             role = config.evaluated_role
             words += [
                 "run.resume=auto",
@@ -137,7 +140,7 @@ def program_words() -> list[str]:
     """Return the words by which the user can call this program."""
     # The script does not put the program on the user's PATH.
     if os.environ.get(SCRIPT):
-        return [_shown(Path(sys.executable).with_name(PROGRAM))]
+        return [program(PROGRAM)]
 
     if Path(sys.argv[0]).name != PROGRAM:
         return [sys.orig_argv[0], "-m", "controllers"]
@@ -146,18 +149,6 @@ def program_words() -> list[str]:
     if on_path is not None and Path(on_path).resolve() == Path(sys.argv[0]).resolve():
         return [PROGRAM]
     return [sys.argv[0]]
-
-
-def _shown(path: Path) -> str:
-    """Return a path as it is shortest where the user is."""
-    here = Path.cwd()
-    # The script has left the folder of its user, which is known only if it was called
-    # by the path that it has from here. A job's folder is a copy.
-    script = os.environ.get(SCRIPT)
-    has_moved = script is not None and Path(script) != Path("scripts/quickstart")
-    if has_moved or in_ray_package(here) or not path.is_relative_to(here):
-        return str(path)
-    return str(path.relative_to(here))
 
 
 def _newest_checkpoint(config: Config) -> Checkpoint | None:

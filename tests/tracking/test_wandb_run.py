@@ -14,6 +14,7 @@ import pytest
 from tests.tracking.wandb_server import serving
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, TrackingError
+from verl_ray.paths import program
 from verl_ray.tracking.base import Sample, Trackers
 from verl_ray.tracking.wandb_run import WandbTracker
 
@@ -131,9 +132,10 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
         {"training/global_step": 1, "critic/rewards/mean": 0.75}
     ]
     commands = second.outputs()
+    wandb = program("wandb")
     assert commands == {
-        "W&B, part 1 of 2": f"wandb sync '{session}'",
-        "W&B, part 2 of 2": f"wandb sync '{resumed}'",
+        "W&B, part 1 of 2": f"{wandb} sync '{session}'",
+        "W&B, part 2 of 2": f"{wandb} sync '{resumed}'",
     }
 
     with serving() as server:
@@ -144,7 +146,7 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
             "WANDB_BASE_URL": server.url,
         }
         for command in commands.values():
-            synced = [sys.executable, "-m", *shlex.split(command)]
+            synced = [sys.executable, "-m", "wandb", *shlex.split(command)[1:]]
             # It keeps a log in the current folder.
             subprocess.run(
                 synced, check=True, timeout=120, env=environment, cwd=tmp_path

@@ -60,7 +60,8 @@ def keep_output(rank_spec: RankSpec) -> Path:
 
 
 def _log_name(rank_spec: RankSpec) -> str:
-    name = f"{rank_spec.processes}-{rank_spec.rank}"
+    # A name without blanks needs no quotes.
+    name = f"{rank_spec.processes}-{rank_spec.rank}".replace(" ", "_")
     # A restarted process must not append to the log of the one before it.
     if rank_spec.incarnation > 1:
         name += f".{rank_spec.incarnation}"

@@ -9,10 +9,12 @@ Deliberately not here: samples, which other trackers record.
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from verl_ray.paths import program
 from verl_ray.tracking.base import Sample, Tracker
 
 
@@ -62,4 +64,5 @@ class TensorBoardTracker(Tracker):
         self._writer.close()
 
     def outputs(self) -> dict[str, str]:
-        return {"TensorBoard": f"tensorboard --logdir {self._dir}"}
+        command = [program("tensorboard"), "--logdir", str(self._dir)]
+        return {"TensorBoard": shlex.join(command)}

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from verl_ray.config.run import WandbConfig
 from verl_ray.errors import ConfigError, Problem, TrackingError
+from verl_ray.paths import program
 from verl_ray.tracking.base import GLOBAL_STEP, SAMPLES, Sample, Tracker
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class WandbTracker(Tracker):
         for folder in sorted(self._folder.glob(f"offline-run-*-{self._run.id}")):
             # `wandb sync` leaves this marker, and passes over what has it.
             if not any(folder.glob("*.wandb.synced")):
-                commands.append(shlex.join(["wandb", "sync", str(folder)]))
+                commands.append(shlex.join([program("wandb"), "sync", str(folder)]))
 
         if len(commands) == 1:
             return {"W&B": commands[0]}

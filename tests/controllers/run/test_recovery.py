@@ -128,7 +128,7 @@ def test_a_run_that_was_stopped_and_killed_ends_with_the_bits_of_one_that_was_no
     behind = "run.checkpoint_behind=true"
     run = start(inputs, broken, f"run.total_steps={STEPS - 1}", behind)
     wait_for_step(run, broken, 2)
-    process_behind(broken / "logs" / "fsdp trainer-0.log").kill()
+    process_behind(broken / "logs" / "fsdp_trainer-0.log").kill()
     code, output = finish(run)
     assert code == 1
     assert "rank 0" in output and "the process died during" in output

@@ -320,7 +320,7 @@ def test_what_a_worker_refuses_is_told_in_two_lines(
     assert refused.startswith(
         "ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model."
     )
-    log = tmp_path / "run" / "logs" / "engine trainer-0.log"
+    log = tmp_path / "run" / "logs" / "engine_trainer-0.log"
     assert origin.startswith("raised by actor rank 0 on ") and origin.endswith(
         f"; its stack is in {log}"
     )
