@@ -19,6 +19,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs, make_inputs
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.data.arithmetic import ALPHABET
@@ -350,7 +351,22 @@ def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
             ("export", str(inputs.model), str(folder / "exported")),
             "checkpoint",
         ),
+        Mistake(
+            "export --best of a run that got worse",
+            ("export", str(_worse(inputs, folder)), str(folder / "exported"), "--best"),
+            f"Use the model that the run began with, {inputs.model}",
+        ),
     ]
+
+
+def _worse(inputs: Inputs, folder: Path) -> Path:
+    """Write the folder of a run that was best before its first step."""
+    run = folder / "worse"
+    store = write_checkpoints(inputs.config("ppo", run), 2)
+    checkpoint = store.open(store.root / "step_00000002")
+    best = {"name": "val-core/sums/acc/mean@1", "step": 0, "value": 0.5}
+    store.replace_state(checkpoint, checkpoint.state | {"best": best})
+    return run
 
 
 def main() -> int:

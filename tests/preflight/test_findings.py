@@ -151,7 +151,7 @@ def test_a_model_that_training_makes_cannot_be_evaluated_before(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = f"run.dir={tmp_path}/run"
-    assert main(["evaluate", run]) == 2
+    assert main(["evaluate", "--config-name", "quickstart", run]) == 2
     err = capsys.readouterr().err
     assert (
         f"model.path = {tmp_path}/run/inputs/model\n    rule: training makes this model, and there is none yet"

@@ -316,7 +316,7 @@ def test_what_a_worker_refuses_is_told_in_two_lines(
         f"model.path={model}",
         code=1,
     )
-    refused, origin = ended.stderr.splitlines()[-2:]
+    refused, _, _, origin = ended.stderr.splitlines()[-4:]  # what goes on is between
     assert refused.startswith(
         "ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model."
     )
