@@ -109,7 +109,7 @@ class BestEvaluation:
 
     @property
     def name(self) -> str:
-        """The metric as the evaluations name it, or its pattern if there are several."""
+        """The metric as evaluations name it, or its pattern if there are several."""
         return self._name
 
     @property

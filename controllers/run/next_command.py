@@ -46,8 +46,8 @@ def next_in_words(config: Config) -> str:
         record = picture if picture.is_file() else picture.with_name(METRICS)
         lines.append(
             f"next: the training did not improve the model. {best['name']} was best"
-            f" before the first step, with {best['value']:.4g}; {shown_path(record)} shows"
-            " what happened then"
+            f" before the first step, with {best['value']:.4g};"
+            f" {shown_path(record)} shows what happened then"
         )
 
     commands = next_commands(config)

@@ -99,7 +99,10 @@ def _checkpoint_of_run(path: str, root: Path, *, best: bool) -> Checkpoint:
         config = typed_config(migrated(newest.checkpoint.config))
         model = config.model_roles[config.evaluated_role].model.path
         rule = f"the training did not improve it: {measured} before the first step"
-        fix = f"Use the model that the run began with, {model}, or leave --best out."
+        fix = (
+            f"Use the model that the run began with, {model}, or leave --best out"
+            " for the newest checkpoint."
+        )
         _refuse(path, rule, fix)
 
     folder = root / checkpoint_name(step)

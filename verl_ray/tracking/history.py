@@ -152,7 +152,8 @@ def preparing_s(stints: list[Stint]) -> float:
 def starting_s(stints: list[Stint]) -> float:
     """Return how long the processes of a run took until all was started, in seconds.
 
-    The time in which they made its inputs is not a part of it. A process that has ended before it was ready did nothing else.
+    The time in which they made its inputs is not a part of it. A process that has ended
+    before it was ready did nothing else.
     """
     total_s = 0.0
     for stint in stints:
