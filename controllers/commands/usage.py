@@ -89,8 +89,8 @@ The last one goes on from the newest checkpoint in outputs/first.
             "Measure a model, or with run.resume=PATH a checkpoint, on"
             " data.validation_path: a policy on held-out problems, with the sampling of"
             " the evaluation section; a reward model on held-out pairs; a supervised"
-            " model on held-out demonstrations. Metrics, the scores of each problem and, of"
-            " a policy, every response are written to run.dir/evaluated."
+            " model on held-out demonstrations. Metrics, the scores of each problem"
+            " and, of a policy, every response are written to run.dir/evaluated."
         ),
         examples="""\
 examples:
