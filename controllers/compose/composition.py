@@ -115,7 +115,9 @@ def _compose_into(
         fix = did_you_mean(config_name, roots, "root config")
         raise ConfigError([Problem("--config-name", config_name, rule, fix)])
 
-    parsed = parse_overrides(_with_one_length(overrides), result.problems)
+    lengths = _replaced_lengths(overrides)
+    overrides = [*overrides, *(f"{replaced}=null" for replaced in lengths.values())]
+    parsed = parse_overrides(overrides, result.problems)
     base, choices, values = choose(
         config_name, parsed, result.problems, config_dir=config_dir
     )
@@ -129,7 +131,8 @@ def _compose_into(
 
     # Interpolations are noted before they are followed and can no longer be seen.
     result.tree = as_plain(composed)
-    sources = interpolations(result.tree)
+    sources = dict(interpolations(result.tree))
+    sources |= {replaced: [typed] for typed, replaced in lengths.items()}
     tree = resolve(composed, result.problems)
     result.config = as_typed(tree, base, result.problems)
 
@@ -150,20 +153,20 @@ def _compose_into(
     ]
 
 
-def _with_one_length(overrides: Sequence[str]) -> list[str]:
-    """Return the overrides with a length that replaces the root config's.
+def _replaced_lengths(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the length of the run that another one replaces, by the key of the other.
 
-    A number of epochs that the user gives replaces the number of steps, and the other
-    way round.
+    A number of epochs that the user gives replaces the root config's number of steps,
+    and the other way round.
     """
     texts = {text.partition("=")[0].lstrip("+"): text for text in overrides}
     lengths = ("run.total_steps", "run.total_epochs")
     typed = [key for key in lengths if key in texts]
     if len(typed) != 1 or texts[typed[0]].endswith("=null"):
-        return list(overrides)
+        return {}
 
     (replaced,) = (key for key in lengths if key not in typed)
-    return [*overrides, f"{replaced}=null"]
+    return {typed[0]: replaced}
 
 
 def _data_of_an_evaluation(
