@@ -30,7 +30,7 @@ def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
     tracker.log(0, {"val-core/sums/acc/mean@1": 0.4})
     tracker.log(1, STEP)
     tracker.log(2, {**STEP, "val-core/sums/acc/mean@1": 0.45})
-    tracker.log(20, STEP)
+    tracker.log(20, {"val-core/held_out/loss": 2.5})
     tracker.close(failed=False)
     assert stream.getvalue().splitlines() == [
         "step  0/20  held-out sums/acc/mean@1 0.4",
@@ -38,7 +38,7 @@ def test_one_plain_line_per_step_where_there_is_no_terminal() -> None:
         "step  1/20  reward 0.5312  kl 0.0012  4,000 tokens/s  0.50 s  3m10s left",
         # (10 + 4) / 2 = 7 s a step, 18 to go
         "step  2/20  reward 0.5312  kl 0.0012  held-out sums/acc/mean@1 0.45  4,000 tokens/s  0.50 s  2m06s left",
-        "step 20/20  reward 0.5312  kl 0.0012  4,000 tokens/s  0.50 s",
+        "step 20/20  held-out loss 2.5",
     ]
 
 

@@ -159,7 +159,9 @@ class ConsoleTracker(Tracker):
 
         for name, value in metrics.items():
             if name.startswith(HELD_OUT):
-                parts.append(f"held-out {name.removeprefix(HELD_OUT)} {value:.4g}")
+                # The data source of supervised runs is named as all of them are here.
+                short = name.removeprefix(HELD_OUT).removeprefix("held_out/")
+                parts.append(f"held-out {short} {value:.4g}")
 
         if failures := _failures(metrics):
             parts.append(failures)

@@ -178,9 +178,10 @@ def test_a_model_that_has_seen_nothing_is_not_warm(
     anything = ["prepare.warm_start.accuracy_low=0", "prepare.warm_start.accuracy_high=1",
                 "prepare.warm_start.min_steps=0", "prepare.warm_start.evaluate_every=2"]  # fmt: skip
     prepare(quickstart(tmp_path, *anything), cluster)
-    (line,) = [
+    line, ended = [
         one
         for one in capsys.readouterr().out.splitlines()
         if one.startswith("warm start: ")
     ]
     assert line.startswith("warm start: step 2  loss ")
+    assert ended.startswith("warm start: done after 2 steps")

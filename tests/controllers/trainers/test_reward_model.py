@@ -88,17 +88,15 @@ def test_training_resumes_to_the_same_bits_and_evaluate_agrees_with_transformers
         ended = command_here(
             cluster, "evaluate", *preference_run(inputs, pairs, tmp_path / "e", what)
         )
-        told = dict(
-            line.split("  (")[0].split(": ")
-            for line in ended.stdout.splitlines()
-            if line.startswith("val-")
-        )
-        assert float(told["val-core/held_out/pair_accuracy"]) == pytest.approx(
-            accuracy, abs=1e-4
-        )
-        assert float(told["val-core/held_out/log_loss"]) == pytest.approx(
-            loss, abs=1e-4
-        )
+        folder = Path(ended.stdout.splitlines()[-1].removeprefix("evaluation: "))
+        result = json.loads((folder / "metrics.json").read_text())
+        measured = {"pair_accuracy": accuracy, "log_loss": loss}
+        for name, expected in measured.items():
+            for mean in (
+                result["metrics"][f"val-core/held_out/{name}"],
+                result["intervals"][f"val-core/held_out/{name}"]["mean"],
+            ):
+                assert mean == pytest.approx(expected, abs=1e-4)
     assert resumed[-1]["val-core/held_out/log_loss"] == pytest.approx(loss, abs=1e-5)
 
 
