@@ -71,9 +71,9 @@ NOT_RUN = ("scripts/test", "scripts/bench_gpu", "verl-ray bench")
 CLUSTER = "On a cluster"
 SAID = {
     "Change things": {  # by `verl-ray evaluate` alone, of a model directory
-        r"^val-core/arithmetic/acc/mean@1: \d\.\d{4}$": 1,
-        r"^val-aux/num_prompts: 5\.0000$": 1,
-        r"^'.+' -> '.*' \(answer '\d+', score [01]\)$": 5,
+        r"^│ val-core/arithmetic/acc/mean@1 +│ +\d\S* │$": 1,
+        r"^│ val-aux/num_prompts +│ +5 │$": 1,
+        r"^measured: \S+/inputs/model is measured, which took \d+s$": 1,
     }
 }
 """Section -> lines that its commands print, and how often."""
