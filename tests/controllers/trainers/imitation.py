@@ -81,7 +81,7 @@ class ImitationTrainer(SupervisedTrainer[StudentWorker]):
     def update(self, rows: Sharded[TrainingBatch]) -> Call[list[UpdateReport]]:
         return self.group.scatter(StudentWorker.imitate, rows, self.weight)
 
-    def evaluate(self) -> Evaluation:
+    def measure(self) -> Evaluation:
         return Evaluation({"val-core/held_out/rows": float(len(self.held_out))})
 
 
