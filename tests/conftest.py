@@ -83,6 +83,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("models") / "tiny"
     directory.mkdir()
     settings = {
+        "model_type": "llama",
         "num_attention_heads": 4,
         "hidden_size": 128,
         "head_dim": 32,

@@ -11,6 +11,7 @@ import pytest
 from controllers.command_line import main
 from controllers.compose.composition import compose
 from tests.preflight.configs import BIG, NO_GAIN, ppo, problems_by_key
+from tests.preflight.models import write_model
 from verl_ray.backends.layouts import ModelSizes
 from verl_ray.backends.megatron_models import sizes_of
 from verl_ray.preflight.findings import preflight
@@ -26,15 +27,6 @@ EXPERTS = DENSE | {
 SUPERVISED = ["data.validation_path=null", "run.evaluate_every=0", "backend=megatron"]
 
 
-def model_directory(folder: Path, model: Path, settings: dict[str, object]) -> Path:
-    """Return a directory with this config.json, and files of another model."""
-    folder.mkdir(exist_ok=True)
-    for name in ("tokenizer.json", "model-1.safetensors"):
-        (folder / name).write_bytes((model / name).read_bytes())
-    (folder / "config.json").write_text(json.dumps(settings))
-    return folder
-
-
 def problems_of(directory: Path, data: Path, *overrides: str) -> dict[str, str]:
     """Return the problems of a supervised run on the directory, by key."""
     inputs = [
@@ -48,7 +40,7 @@ def problems_of(directory: Path, data: Path, *overrides: str) -> dict[str, str]:
 def test_families_without_a_map_are_refused_for_the_roles_that_use_megatron(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
-    gemma = model_directory(tmp_path / "gemma", model, DENSE | {"model_type": "gemma"})
+    gemma = write_model(tmp_path / "gemma", model, DENSE | {"model_type": "gemma"})
     assert problems_of(gemma, data) == {
         "actor.backend": f"{gemma} is a 'gemma' model, which has no map to megatron-core's | Choose "
         "backend@actor.backend=fsdp or backend@actor.backend=engine, or a model of llama, qwen2, qwen3 or qwen3_moe."
@@ -56,7 +48,7 @@ def test_families_without_a_map_are_refused_for_the_roles_that_use_megatron(
     assert not problems_of(gemma, data, "backend@actor.backend=engine")
     for family in ("llama", "qwen2", "qwen3"):
         assert not problems_of(
-            model_directory(tmp_path / family, model, DENSE | {"model_type": family}),
+            write_model(tmp_path / family, model, DENSE | {"model_type": family}),
             data,
         )
     beside = ppo(gemma, data, "backend=megatron", "backend@critic.backend=fsdp")
@@ -94,7 +86,7 @@ def test_families_without_a_map_are_refused_for_the_roles_that_use_megatron(
 def test_what_the_map_does_not_hold_is_refused(
     tmp_path: Path, model: Path, data: Path, settings: dict[str, object], rule: str
 ) -> None:
-    directory = model_directory(tmp_path / "model", model, DENSE | settings)
+    directory = write_model(tmp_path / "model", model, DENSE | settings)
     messages = problems_of(directory, data)
     assert list(messages) == ["actor.backend"]
     assert messages["actor.backend"].startswith(f"{directory} {rule}")
@@ -124,14 +116,14 @@ def test_what_it_does_is_not(
     tmp_path: Path, model: Path, data: Path, settings: dict[str, object]
 ) -> None:
     assert not problems_of(
-        model_directory(tmp_path / "model", model, DENSE | settings), data
+        write_model(tmp_path / "model", model, DENSE | settings), data
     )
 
 
 def test_a_router_that_would_not_learn_is_refused(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
-    experts = model_directory(
+    experts = write_model(
         tmp_path / "experts", model, EXPERTS | {"num_experts_per_tok": 1}
     )
     assert (
@@ -139,7 +131,7 @@ def test_a_router_that_would_not_learn_is_refused(
         in problems_of(experts, data)["actor.backend"]
     )
     assert not problems_of(
-        model_directory(
+        write_model(
             experts,
             model,
             EXPERTS | {"num_experts_per_tok": 1, "norm_topk_prob": False},
@@ -151,7 +143,7 @@ def test_a_router_that_would_not_learn_is_refused(
 def test_a_layout_that_does_not_fit_the_model_names_one_that_does(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
-    directory = model_directory(tmp_path / "model", model, DENSE)
+    directory = write_model(tmp_path / "model", model, DENSE)
     four = ("actor.num_ranks=4",)
     assert problems_of(directory, data, *four, "backend.tensor_parallel=4") == {
         "actor.backend.tensor_parallel": "it must divide the model's 6 attention heads and 2 key-value heads | "
@@ -191,8 +183,8 @@ def test_experts_have_a_layout_of_their_own(
     tmp_path: Path, model: Path, data: Path
 ) -> None:
     experts, dense = (
-        model_directory(tmp_path / "experts", model, EXPERTS),
-        model_directory(tmp_path / "dense", model, DENSE),
+        write_model(tmp_path / "experts", model, EXPERTS),
+        write_model(tmp_path / "dense", model, DENSE),
     )
     two = ("actor.num_ranks=2",)
     assert not problems_of(experts, data, *two, "backend.expert_parallel=2")
@@ -217,7 +209,7 @@ def test_the_models_sizes_decide_what_is_nearest(
 
     Both messages name 2.
     """
-    directory = model_directory(
+    directory = write_model(
         tmp_path / "model",
         model,
         DENSE | {"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -311,7 +303,7 @@ def test_sizes_are_those_of_the_model_as_transformers_writes_it(tmp_path: Path) 
 def test_a_package_that_is_not_installed_is_named_with_its_remedy(
     tmp_path: Path, model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    directory = model_directory(tmp_path / "model", model, DENSE)
+    directory = write_model(tmp_path / "model", model, DENSE)
     monkeypatch.setitem(
         sys.modules, "megatron", None
     )  # as Python marks what is not there

@@ -10,7 +10,7 @@ here: which layouts fit which sizes (`layouts.py`), and where the parameters are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
 from verl_ray.backends.layouts import ModelSizes
@@ -21,6 +21,7 @@ from verl_ray.models.families import (
     IN_MEGATRON,
     WITH_EXPERTS,
 )
+from verl_ray.models.settings import Settings, rotary_types
 
 BIASES = {
     "llama": ("attention_bias", "mlp_bias"),
@@ -33,9 +34,6 @@ for the biases of queries, keys and values."""
 ROTARY_TYPES = ("default", "linear", "dynamic", "llama3")
 """Types of rotary positions that only rotate queries and keys. Other types also scale
 them, or rotate long rows differently."""
-
-Settings = Mapping[str, object]
-"""The contents of a config.json."""
 
 
 def unsupported_settings(path: str, settings: Settings) -> Iterator[tuple[str, str]]:
@@ -101,28 +99,13 @@ def _unsupported_modules(path: str, settings: Settings) -> Iterator[tuple[str, s
 
 def _unsupported_positions(path: str, settings: Settings) -> Iterator[tuple[str, str]]:
     """Yield the types of rotary positions that this backend does not compute."""
-    unsupported_types = _rotary_types(settings) - set(ROTARY_TYPES)
+    unsupported_types = rotary_types(settings) - set(ROTARY_TYPES)
     for kind in sorted(unsupported_types):
         yield (
             f"{path} has rotary positions of type {kind}, which also scale attention:"
             " this backend does not",
             "",
         )
-
-
-def _rotary_types(settings: Settings) -> set[str]:
-    """Return the types of rotary positions of the model, or of its kinds of layers."""
-    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
-    if not isinstance(parameters, dict):
-        return set()
-
-    # Models with several kinds of layers have a dictionary per kind.
-    per_kind = [value for value in parameters.values() if isinstance(value, dict)]
-    sections = per_kind or [parameters]
-    return {
-        str(section.get("rope_type") or section.get("type") or "default")
-        for section in sections
-    }
 
 
 def sizes_of(settings: Settings) -> ModelSizes | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_ray.config.algebra import batch_algebra
 from verl_ray.config.reward import JudgeReward
@@ -22,11 +23,13 @@ from verl_ray.errors import Problem
 from verl_ray.models.families import (
     EMBEDDINGS,
     FAMILIES,
+    LANGUAGE_HEAD,
     VALUE_HEAD,
     WITH_EXPERTS,
-    WITH_QUERY_NORM,
 )
 from verl_ray.models.names import TYPE_NAMES
+from verl_ray.models.settings import not_computed, wrong_value
+from verl_ray.models.tensor_shapes import described_tensors
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
@@ -34,12 +37,16 @@ from verl_ray.preflight.model_files import (
     config_json,
     damaged_weights,
     has_experts,
+    raw_config_json,
     settings_of,
     shapes_of,
     tensor_shapes,
     tensor_types,
     token_ids,
 )
+
+if TYPE_CHECKING:
+    from verl_ray.models.role_model import HeadKind
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,20 +107,17 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
         yield Problem(key, path, rule, fix)
         return
 
-    settings = config_json(path)
+    settings = raw_config_json(path)
     if not settings:
         yield Problem(key, path, *_no_model(directory))
         return
 
     role = key.removesuffix(".model.path")
     # vLLM computes a judge, and knows more families.
-    family = settings.get("model_type")
     is_judge = role in config.judges
-    if isinstance(family, str) and family not in FAMILIES and not is_judge:
-        rule = f"this is a {family!r} model, which is not computed here"
-        yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
-
-    yield from _file_problems(key, path, settings)
+    yield from _setting_problems(key, path, settings, is_judge=is_judge)
+    head = _head_of(path, config)
+    yield from _file_problems(key, path, head=head, is_judge=is_judge)
 
     foreign_types = sorted(tensor_types(path).difference(TYPE_NAMES))
     if foreign_types and not is_judge:
@@ -139,8 +143,41 @@ def _no_model(directory: Path) -> tuple[str, str]:
     return rule, "Give the directory that `save_pretrained` wrote."
 
 
+def _setting_problems(
+    key: str, path: str, settings: Mapping[str, object], *, is_judge: bool
+) -> Iterator[Problem]:
+    """Yield a problem if a model is not computed, or its config.json is wrong."""
+    family = settings.get("model_type")
+    if isinstance(family, str) and family not in FAMILIES:
+        if not is_judge:
+            rule = f"this is a {family!r} model, which is not computed here"
+            yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
+        return
+
+    wrong = wrong_value(settings)
+    if wrong is not None:
+        rule = f"no model has the values of its config.json: {wrong}"
+        yield Problem(key, path, rule, "Correct it there, or copy the model again.")
+        return
+
+    reason = not_computed(settings)
+    if reason is not None and not is_judge:
+        rule = f"its config.json describes what is not computed here: {reason}"
+        yield Problem(key, path, rule, "Correct it there, or take another model.")
+
+
+def _head_of(path: str, config: Config) -> HeadKind:
+    """Return the head of the model in a directory, which several roles may share."""
+    heads = {
+        config.head_of(name)
+        for name, role in config.model_roles.items()
+        if role.model.path == path
+    }
+    return "value" if heads == {"value"} else "policy"
+
+
 def _file_problems(
-    key: str, path: str, settings: Mapping[str, object]
+    key: str, path: str, *, head: HeadKind, is_judge: bool
 ) -> Iterator[Problem]:
     """Yield a problem if weights or tokenizer are missing, or of another model."""
     directory = Path(path).expanduser()
@@ -154,7 +191,9 @@ def _file_problems(
         yield Problem(key, path, rule, "Copy or save the model again.")
         return
 
-    difference = _unexpected_tensor(settings, tensor_shapes(path))
+    difference = _unexpected_tensor(
+        config_json(path), tensor_shapes(path), head=head, is_judge=is_judge
+    )
     if difference is not None:
         rule = (
             "its tensors are not of the model that its config.json describes:"
@@ -197,74 +236,44 @@ def _position_problems(
 
 
 def _unexpected_tensor(
-    settings: Mapping[str, object], shapes: Mapping[str, list[int]]
+    settings: Mapping[str, object],
+    shapes: Mapping[str, list[int]],
+    *,
+    head: HeadKind,
+    is_judge: bool,
 ) -> str | None:
     """Return how a tensor differs from what config.json describes; None if none does.
-
-    A few tensors are compared in which architectures differ. Loading compares all.
 
     Args:
         settings: Contents of config.json.
         shapes: Shape of each tensor by its name.
+        head: Head of the model in its role.
+        is_judge: Whether vLLM alone loads the model, which passes over other tensors.
     """
-    for name, expected in _expected_shapes(settings, shapes).items():
-        actual = shapes.get(name)
-        if actual == expected:
+    # Quantized weights have tensors of other names and shapes.
+    if settings.get("quantization_config") is not None:
+        return None
+
+    described = set()
+    for name, shape in described_tensors(settings):
+        described.add(name)
+        # A new head takes the place of a language head.
+        if name == LANGUAGE_HEAD and head == "value":
             continue
+        actual = shapes.get(name)
+        if actual != shape:
+            is_now = "is absent" if actual is None else f"has shape {actual}"
+            return f"{name} {is_now}, and would have shape {shape}"
 
-        is_now = "is absent" if actual is None else f"has shape {actual}"
-        would = "be absent" if expected is None else f"have shape {expected}"
-        return f"{name} {is_now}, and would {would}"
-    return None
-
-
-def _expected_shapes(
-    settings: Mapping[str, object], shapes: Mapping[str, list[int]]
-) -> dict[str, list[int] | None]:
-    """Return the shapes of some tensors by their names; None for one that is absent.
-
-    Tensors of layers are included only if the first layer's queries exist.
-    """
-    family = settings.get("model_type")
-    keys = (
-        "hidden_size",
-        "vocab_size",
-        "num_attention_heads",
-        "num_hidden_layers",
-    )
-    numbers = [settings.get(key) for key in keys]
-    if family not in FAMILIES or not all(isinstance(number, int) for number in numbers):
-        return {}
-    hidden, vocabulary, heads, layers = (int(str(number)) for number in numbers)
-    head_size = int(str(settings.get("head_dim") or hidden // heads))
-
-    expected: dict[str, list[int] | None] = {}
-    if EMBEDDINGS in shapes:
-        expected[EMBEDDINGS] = [vocabulary, hidden]
-
-    attention = "model.layers.0.self_attn."
-    if f"{attention}q_proj.weight" not in shapes:
-        return expected
-
-    queries = heads * head_size
-    has_bias = family == "qwen2" or bool(settings.get("attention_bias"))
-    has_query_norm = family in WITH_QUERY_NORM
-    expected[f"{attention}q_proj.weight"] = [queries, hidden]
-    expected[f"{attention}q_proj.bias"] = [queries] if has_bias else None
-    expected[f"{attention}q_norm.weight"] = [head_size] if has_query_norm else None
-
-    # There is a last layer, and none after it.
-    expected[f"model.layers.{layers - 1}.input_layernorm.weight"] = [hidden]
-    expected[f"model.layers.{layers}.input_layernorm.weight"] = None
-
-    # Every layer has experts or none has, unless the settings list exceptions.
-    if family not in WITH_EXPERTS:
-        expected["model.layers.0.mlp.gate.weight"] = None
-    else:
-        every_layer = settings.get("decoder_sparse_step", 1) == 1
-        if every_layer and not settings.get("mlp_only_layers"):
-            expected["model.layers.0.mlp.gate_proj.weight"] = None
-    return expected
+    # A checkpoint may hold the head that is tied to the embeddings.
+    described.add(LANGUAGE_HEAD)
+    if head == "value":
+        described.add(VALUE_HEAD)
+    others = sorted(shapes.keys() - described)
+    # The tensors of some models are not known here.
+    if not others or is_judge or EMBEDDINGS not in described:
+        return None
+    return f"{others[0]} has shape {shapes[others[0]]}, and would be absent"
 
 
 # --------------------------------------------------------------------- roles and models

@@ -20,6 +20,7 @@ from verl_ray.data import word_problems
 from verl_ray.data.arithmetic import ALPHABET
 from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
 from verl_ray.models.names import INDEX
+from verl_ray.models.settings import wrong_value
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:
@@ -122,12 +123,11 @@ def damaged_weights(path: str) -> str | None:
 def _damage(file: Path) -> str | None:
     """Return what is wrong with a safetensors file, as the end of a sentence."""
     try:
-        length, header = _read_header(file)
-        tensors = [tensor for name, tensor in header.items() if name != "__metadata__"]
-        ends = [tensor["data_offsets"][1] for tensor in tensors]
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        length, tensors = _read_header(file)
+    except (OSError, ValueError):
         return "has no readable header"
 
+    ends = [tensor["data_offsets"][1] for tensor in tensors.values()]
     expected = 8 + length + max(ends, default=0)
     actual = file.stat().st_size
     if actual != expected:
@@ -142,31 +142,64 @@ def _tensors(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     for file in Path(path).expanduser().glob("*.safetensors"):
         try:
-            _, header = _read_header(file)
+            _, tensors = _read_header(file)
         except (OSError, ValueError):
             continue
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                yield name, tensor
+        yield from tensors.items()
 
 
-def _read_header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Return the length and the contents of the header of a safetensors file.
+def _read_header(file: Path) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Return the length of the header of a safetensors file, and its tensors by name.
 
     The file begins with the length of its header in 8 bytes. The header is a JSON
     object with an entry for every tensor.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: It has no such header.
     """
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         # A file of another kind begins with any number.
         if length > file.stat().st_size:
             raise ValueError("the header is longer than the file")
-        header: dict[str, Any] = json.loads(stream.read(length))
+        try:
+            header = json.loads(stream.read(length))
+        except RecursionError:
+            raise ValueError("the header is nested too deeply") from None
+
+    if not isinstance(header, dict):
+        raise ValueError("the header is no object")
+    header.pop("__metadata__", None)
+    if not all(_describes_tensor(entry) for entry in header.values()):
+        raise ValueError("an entry of the header describes no tensor")
     return length, header
 
 
+def _describes_tensor(entry: object) -> bool:
+    """Return whether an entry of a header has the type, the shape and the place."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("dtype"), str):
+        return False
+    shape, place = entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(shape, list) or not isinstance(place, list) or len(place) != 2:
+        return False
+    return all(type(number) is int and number >= 0 for number in [*shape, *place])
+
+
 def config_json(path: str) -> dict[str, object]:
-    """Return the config.json of a model directory; empty if it cannot be read."""
+    """Return the config.json of a model directory, with values of the right types.
+
+    It is empty if it cannot be read, or if one of its values is wrong.
+    """
+    settings = raw_config_json(path)
+    return {} if wrong_value(settings) else settings
+
+
+def raw_config_json(path: str) -> dict[str, object]:
+    """Return the config.json of a model directory, whatever its values are.
+
+    It is empty if it cannot be read.
+    """
     return _json_object(Path(path).expanduser() / "config.json")
 
 
@@ -202,7 +235,8 @@ def _json_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; empty if there is none."""
     try:
         content = json.loads(path.read_text())
-    except (OSError, ValueError):
+    # JSON that is nested too deeply exhausts the stack.
+    except (OSError, ValueError, RecursionError):
         return {}
     if not isinstance(content, dict):
         return {}

@@ -1,0 +1,62 @@
+"""Described tensors are those that transformers builds, in the names of a checkpoint."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from verl_ray.models.names import checkpoint_tensors
+from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.weights import parameters_on_meta
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "vocab_size": 20, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 16,
+}  # fmt: skip
+EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("family", "settings"),
+    [
+        ("llama", {}),
+        ("llama", {"attention_bias": True, "mlp_bias": True}),
+        ("llama", {"tie_word_embeddings": True}),
+        ("gemma", {}),
+        ("gemma", {"attention_bias": True}),
+        ("qwen2", {"head_dim": 8}),
+        ("qwen3", {}),
+        ("qwen3", {"attention_bias": True}),
+        ("qwen3_moe", EXPERTS),
+        ("qwen3_moe", EXPERTS | {"mlp_only_layers": [3], "decoder_sparse_step": 2}),
+    ],
+)
+def test_tensors_are_those_of_the_model(family: str, settings: dict[str, Any]) -> None:
+    config = AutoConfig.for_model(family, **SIZES | settings)
+    with parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+    built = {
+        tensor.name: list(tensor.shape)
+        for name, parameter in model.named_parameters()
+        for tensor in checkpoint_tensors(name, parameter.shape)
+    }
+    assert dict(described_tensors(config.to_dict())) == built
+
+
+def test_defaults_of_a_family_are_not_guessed() -> None:
+    settings = SIZES | {"model_type": "qwen3"}
+    assert dict(described_tensors(settings))
+    assert not dict(described_tensors(settings | {"model_type": "gemma2"}))
+    for name in ("hidden_size", "num_key_value_heads"):
+        assert not dict(described_tensors(settings | {name: None}))
+
+    # As many as there are queries, as transformers has it.
+    tensors = dict(
+        described_tensors(
+            settings | {"model_type": "llama", "num_key_value_heads": None}
+        )
+    )
+    assert tensors["model.layers.0.self_attn.k_proj.weight"] == [64, 32]

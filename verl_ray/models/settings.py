@@ -1,0 +1,132 @@
+"""Values of a config.json: which are of the right type, and which are computed here.
+
+Invariant: a value that is refused here would be refused while a model is loaded, and
+neither torch nor transformers is needed to say so.
+
+Deliberately not here: what engines and backends compute (`engine_models.py` in
+`verl_ray.preflight`, `verl_ray.backends.megatron_models`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from verl_ray.config.suggest import either
+
+Settings = Mapping[str, object]
+"""The contents of a config.json."""
+
+_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "vocab_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "num_experts_per_tok",
+    "decoder_sparse_step",
+)
+_OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
+
+ACTIVATIONS = (
+    *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_new", "gelu_python"),
+    *("gelu_python_tanh", "gelu_pytorch_tanh", "hardswish", "laplace", "leaky_relu"),
+    *("linear", "mish", "prelu", "quick_gelu", "relu", "relu2", "relu6", "sigmoid"),
+    *("silu", "sqrtsoftplus", "swish", "tanh", "xielu"),
+)
+"""Values of hidden_act that transformers computes."""
+
+ROTARY_TYPES = (
+    *("default", "linear", "dynamic", "yarn", "longrope", "llama3"),
+    "proportional",
+)
+"""Types of rotary positions that transformers computes."""
+
+
+def wrong_value(settings: Settings) -> str | None:
+    """Return the first value that no model can have, as the end of a sentence.
+
+    None if there is none. A size that is left out has the default of its family.
+    """
+    if not isinstance(settings.get("model_type"), str):
+        return "it has no model_type"
+
+    for name, value in settings.items():
+        if name in _OPTIONAL_SIZES and value is None:
+            continue
+        if name in _SIZES + _OPTIONAL_SIZES:
+            # True is an int, too.
+            if type(value) is not int or value < 1:
+                return f"{name} is {value!r}, and would be a whole number above 0"
+        elif name in _FLAGS and not isinstance(value, bool):
+            return f"{name} is {value!r}, and would be true or false"
+    return _uneven_heads(settings)
+
+
+def _uneven_heads(settings: Settings) -> str | None:
+    """Return how attention heads do not divide; None if they do."""
+    heads = settings.get("num_attention_heads")
+    hidden = settings.get("hidden_size")
+    key_heads = settings.get("num_key_value_heads")
+    if not isinstance(heads, int):
+        return None
+
+    if isinstance(key_heads, int) and heads % key_heads:
+        return (
+            f"num_key_value_heads is {key_heads}, and would divide num_attention_heads"
+            f" = {heads}"
+        )
+    if isinstance(hidden, int) and not settings.get("head_dim") and hidden % heads:
+        return (
+            f"num_attention_heads is {heads}, and would divide hidden_size = {hidden},"
+            " or there would be a head_dim"
+        )
+    return None
+
+
+def not_computed(settings: Settings) -> str | None:
+    """Return what trainers do not compute of a model, as the end of a sentence.
+
+    None if they compute all of it.
+    """
+    if settings.get("quantization_config") is not None:
+        return (
+            "quantization_config says that weights are quantized, and only a judge may"
+            " have such weights"
+        )
+
+    activation = settings.get("hidden_act", ACTIVATIONS[0])
+    if activation not in ACTIVATIONS:
+        return f"hidden_act is {activation!r}, which is no activation of transformers"
+
+    unknown = sorted(rotary_types(settings).difference(ROTARY_TYPES))
+    if unknown:
+        return (
+            f"rope_type is {unknown[0]!r}, and would be one of {either(ROTARY_TYPES)}"
+        )
+
+    for name, value in settings.items():
+        if "dropout" in name and isinstance(value, int | float) and value > 0:
+            return f"{name} is {value}, and would be 0, so that log-probs are certain"
+
+    layer_types = settings.get("layer_types")
+    if isinstance(layer_types, list) and "sliding_attention" in layer_types:
+        return "layer_types has sliding_attention, and every layer would see all tokens"
+    return None
+
+
+def rotary_types(settings: Settings) -> set[str]:
+    """Return the types of rotary positions of the model, or of its kinds of layers."""
+    parameters = settings.get("rope_parameters") or settings.get("rope_scaling")
+    if not isinstance(parameters, dict):
+        return set()
+
+    # Models with several kinds of layers have a dictionary per kind.
+    per_kind = [value for value in parameters.values() if isinstance(value, dict)]
+    sections = per_kind or [parameters]
+    return {
+        str(section.get("rope_type") or section.get("type") or "default")
+        for section in sections
+    }
