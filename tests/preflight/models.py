@@ -9,6 +9,13 @@ from pathlib import Path
 
 from verl_ray.models.tensor_shapes import described_tensors
 
+LLAMA: dict[str, object] = {
+    "model_type": "llama", "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128, "head_dim": 32, "intermediate_size": 96, "vocab_size": 20, "max_position_embeddings": 2048,
+    "hidden_act": "silu", "tie_word_embeddings": False,
+}  # fmt: skip
+"""A small model."""
+
 
 def write_model(folder: Path, tokenizer: Path, settings: dict[str, object]) -> Path:
     """Write the model that a config.json describes, with the tokenizer of another."""

@@ -39,9 +39,13 @@ CHATML = (
 )
 """A chat template: one block per message, ended by the token that ends a generation."""
 
+VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+"""Files that hold a vocabulary. A directory of a tokenizer has at least one of them."""
+
 # Bounds the memory of intermediate encodings; the throughput is flat from 4,096 on.
 _TEXTS_AT_ONCE = 16_384
 _SHOWN = 80  # characters of a text that an error shows
+_SHOWN_REASON = 200  # characters of a library's error that an error shows
 _LISTED = 8  # files of a directory that an error lists
 
 
@@ -59,20 +63,23 @@ def load_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
             " directory"
         )
 
-    names = ("tokenizer.json", "tokenizer_config.json")
-    if not any((directory / name).exists() for name in names):
+    if not any((directory / name).exists() for name in VOCABULARY_FILES):
         present = sorted(entry.name for entry in directory.iterdir())
         listed = ", ".join(present[:_LISTED]) or "nothing"
         raise ModelError(
-            f"{path}: found {listed}, expected tokenizer.json or tokenizer_config.json"
-            " next to the model"
+            f"{path}: found {listed}, expected tokenizer.json, or another file of a"
+            " vocabulary, next to the model"
         )
 
     try:
         tokenizer = _read_tokenizer(directory)
     # transformers and tokenizers raise bare Exception for broken files
     except Exception as error:
-        raise ModelError(f"{path}: the tokenizer cannot be loaded ({error})") from error
+        # Some of these errors go on about libraries for many lines.
+        reason = str(error).strip().partition("\n")[0][:_SHOWN_REASON]
+        raise ModelError(
+            f"{path}: the tokenizer cannot be loaded ({reason})"
+        ) from error
     # Without it no response could end but at its limit.
     if tokenizer.eos_token_id is None:
         raise ModelError(

@@ -14,8 +14,13 @@ from collections.abc import Iterator, Mapping
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
-from verl_ray.config.vllm_limits import ATTENTION_HEAD_SIZES, EXPERTS_HIDDEN_MULTIPLE
+from verl_ray.config.vllm_limits import (
+    ATTENTION_HEAD_SIZES,
+    EXPERTS_HIDDEN_MULTIPLE,
+    SILU_FAMILIES,
+)
 from verl_ray.errors import Problem
+from verl_ray.models.settings import ACTIVATIONS
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.model_files import config_json, has_experts
 
@@ -42,6 +47,12 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
         yield Problem(key, parallel, rule, f"The nearest that do are {nearest}.")
 
     yield from _cache_problems(engine, settings)
+
+    activation = settings.get("hidden_act", "silu")
+    others = set(ACTIVATIONS) - {"silu"}
+    if settings.get("model_type") in SILU_FAMILIES and activation in others:
+        rule = f"its hidden_act is {activation}, and the rollout engine computes silu"
+        yield Problem(engine.key, engine.path, rule, "Take a model with silu.")
 
     if machine is None or machine.gpus:
         return

@@ -3,8 +3,9 @@
 Invariant: no tensor is read, nothing is looked up on a hub, and torch is not needed.
 Nothing is concluded from a missing file, except that it is missing.
 
-Deliberately not here: reading the files (`model_files.py`), what engines require of
-models (`engine_models.py`), and memory for the parameters (`memory_plan.py`).
+Deliberately not here: whether the files of a directory belong together
+(`model_contents.py`), reading them (`model_files.py`), what engines require of models
+(`engine_models.py`), and memory for the parameters (`memory_plan.py`).
 """
 
 from __future__ import annotations
@@ -18,42 +19,23 @@ from verl_ray.config.reward import JudgeReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rules.rule import value_of
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
-from verl_ray.models.families import (
-    EMBEDDINGS,
-    FAMILIES,
-    LANGUAGE_HEAD,
-    VALUE_HEAD,
-    WITH_EXPERTS,
-)
-from verl_ray.models.names import TYPE_NAMES
-from verl_ray.models.settings import not_computed, wrong_value
-from verl_ray.models.tensor_shapes import described_tensors
+from verl_ray.models.families import VALUE_HEAD, WITH_EXPERTS
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.model_contents import content_problems
 from verl_ray.preflight.model_files import (
-    config_json,
-    damaged_weights,
     has_experts,
     raw_config_json,
     settings_of,
     shapes_of,
     tensor_shapes,
-    tensor_types,
     token_ids,
 )
 
 if TYPE_CHECKING:
     from verl_ray.models.role_model import HeadKind
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "tokenizer_config.json",
-)
 
 
 def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
@@ -115,15 +97,8 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
     role = key.removesuffix(".model.path")
     # vLLM computes a judge, and knows more families.
     is_judge = role in config.judges
-    yield from _setting_problems(key, path, settings, is_judge=is_judge)
     head = _head_of(path, config)
-    yield from _file_problems(key, path, head=head, is_judge=is_judge)
-
-    foreign_types = sorted(tensor_types(path).difference(TYPE_NAMES))
-    if foreign_types and not is_judge:
-        rule = f"its weights are of type {foreign_types[0]}, which is not read"
-        fix = f"Save them as one of {either(tuple(TYPE_NAMES.values()))}."
-        yield Problem(key, path, rule, fix)
+    yield from content_problems(key, path, head=head, is_judge=is_judge)
 
     # A grader reads rows of its own tokenizer. Those that are too long get no score,
     # and are counted.
@@ -143,29 +118,6 @@ def _no_model(directory: Path) -> tuple[str, str]:
     return rule, "Give the directory that `save_pretrained` wrote."
 
 
-def _setting_problems(
-    key: str, path: str, settings: Mapping[str, object], *, is_judge: bool
-) -> Iterator[Problem]:
-    """Yield a problem if a model is not computed, or its config.json is wrong."""
-    family = settings.get("model_type")
-    if isinstance(family, str) and family not in FAMILIES:
-        if not is_judge:
-            rule = f"this is a {family!r} model, which is not computed here"
-            yield Problem(key, path, rule, f"Take one of {either(FAMILIES)}.")
-        return
-
-    wrong = wrong_value(settings)
-    if wrong is not None:
-        rule = f"no model has the values of its config.json: {wrong}"
-        yield Problem(key, path, rule, "Correct it there, or copy the model again.")
-        return
-
-    reason = not_computed(settings)
-    if reason is not None and not is_judge:
-        rule = f"its config.json describes what is not computed here: {reason}"
-        yield Problem(key, path, rule, "Correct it there, or take another model.")
-
-
 def _head_of(path: str, config: Config) -> HeadKind:
     """Return the head of the model in a directory, which several roles may share."""
     heads = {
@@ -174,41 +126,6 @@ def _head_of(path: str, config: Config) -> HeadKind:
         if role.model.path == path
     }
     return "value" if heads == {"value"} else "policy"
-
-
-def _file_problems(
-    key: str, path: str, *, head: HeadKind, is_judge: bool
-) -> Iterator[Problem]:
-    """Yield a problem if weights or tokenizer are missing, or of another model."""
-    directory = Path(path).expanduser()
-    if not any(directory.glob("*.safetensors")):
-        rule = "this directory has no *.safetensors"
-        yield Problem(key, path, rule, "Save the weights as safetensors.")
-
-    damage = damaged_weights(path)
-    if damage is not None:
-        rule = f"the weights cannot be loaded: {damage}"
-        yield Problem(key, path, rule, "Copy or save the model again.")
-        return
-
-    difference = _unexpected_tensor(
-        config_json(path), tensor_shapes(path), head=head, is_judge=is_judge
-    )
-    if difference is not None:
-        rule = (
-            "its tensors are not of the model that its config.json describes:"
-            f" {difference}"
-        )
-        fix = (
-            "Give the directory that `save_pretrained` wrote, with nothing of another"
-            " model in it."
-        )
-        yield Problem(key, path, rule, fix)
-
-    if not any((directory / name).is_file() for name in TOKENIZER_FILES):
-        rule = "this directory has no tokenizer"
-        fix = f"Put the model's tokenizer beside it ({either(TOKENIZER_FILES[:3])})."
-        yield Problem(key, path, rule, fix)
 
 
 def _position_problems(
@@ -230,50 +147,6 @@ def _position_problems(
         advice = f"Lower {config.longest_row[1]} to {positions} in all"
     fix = f"{advice}, or take another model."
     yield Problem(key, path, rule, fix)
-
-
-# ------------------------------------------------------------------------------ tensors
-
-
-def _unexpected_tensor(
-    settings: Mapping[str, object],
-    shapes: Mapping[str, list[int]],
-    *,
-    head: HeadKind,
-    is_judge: bool,
-) -> str | None:
-    """Return how a tensor differs from what config.json describes; None if none does.
-
-    Args:
-        settings: Contents of config.json.
-        shapes: Shape of each tensor by its name.
-        head: Head of the model in its role.
-        is_judge: Whether vLLM alone loads the model, which passes over other tensors.
-    """
-    # Quantized weights have tensors of other names and shapes.
-    if settings.get("quantization_config") is not None:
-        return None
-
-    described = set()
-    for name, shape in described_tensors(settings):
-        described.add(name)
-        # A new head takes the place of a language head.
-        if name == LANGUAGE_HEAD and head == "value":
-            continue
-        actual = shapes.get(name)
-        if actual != shape:
-            is_now = "is absent" if actual is None else f"has shape {actual}"
-            return f"{name} {is_now}, and would have shape {shape}"
-
-    # A checkpoint may hold the head that is tied to the embeddings.
-    described.add(LANGUAGE_HEAD)
-    if head == "value":
-        described.add(VALUE_HEAD)
-    others = sorted(shapes.keys() - described)
-    # The tensors of some models are not known here.
-    if not others or is_judge or EMBEDDINGS not in described:
-        return None
-    return f"{others[0]} has shape {shapes[others[0]]}, and would be absent"
 
 
 # --------------------------------------------------------------------- roles and models

@@ -208,26 +208,30 @@ def has_experts(path: str) -> bool:
     return config_json(path).get("model_type") in WITH_EXPERTS
 
 
-def token_ids(path: str) -> dict[object, object]:
+def token_ids(path: str) -> dict[str, int]:
     """Return the number of every token in a directory's tokenizer.json.
 
     The dictionary is empty if the file does not contain them.
     """
     tokenizer = _json_object(Path(path).expanduser() / "tokenizer.json")
-    ids: dict[object, object] = {}
+    ids: dict[str, int] = {}
 
     model = tokenizer.get("model")
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
-    if isinstance(vocabulary, dict):
-        ids |= vocabulary
-    elif isinstance(vocabulary, list):
-        # A unigram model has pairs of a token and its score, in order.
-        ids |= {entry[0]: number for number, entry in enumerate(vocabulary)}
+    # A damaged file is reported when the tokenizer is loaded.
+    try:
+        if isinstance(vocabulary, dict):
+            ids |= {str(token): int(number) for token, number in vocabulary.items()}
+        elif isinstance(vocabulary, list):
+            # A unigram model has pairs of a token and its score, in order.
+            ids |= {entry[0]: number for number, entry in enumerate(vocabulary)}
 
-    # Special tokens, which may extend or replace entries of the vocabulary.
-    added_tokens = tokenizer.get("added_tokens")
-    if isinstance(added_tokens, list):
-        ids |= {token["content"]: token["id"] for token in added_tokens}
+        # Special tokens, which may extend or replace entries of the vocabulary.
+        added_tokens = tokenizer.get("added_tokens")
+        if isinstance(added_tokens, list):
+            ids |= {token["content"]: int(token["id"]) for token in added_tokens}
+    except (LookupError, TypeError, ValueError):
+        return {}
     return ids
 
 
