@@ -128,6 +128,20 @@ def test_an_endpoint_that_cannot_be_opened_or_is_open_to_everybody(
     assert endpoint(*asking).problems == endpoint(*asking).warnings == []
 
 
+def test_the_token_of_a_service_is_in_the_environment(
+    model: Path, data: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = ["reward=http", "reward.url=http://127.0.0.1:9", "reward.token_env=TOKEN"]
+    config = ppo(model, data, *own)
+    monkeypatch.delenv("TOKEN", raising=False)
+    (problem,) = preflight(config, BIG).problems
+    assert (problem.key, problem.value) == ("reward.token_env", "TOKEN")
+    assert problem.rule == "there is no such environment variable, or it is empty"
+    assert preflight(config, None).problems == []
+    monkeypatch.setenv("TOKEN", "s3cret")
+    assert preflight(config, BIG).problems == []
+
+
 def test_a_run_dir_and_a_checkpoint_that_cannot_be(model: Path, data: Path) -> None:
     blocked = ppo(
         model, data, f"run.dir={data}/notes.txt/run", f"run.resume={data}/gone"

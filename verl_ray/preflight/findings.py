@@ -73,7 +73,7 @@ def preflight(
     findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(config, machine)
     findings.problems += backend_problems(config, machine)
-    findings.problems += _grader_problems(config)
+    findings.problems += _grader_problems(config, machine)
 
     wandb_problem = credentials_problem(config.tracking.wandb)
     if wandb_problem is not None:
@@ -108,8 +108,8 @@ def _installed_problems() -> Iterator[Problem]:
         yield Problem("the environment", torch, rule, fix)
 
 
-def _grader_problems(config: Config) -> Iterator[Problem]:
-    """Yield reward functions that cannot be found, and services with a wrong URL."""
+def _grader_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+    """Yield functions that cannot be found, and services with a wrong URL or token."""
     for key, grader in config.active_graders(learns=True).items():
         functions = grader.named_functions or {}
         for source, spec in functions.items():
@@ -122,6 +122,17 @@ def _grader_problems(config: Config) -> Iterator[Problem]:
             problem = url_problem(service.url, f"{key}.url")
             if problem is not None:
                 yield problem
+            # The machines of another cluster have an environment of their own.
+            if machine is not None:
+                fix = "Set it to the token that the service expects."
+                yield from _token_problems(f"{key}.token_env", service.token_env, fix)
+
+
+def _token_problems(key: str, variable: str | None, fix: str) -> Iterator[Problem]:
+    """Yield a problem if a token is in no environment variable of this name."""
+    if variable is not None and not os.environ.get(variable):
+        rule = "there is no such environment variable, or it is empty"
+        yield Problem(key, variable, rule, fix)
 
 
 # ---------------------------------------------------------------------- data and inputs
@@ -208,11 +219,8 @@ def _endpoint_problems(
     if not endpoint.enabled or machine is None or address is None:
         return
 
-    token_env = endpoint.token_env
-    if token_env is not None and not os.environ.get(token_env):
-        rule = "there is no such environment variable, or it is empty"
-        fix = "Set it to the token that clients must send."
-        yield Problem("rollout.endpoint.token_env", token_env, rule, fix)
+    fix = "Set it to the token that clients must send."
+    yield from _token_problems("rollout.endpoint.token_env", endpoint.token_env, fix)
 
     # Replicas have successive ports, unless the port is 0, which stands for any.
     last_port = 0
