@@ -16,15 +16,10 @@ import numpy.typing as npt
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import JudgeReward
 from verl_ray.data.stages import Finish, Rollouts, Scores
-from verl_ray.data.tokenizers import (
-    encode,
-    load_tokenizer,
-    render,
-    strip_special_tokens,
-)
+from verl_ray.data.tokenizers import load_tokenizer, strip_special_tokens
 from verl_ray.errors import DataError
 from verl_ray.rewards.health import Score, ScoreHealth
-from verl_ray.rewards.judge import Judgement
+from verl_ray.rewards.judge import Judgement, question_tokens
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.seeds import row_seeds
@@ -121,7 +116,7 @@ class JudgeWorker(Grader):
     def _question_tokens(self, texts: list[str]) -> list[Tokens | Score]:
         """Each question in the judge's tokens, or the reason why it cannot be sent."""
         try:
-            questions = self._encode_questions(texts)
+            questions = question_tokens(texts, self._judge_tokenizer, self._role)
             return [self._fit_or_failure(tokens) for tokens in questions]
         except DataError as error:
             if len(texts) == 1:
@@ -132,25 +127,6 @@ class JudgeWorker(Grader):
         for text in texts:
             results += self._question_tokens([text])
         return results
-
-    def _encode_questions(self, texts: list[str]) -> list[Tokens]:
-        """Questions in the judge's tokens; all of them fail together."""
-
-        def where(_: int) -> str:
-            return f"the question of {self._role}"
-
-        tokenizer = self._judge_tokenizer
-        chat = bool(tokenizer.chat_template)
-        if chat:
-            conversations: list[list[dict[str, object]]] = [
-                [{"role": "user", "content": text}] for text in texts
-            ]
-            texts = render(
-                tokenizer, conversations, add_generation_prompt=True, where=where
-            )
-        # A chat template writes the special tokens itself.
-        rows = encode(tokenizer, texts, special=not chat, where=where)
-        return [rows[index] for index in range(len(rows))]
 
     def _fit_or_failure(self, tokens: Tokens) -> Tokens | Score:
         """Return a question that the judge's context holds, or a failure."""

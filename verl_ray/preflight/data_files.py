@@ -22,9 +22,9 @@ from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
 from verl_ray.data.supervised import SupervisedSource
-from verl_ray.data.tokenizers import load_tokenizer
-from verl_ray.errors import DataError, ModelError, OverlongRows, Problem
+from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
 from verl_ray.preflight.file_errors import problem_of
+from verl_ray.preflight.tokenizer_trial import policy_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,11 +86,10 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
     if row_format is None or config.preparation is not None:
         return findings
 
-    model_path = config.model_roles[config.evaluated_role].model.path
     try:
-        tokenizer = load_tokenizer(Path(model_path).expanduser())
-    except ModelError as error:
-        findings.problems.append(problem_of("model.path", model_path, error))
+        tokenizer = policy_tokenizer(config)
+    except ConfigError as error:
+        findings.problems += error.problems
         return findings
 
     overlong: dict[str, OverlongRows] = {}

@@ -5,8 +5,8 @@ response, and with an empty response. A function that fails is not tried on othe
 sources.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
-one. Deliberately not here: graders that are models or services, which are not started,
-and whether the named functions exist (`findings.py`).
+one. Deliberately not here: what can be tried of graders that are models
+(`tokenizer_trial.py`), services, and whether the named functions exist (`findings.py`).
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
+from verl_ray.preflight.tokenizer_trial import model_grader_problems
 from verl_ray.profiling.phases import blocking
 from verl_ray.rewards.functions import REWARD_FUNCTIONS, last_cause
 from verl_ray.rewards.health import Score, ScoreHealth
@@ -91,12 +92,14 @@ def try_rewards(
     """
     findings = TrialFindings()
     for key, grader in config.active_graders(learns=not evaluates).items():
+        scored = _scored_files(config, key, files, evaluates=evaluates)
         functions = grader.named_functions
         if functions is None:
+            own = list(_requests(scored, {}).values())
+            findings.problems += model_grader_problems(key, grader, own, config)
             continue
 
         section = f"{key}.functions"
-        scored = _scored_files(config, key, files, evaluates=evaluates)
         findings.problems += _answer_problems(section, functions, scored)
         requests = _requests(scored, functions)
         findings.problems += _unserved(section, functions, requests)

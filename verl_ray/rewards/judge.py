@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.reward import JudgeReward
+from verl_ray.data.records import Message
+from verl_ray.data.tokenizers import encode, render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Int32 = npt.NDArray[np.int32]
 
 _SHOWN = 200  # characters of a reply without a verdict, from its end
 
@@ -72,6 +83,36 @@ class Judgement:
                 f" {self._highest:g}"
             )
         return Score(value, ScoreHealth.OK)
+
+
+def question_tokens(
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, role: str
+) -> list[Int32]:
+    """Return questions in the judge's tokens; all of them fail together.
+
+    Args:
+        texts: The questions.
+        tokenizer: The judge's tokenizer. Its chat template is used if it has one.
+        role: Role of the judge, for errors.
+
+    Raises:
+        DataError: The template or the tokenizer does not take a question.
+    """
+
+    def where(_: int) -> str:
+        return f"the question of {role}"
+
+    chat = bool(tokenizer.chat_template)
+    if chat:
+        conversations: list[list[Message]] = [
+            [{"role": "user", "content": text}] for text in texts
+        ]
+        texts = render(
+            tokenizer, conversations, add_generation_prompt=True, where=where
+        )
+    # A chat template writes the special tokens itself.
+    rows = encode(tokenizer, texts, special=not chat, where=where)
+    return [rows[index] for index in range(len(rows))]
 
 
 def _unparsed(detail: str) -> Score:

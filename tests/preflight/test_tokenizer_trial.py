@@ -1,0 +1,118 @@
+"""Tokenizers and chat templates that would fail after the processes have started."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from controllers.compose.composition import compose
+from tests.preflight.configs import settled
+from verl_ray.data.tokenizers import CHATML, train_bpe
+from verl_ray.errors import Problem
+from verl_ray.preflight.data_files import examine_data
+from verl_ray.preflight.reward_trial import try_rewards
+
+GOOD = {"prompt": "1 + 1 = ", "answer": "2"}
+NEEDS_SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}{{ raise_exception('no') }}{% endif %}"
+    + CHATML
+)
+
+
+def tokenizer(folder: Path, template: str | None) -> Path:
+    train_bpe(folder, ["0 + 1 = 1"], vocab_size=259, chat_template=template)
+    return folder
+
+
+def problems(
+    folder: Path, policy: Path, *overrides: str, messages: bool = False
+) -> list[Problem]:
+    """Return what is wrong with a run that trains and evaluates on one record."""
+    record: dict[str, object] = dict(GOOD)
+    if messages:
+        record["prompt"] = [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "1 + 1"},
+        ]
+    path = folder / "records.jsonl"
+    path.write_text(json.dumps(record) + "\n")
+    own = [f"model.path={policy}", f"data.train_path={path}"]
+    own.append(f"data.validation_path={path}")
+    config = settled(compose("grpo", [*own, *overrides]))
+    data = examine_data(config)
+    if data.problems:
+        return data.problems
+    return try_rewards(config, data.files).problems
+
+
+@pytest.mark.parametrize(
+    ("template", "rule"),
+    [
+        ("{{ raise_exception('never') }}", "fails on a plain question: never"),
+        ("{% for", "fails on a plain question: "),
+        ("", ""),
+        ("{{ bos_token }}", "leaves out the words of a plain question"),
+    ],
+)
+def test_a_template_that_writes_no_question_is_told_once_of_its_model(
+    tmp_path: Path, template: str, rule: str
+) -> None:
+    folder = tokenizer(tmp_path / "policy", template)
+    chat = "data.apply_chat_template=true"
+    (problem,) = problems(tmp_path, folder, chat)
+    if not template:
+        assert problem.key == "data.apply_chat_template"
+        assert problem.rule == f"the tokenizer in {folder} has no chat template"
+        return
+    assert (problem.key, problem.value) == ("model.path", str(folder))
+    assert problem.rule.startswith(f"its chat template {rule}")
+    assert "\n" not in problem.rule
+
+
+JUDGE = ("reward=judge", "reward.max_response_tokens=8")
+
+
+def test_a_template_may_require_a_system_message(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path / "policy", NEEDS_SYSTEM)
+    judge = tokenizer(tmp_path / "judge", None)
+    own = [*JUDGE, f"reward.model.path={judge}", "reward.max_prompt_tokens=999"]
+    assert problems(tmp_path, folder, *own, messages=True) == []
+
+
+def test_the_tokenizer_of_a_grader_is_loaded(tmp_path: Path) -> None:
+    policy = tokenizer(tmp_path / "policy", CHATML)
+    for name, reward in (("judge", JUDGE), ("model", ("reward=model",))):
+        grader = tokenizer(tmp_path / name, "{{ raise_exception('never') }}")
+        own = [*reward, f"reward.model.path={grader}"]
+        (problem,) = problems(tmp_path, policy, *own)
+        assert (problem.key, problem.value) == ("reward.model.path", str(grader))
+        assert "fails on a plain question: never" in problem.rule
+
+        (grader / "tokenizer.json").write_text("{torn")
+        (problem,) = problems(tmp_path, policy, *own)
+        assert (problem.key, problem.value) == ("reward.model.path", str(grader))
+        assert problem.rule.startswith("the tokenizer cannot be loaded")
+
+
+def test_a_judge_is_asked_about_a_record(tmp_path: Path) -> None:
+    folder = tokenizer(tmp_path / "judge", CHATML)
+    own = [*JUDGE, f"reward.model.path={folder}"]
+    assert problems(tmp_path, folder, *own, "reward.max_prompt_tokens=999") == []
+
+    template = 'reward.template="{{ prompt }}{{ response }}"'
+    # 2 special tokens, "user", a line break, the prompt, a line break, the special
+    # token and "assistant", and a line break: every byte is a token.
+    tokens = 1 + len("user\n1 + 1 = ") + 1 + 1 + 1 + len("assistant\n")
+    enough = f"reward.max_prompt_tokens={tokens}"
+    assert problems(tmp_path, folder, *own, template, enough) == []
+    less = f"reward.max_prompt_tokens={tokens - 1}"
+    (problem,) = problems(tmp_path, folder, *own, template, less)
+    assert problem.key == "reward.max_prompt_tokens"
+    assert f"has {tokens} tokens without a response" in problem.rule
+
+    missing = 'reward.template="{{ response }}{{ extra.hint }}"'
+    (problem,) = problems(tmp_path, folder, *own, missing)
+    assert problem.key == "reward.template"
+    assert "has no attribute 'hint'" in problem.rule

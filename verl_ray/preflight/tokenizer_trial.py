@@ -1,0 +1,178 @@
+"""The tokenizers of a run, loaded as the run loads them, with a question each.
+
+Invariant: a fault of a tokenizer or of its chat template is a problem of the directory
+that it is in, whichever texts the run has for it.
+
+Deliberately not here: what the rows of a data file make of the policy's tokenizer
+(`data_files.py`), and graders that are functions (`reward_trial.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from verl_ray.config.reward import JudgeReward, SingleReward
+from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
+from verl_ray.data.records import Message
+from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
+from verl_ray.errors import ConfigError, DataError, ModelError, Problem
+from verl_ray.preflight.file_errors import problem_of
+from verl_ray.rewards.health import Score
+from verl_ray.rewards.judge import Judgement, question_tokens
+from verl_ray.rewards.request import ScoreRequest
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TEXT = "1 + 1"
+_USER: Message = {"role": "user", "content": _TEXT}
+_PROBES: tuple[list[Message], ...] = (
+    [_USER],
+    [{"role": "system", "content": "Add."}, _USER],
+)
+"""Conversations, of which every chat template takes at least one."""
+
+
+def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the data are read with, and try its chat template.
+
+    Args:
+        config: Configuration of the run, without `auto`.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded, its template writes no question, or
+            it has none that the run could apply.
+    """
+    role = config.evaluated_role
+    applies = resolved(config.data.apply_chat_template)
+    path = config.model_roles[role].model.path
+    tokenizer = _tokenizer(role, path, config, applies_template=applies)
+    if applies and not tokenizer.chat_template:
+        rule = f"the tokenizer in {path} has no chat template"
+        fix = "Set it to false, or take a chat model."
+        raise ConfigError([Problem("data.apply_chat_template", True, rule, fix)])
+    return tokenizer
+
+
+def _tokenizer(
+    role: str, path: str, config: Config, *, applies_template: bool
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a role, and try its chat template if it has one.
+
+    Args:
+        role: The role, which is the key of its section.
+        path: Directory of its model.
+        config: Configuration of the run.
+        applies_template: Whether the run uses the template.
+
+    Raises:
+        ConfigError: The tokenizer cannot be loaded, or its template writes no question.
+    """
+    key = "model.path" if path == config.model.path else f"{role}.model.path"
+    try:
+        tokenizer = load_tokenizer(Path(path).expanduser())
+    except ModelError as error:
+        raise ConfigError([problem_of(key, path, error)]) from error
+
+    fault = _template_fault(tokenizer) if applies_template else None
+    if fault is not None:
+        rule = f"its chat template {fault}"
+        fix = (
+            "Correct the template in its tokenizer_config.json or chat_template.jinja,"
+            " or take another model."
+        )
+        raise ConfigError([Problem(key, path, rule, fix)])
+    return tokenizer
+
+
+def _template_fault(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """Return what is wrong with a chat template; None if nothing is, or there is none.
+
+    The answer is the end of a sentence.
+    """
+    if not tokenizer.chat_template:
+        return None
+
+    fault = None
+    for probe in _PROBES:
+        try:
+            (text,) = render(
+                tokenizer,
+                [probe],
+                add_generation_prompt=True,
+                where=lambda _: "a question",
+            )
+        except DataError as error:
+            fault = f"fails on a plain question: {error.__cause__}"
+        else:
+            if _TEXT in text:
+                return None
+            fault = "leaves out the words of a plain question"
+    return fault
+
+
+def model_grader_problems(
+    key: str, grader: SingleReward, requests: Sequence[ScoreRequest], config: Config
+) -> Iterator[Problem]:
+    """Yield what would keep a grader that is a model from scoring anything.
+
+    Args:
+        key: The key of its section.
+        grader: The grader.
+        requests: Responses of the run.
+        config: Configuration of the run, without `auto`.
+    """
+    judge = grader.as_judge
+    role = judge or grader.as_model_role
+    if role is None:
+        return
+
+    # A grader uses a chat template wherever it has one.
+    path = role.model.path
+    try:
+        tokenizer = _tokenizer(key, path, config, applies_template=True)
+    except ConfigError as error:
+        yield from error.problems
+        return
+
+    for request in requests if judge is not None else ():
+        assert judge is not None, "only a judge is tried on requests"
+        problem = _question_problem(key, judge, request, tokenizer)
+        if problem is not None:
+            yield problem
+            return
+
+
+def _question_problem(
+    key: str,
+    judge: JudgeReward,
+    request: ScoreRequest,
+    tokenizer: PreTrainedTokenizerBase,
+) -> Problem | None:
+    """Return why a judge cannot be sent a question, with a response or without."""
+    judgement = Judgement(judge)
+    response = strip_special_tokens(request.response, tokenizer)
+    source = f"a record of data source {request.data_source!r}"
+
+    for shown in (response, ""):
+        question = judgement.question(replace(request, response=shown))
+        if isinstance(question, Score):
+            fix = "Correct the template, or the records that it shows."
+            rule = f"it fails on {source}: {question.detail}"
+            return Problem(f"{key}.template", judge.template, rule, fix)
+        try:
+            (tokens,) = question_tokens([question], tokenizer, key)
+        except DataError as error:
+            fix = "Take another judge, or correct its tokenizer."
+            return Problem(f"{key}.model.path", judge.model.path, str(error), fix)
+
+    # The last question has an empty response.
+    if len(tokens) <= judge.max_prompt_tokens:
+        return None
+    rule = f"the question about {source} has {len(tokens)} tokens without a response"
+    fix = "Give more than that, for the response as well; or shorten the template."
+    return Problem(f"{key}.max_prompt_tokens", judge.max_prompt_tokens, rule, fix)
