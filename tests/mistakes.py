@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -108,6 +109,8 @@ def mistakes(folder: Path) -> list[Mistake]:
         *_of_data(inputs, folder),
         *_of_rewards(inputs, folder),
         *_of_models(inputs, folder),
+        *_of_model_files(inputs, folder),
+        *_of_graders(inputs, folder),
         *_of_files_and_commands(inputs, folder),
     ]
 
@@ -315,6 +318,76 @@ def _of_models(inputs: Inputs, folder: Path) -> list[Mistake]:
             "rollout.kv_cache_gib",
         ),
     ]
+
+
+def _copy(inputs: Inputs, folder: Path, file: str, change: object) -> Path:
+    """Copy the model with other settings in a JSON file, or another text in a file."""
+    shutil.copytree(inputs.model, folder)
+    path = folder / file
+    if isinstance(change, dict):
+        change = json.dumps(json.loads(path.read_text()) | change)
+    path.write_text(str(change))
+    return folder
+
+
+def _of_model_files(inputs: Inputs, folder: Path) -> list[Mistake]:
+    settings = json.loads((inputs.model / "config.json").read_text())
+    layers = settings["num_hidden_layers"]
+    inner = settings["intermediate_size"]
+    vocabulary = settings["vocab_size"]
+    added = {"content": "<new>", "id": vocabulary, "special": True}
+    weights, tokenizer = "model.safetensors", "tokenizer.json"
+    table: list[tuple[str, str, object, str]] = [
+        ("a size as text", "config.json", {"hidden_size": "64"}, "hidden_size is '64'"),
+        ("no attention heads", "config.json", {"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ("a model without model_type", "config.json", {"model_type": None}, "it has no model_type"),
+        ("an unknown activation", "config.json", {"hidden_act": "sulu"}, "hidden_act is 'sulu'"),
+        ("unknown rotary positions", "config.json", {"rope_parameters": {"rope_type": "ntk"}}, "rope_type is 'ntk'"),
+        ("quantized weights", "config.json", {"quantization_config": {"bits": 4}}, "quantization_config"),
+        ("config.json nested too deeply", "config.json", "[" * 100_000, "no readable config.json"),
+        ("a layer too few", "config.json", {"num_hidden_layers": layers + 1}, f"model.layers.{layers}."),
+        ("another intermediate_size", "config.json", {"intermediate_size": 2 * inner}, "mlp.gate_proj.weight has shape"),
+        ("another num_key_value_heads", "config.json", {"num_key_value_heads": 1}, "self_attn.k_proj.weight has shape"),
+        ("weights of another format", weights, "\x02" + 7 * "\0" + "[]", "has no readable header"),
+        ("a tokenizer of another model", tokenizer, {"added_tokens": [added]}, f"has token {vocabulary} ('<new>')"),
+        ("a torn tokenizer", tokenizer, "{torn", "the tokenizer cannot be loaded"),
+        ("a chat template that fails", "chat_template.jinja", "{{ raise_exception('no') }}", "fails on a plain question"),
+        ("a chat template with a syntax error", "chat_template.jinja", "{% for", "fails on a plain question"),
+    ]  # fmt: skip
+    listed = []
+    for index, (name, file, change, fix) in enumerate(table):
+        path = _copy(inputs, folder / f"model{index}", file, change)
+        listed.append(Mistake(name, _check(inputs, f"model.path={path}"), fix))
+
+    bare = folder / "bare"
+    shutil.copytree(inputs.model, bare)
+    (bare / tokenizer).unlink()
+    listed.append(
+        Mistake("no vocabulary", _check(inputs, f"model.path={bare}"), "has no tokenizer")
+    )  # fmt: skip
+    return listed
+
+
+def _of_graders(inputs: Inputs, folder: Path) -> list[Mistake]:
+    torn = _copy(inputs, folder / "torn", "tokenizer.json", "{torn")
+    # A judge of characters cannot read the words of the shipped template.
+    judge = [
+        "reward=judge",
+        "reward.max_prompt_tokens=32",
+        "reward.max_response_tokens=8",
+    ]
+    numbers = 'reward.template="{{ prompt }}{{ response }}"'
+    table = [
+        ("a judge with a torn tokenizer", [*judge, f"reward.model.path={torn}"], "the tokenizer cannot be loaded"),
+        ("a judge that cannot read its question", [*judge, f"reward.model.path={inputs.model}"], "cannot encode"),
+        ("a judge without space for its question", [*judge, f"reward.model.path={inputs.model}", numbers,
+         "reward.max_prompt_tokens=1"], "tokens without a response"),
+        ("a template with an unknown field", [*judge, f"reward.model.path={inputs.model}",
+         'reward.template="{{ response }}{{ extra.hint }}"'], "no attribute 'hint'"),
+        ("a token that is not set", ["reward=http", "reward.url=http://127.0.0.1:9", "reward.token_env=NOPE"],
+         "no such environment variable"),
+    ]  # fmt: skip
+    return [Mistake(name, _check(inputs, *own), fix) for name, own, fix in table]
 
 
 def _of_files_and_commands(inputs: Inputs, folder: Path) -> list[Mistake]:
