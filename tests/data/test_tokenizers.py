@@ -131,9 +131,17 @@ def test_only_local_directories_are_loaded(
         ModelError, match=r"found config\.json, expected tokenizer\.json"
     ):
         load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"expected tokenizer\.json"):
+        load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{torn")
     with pytest.raises(ModelError, match="the tokenizer cannot be loaded"):
         load_tokenizer(tmp_path)
+    # The reason that transformers gives for this goes on for many lines.
+    (tmp_path / "tokenizer.json").rename(tmp_path / "vocab.txt")
+    with pytest.raises(ModelError, match="cannot be loaded") as refusal:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(refusal.value)
 
 
 @pytest.mark.processes

@@ -54,8 +54,9 @@ def test_a_chat_template_is_found_as_transformers_does(
 
 def test_a_directory_that_says_nothing_has_no_template(tmp_path: Path) -> None:
     assert not has_chat_template(str(tmp_path / "missing"))
-    (tmp_path / "tokenizer_config.json").write_text("not JSON")
-    assert not has_chat_template(str(tmp_path))
+    for text in ("not JSON", "[]", "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        assert not has_chat_template(str(tmp_path))
 
 
 def test_of_several_nodes_the_smallest_counts(model: Path, data: Path) -> None:

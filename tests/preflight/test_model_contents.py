@@ -48,6 +48,9 @@ def test_damaged_weights_are_found_from_headers_and_sizes(
     index.write_text(json.dumps({"weight_map": weight_map}))
     assert "names second.safetensors, which is not there" in rule()
 
+    index.write_text(json.dumps({"weight_map": {"a": []}}))
+    assert "names [], which is not there" in rule()
+
     index.unlink()
     save_file({"weight": np.zeros(2, dtype=np.float64)}, file)
     assert "its weights are of type F64, which is not read" in rule()
@@ -85,6 +88,11 @@ def test_a_header_of_another_form_is_not_readable(
         ({"attention_bias": "no"}, "attention_bias is 'no', and would be true or"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, and would divide"),
         ({"head_dim": None, "num_attention_heads": 6}, "or there would be a head_dim"),
+        ({"num_experts": "8"}, "num_experts is '8', and would be a whole number"),
+        ({"mlp_only_layers": 3}, "mlp_only_layers is 3, and would be a list of"),
+        ({"layer_types": [[]]}, "layer_types is [[]], and would be a list of names"),
+        ({"hidden_act": ["silu"]}, "hidden_act is ['silu'], which is no activation"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0, and would"),
         ({"model_type": None}, "it has no model_type"),
         ({"hidden_act": "sulu"}, "hidden_act is 'sulu', which is no activation"),
         ({"rope_scaling": {"type": "ntk"}}, "rope_type is 'ntk', and would be one of"),

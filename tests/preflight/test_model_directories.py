@@ -62,7 +62,9 @@ def test_rows_are_shortened_by_no_more_than_there_is(
             "model.path"
         ]
 
-    (tmp_path / "config.json").write_text('{"max_position_embeddings": 2048}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "llama", "max_position_embeddings": 2048}'
+    )
     tokens = "backend.micro_batch_tokens_per_rank=9000"
     # 1600 + 1024 - 2048, and 1024 are not to be had of 4000 + 1024 - 2048.
     assert "Lower rollout.max_response_tokens by 576, or" in advice(

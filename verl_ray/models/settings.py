@@ -28,6 +28,8 @@ _SIZES = (
     "decoder_sparse_step",
 )
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
+_COUNTS = ("num_experts", "num_local_experts")
+_LISTS = ("layer_types", "mlp_only_layers")
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window")
 
 ACTIVATIONS = (
@@ -54,15 +56,26 @@ def wrong_value(settings: Settings) -> str | None:
         return "it has no model_type"
 
     for name, value in settings.items():
-        if name in _OPTIONAL_SIZES and value is None:
+        if value is None and name not in _SIZES + _FLAGS:
             continue
         if name in _SIZES + _OPTIONAL_SIZES:
             # True is an int, too.
             if type(value) is not int or value < 1:
                 return f"{name} is {value!r}, and would be a whole number above 0"
+        elif name in _COUNTS and (type(value) is not int or value < 0):
+            return f"{name} is {value!r}, and would be a whole number"
+        elif name in _LISTS and not _is_plain_list(value):
+            return f"{name} is {value!r}, and would be a list of names or of numbers"
         elif name in _FLAGS and not isinstance(value, bool):
             return f"{name} is {value!r}, and would be true or false"
     return _uneven_heads(settings)
+
+
+def _is_plain_list(value: object) -> bool:
+    """Return whether a value is a list of texts and numbers."""
+    return isinstance(value, list) and all(
+        isinstance(part, str | int) for part in value
+    )
 
 
 def _uneven_heads(settings: Settings) -> str | None:

@@ -49,7 +49,7 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
     yield from _cache_problems(engine, settings)
 
     activation = settings.get("hidden_act", "silu")
-    others = set(ACTIVATIONS) - {"silu"}
+    others = [name for name in ACTIVATIONS if name != "silu"]
     if settings.get("model_type") in SILU_FAMILIES and activation in others:
         rule = f"its hidden_act is {activation}, and the rollout engine computes silu"
         yield Problem(engine.key, engine.path, rule, "Take a model with silu.")

@@ -7,7 +7,6 @@ Deliberately not here: what follows from the facts (`verl_ray/config/resolve.py`
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from verl_ray.config.resolve import ClusterFacts
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.preflight.machine import Machine
-from verl_ray.preflight.model_files import made_model
+from verl_ray.preflight.model_files import json_object, made_model
 from verl_ray.preflight.role_memory import sent_bytes
 
 
@@ -99,10 +98,9 @@ def has_chat_template(directory: str) -> bool:
     try:
         if any(file.read_text() for file in templates if file.is_file()):
             return True
-        tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-        return bool(tokenizer.get("chat_template"))
     except (OSError, ValueError):
         return False
+    return bool(json_object(folder / "tokenizer_config.json").get("chat_template"))
 
 
 def _newest_checkpoint(config: Config) -> str | None:

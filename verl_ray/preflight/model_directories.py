@@ -26,6 +26,7 @@ from verl_ray.preflight.engine_models import engine_problems, judge_problems
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_contents import content_problems
 from verl_ray.preflight.model_files import (
+    config_json,
     has_experts,
     raw_config_json,
     settings_of,
@@ -89,8 +90,7 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
         yield Problem(key, path, rule, fix)
         return
 
-    settings = raw_config_json(path)
-    if not settings:
+    if not raw_config_json(path):
         yield Problem(key, path, *_no_model(directory))
         return
 
@@ -103,7 +103,7 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
     # A grader reads rows of its own tokenizer. Those that are too long get no score,
     # and are counted.
     if role not in config.graders:
-        yield from _position_problems(key, path, settings, config)
+        yield from _position_problems(key, path, config_json(path), config)
 
 
 def _no_model(directory: Path) -> tuple[str, str]:

@@ -106,9 +106,10 @@ def damaged_weights(path: str) -> str | None:
     Only the headers and the sizes of the files are read.
     """
     directory = Path(path).expanduser()
-    weight_map = _json_object(directory / INDEX).get("weight_map", {})
-    names = set(weight_map.values()) if isinstance(weight_map, dict) else set()
-    missing = sorted(name for name in names if not (directory / str(name)).is_file())
+    weight_map = json_object(directory / INDEX).get("weight_map", {})
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    names = {str(file) for file in files}
+    missing = sorted(name for name in names if not (directory / name).is_file())
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"{INDEX} names {missing[0]}{others}, which is not there"
@@ -200,7 +201,7 @@ def raw_config_json(path: str) -> dict[str, object]:
 
     It is empty if it cannot be read.
     """
-    return _json_object(Path(path).expanduser() / "config.json")
+    return json_object(Path(path).expanduser() / "config.json")
 
 
 def has_experts(path: str) -> bool:
@@ -213,7 +214,7 @@ def token_ids(path: str) -> dict[str, int]:
 
     The dictionary is empty if the file does not contain them.
     """
-    tokenizer = _json_object(Path(path).expanduser() / "tokenizer.json")
+    tokenizer = json_object(Path(path).expanduser() / "tokenizer.json")
     ids: dict[str, int] = {}
 
     model = tokenizer.get("model")
@@ -235,7 +236,7 @@ def token_ids(path: str) -> dict[str, int]:
     return ids
 
 
-def _json_object(path: Path) -> dict[str, object]:
+def json_object(path: Path) -> dict[str, object]:
     """Return the JSON object in a file; empty if there is none."""
     try:
         content = json.loads(path.read_text())
