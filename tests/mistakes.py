@@ -369,7 +369,7 @@ def _of_model_files(inputs: Inputs, folder: Path) -> list[Mistake]:
 
 
 def _of_graders(inputs: Inputs, folder: Path) -> list[Mistake]:
-    torn = _copy(inputs, folder / "torn", "tokenizer.json", "{torn")
+    torn = _copy(inputs, folder / "torn_model", "tokenizer.json", "{torn")
     # A judge of characters cannot read the words of the shipped template.
     judge = [
         "reward=judge",

@@ -34,6 +34,7 @@ from verl_ray.errors import (
     ConfigError,
     DeadlineExceeded,
     Interrupted,
+    OverlongRows,
     Problem,
     StaleIncarnation,
     VerlRayError,
@@ -107,7 +108,10 @@ def check_origin(error: VerlRayError, refusal: VerlRayError, frame: str) -> None
 
 def on_purpose() -> list[VerlRayError]:
     """One error of each class that a worker may raise."""
-    arguments = {ConfigError: [Problem("a.key", 1, "a rule", "a fix")]}
+    arguments: dict[type[VerlRayError], tuple[Any, ...]] = {
+        ConfigError: ([Problem("a.key", 1, "a rule", "a fix")],),
+        OverlongRows: ("a file", "a.key", 1, 2, ""),
+    }
     classes = [
         value
         for value in vars(errors).values()
@@ -117,7 +121,7 @@ def on_purpose() -> list[VerlRayError]:
         kind for kind in classes if not issubclass(kind, WorkerError | Interrupted)
     ]
     return [
-        kind(arguments.get(kind, f"the message of a {kind.__name__}"))
+        kind(*arguments.get(kind, (f"the message of a {kind.__name__}",)))
         for kind in raised
     ]
 

@@ -235,8 +235,10 @@ def test_requests_leave_no_faster_than_the_limit(
     assert (
         len(service.arrived) == len(left) == 11
     )  # the repeated one waits for its turn too
+    # A busy machine lets one of them go late, and the next one on time.
+    assert left[-1] - left[0] >= 0.9 * 10 / 20.0
     distances = [later - earlier for earlier, later in itertools.pairwise(left)]
-    assert min(distances) >= 0.99 / 20.0
+    assert min(distances) >= 0.5 / 20.0
 
 
 def test_the_wait_for_a_first_turn_is_not_on_the_clock(service: Service) -> None:

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from safetensors.torch import load_file, save_file
 
 from controllers.tasks import typed_config
 from controllers.trainers.base import task_of
@@ -304,9 +303,10 @@ def test_what_a_worker_refuses_is_told_in_two_lines(
 ) -> None:
     model = tmp_path / "model"
     shutil.copytree(inputs.model, model)
-    tensors = load_file(model / "model.safetensors")
-    del tensors["model.layers.1.mlp.gate_proj.weight"]
-    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    # Without a size the family's own holds, which only a worker knows.
+    settings = json.loads((model / "config.json").read_text())
+    del settings["intermediate_size"]
+    (model / "config.json").write_text(json.dumps(settings))
     ended = command_here(
         cluster,
         "train",
@@ -318,7 +318,7 @@ def test_what_a_worker_refuses_is_told_in_two_lines(
     )
     refused, _, _, origin = ended.stderr.splitlines()[-4:]  # what goes on is between
     assert refused.startswith(
-        "ModelError: model.path: the checkpoint does not fit Qwen3ForCausalLM: missing ['model."
+        "ModelError: model.path: model.layers.0.mlp.gate_proj.weight has shape (96, 64)"
     )
     log = tmp_path / "run" / "logs" / "engine_trainer-0.log"
     assert origin.startswith("raised by actor rank 0 on ") and origin.endswith(
