@@ -13,7 +13,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Protocol, cast
+from typing import Protocol, TypeVar, cast
 
 from controllers.commands.check import (
     check,
@@ -38,6 +38,8 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
+
+T = TypeVar("T")
 
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
@@ -226,15 +228,7 @@ def _run_with_config(
     config = None
 
     try:
-        checked = checked_config(
-            config_name,
-            overrides,
-            config_dir,
-            evaluates=command == "evaluate",
-            trains=command == "train",
-        )
-        config = checked.config
-        print_warnings(checked.warnings, sys.stderr)
+        config = _checked(command, config_name, overrides, config_dir)
 
         if command == "train":
             step = finished_step(config)
@@ -266,13 +260,32 @@ def _run_with_config(
         raise
 
 
+def _checked(
+    command: str, config_name: str, overrides: Sequence[str], config_dir: str | None
+) -> Config:
+    """Return the configuration of a command, and print the warnings about it."""
+    work = functools.partial(
+        checked_config,
+        config_name,
+        overrides,
+        config_dir,
+        evaluates=command == "evaluate",
+        trains=command == "train",
+    )
+    checked = _stoppable(work)
+    # A library that reads the data may have swallowed a signal.
+    heed_signals()
+    print_warnings(checked.warnings, sys.stderr)
+    return checked.config
+
+
 def _implementation(command: str) -> TakesConfig:
     """Import a command that takes a configuration, which brings torch and ray."""
     module = importlib.import_module(f"controllers.commands.{command}")
     return cast(TakesConfig, getattr(module, command))
 
 
-def _stoppable(work: Callable[[], int]) -> int:
+def _stoppable(work: Callable[[], T]) -> T:
     """Do the work, and turn a failure that a signal caused into a stop.
 
     A signal raises an exception in the middle of something. Compiled calls of Ray

@@ -224,6 +224,32 @@ def test_a_script_is_named_as_it_was_typed() -> None:
     assert result.stderr.splitlines()[-1] == "../scripts/quickstart run.seed=1"
 
 
+SWALLOWED_IN_THE_CHECK = """
+import os, signal, sys
+from controllers import command_line
+from verl_ray.errors import ConfigError
+def checked_config(*arguments, **more):
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(1000): pass
+    except Exception:
+        {then}
+command_line.checked_config = checked_config
+sys.exit(command_line.main(['train', '--config-name', 'quickstart']))
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("then", ["pass", "raise ConfigError([])"])
+def test_a_signal_that_is_lost_in_the_check_is_still_a_stop(then: str) -> None:
+    code = SWALLOWED_IN_THE_CHECK.format(then=then)
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True
+    )
+    assert result.returncode == 130
+    assert "stopped by SIGTERM. To begin again" in result.stderr
+
+
 def test_an_error_without_a_signal_is_an_error() -> None:
     def broken() -> int:
         raise SystemError("of another origin")

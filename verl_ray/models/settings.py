@@ -16,12 +16,17 @@ from verl_ray.config.suggest import either
 Settings = Mapping[str, object]
 """The contents of a config.json."""
 
-_SIZES = (
+DENSE_SIZES = (
     "hidden_size",
     "intermediate_size",
     "vocab_size",
     "num_hidden_layers",
     "num_attention_heads",
+)
+"""Sizes from which the tensors of a model without experts follow."""
+
+_SIZES = (
+    *DENSE_SIZES,
     "max_position_embeddings",
     "moe_intermediate_size",
     "num_experts_per_tok",

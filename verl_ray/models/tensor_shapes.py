@@ -19,20 +19,13 @@ from verl_ray.models.families import (
     WITH_EXPERTS,
     WITH_QUERY_NORM,
 )
+from verl_ray.models.settings import DENSE_SIZES
 
 Settings = Mapping[str, Any]
 """The contents of a config.json without a `wrong_value` (`settings.py`)."""
 
 Tensor = tuple[str, list[int]]
 """Name and shape of a tensor."""
-
-_SIZES = (
-    "hidden_size",
-    "intermediate_size",
-    "vocab_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-)
 
 
 def described_tensors(settings: Settings) -> Iterator[Tensor]:
@@ -41,7 +34,7 @@ def described_tensors(settings: Settings) -> Iterator[Tensor]:
     A head that is tied to the embeddings is no tensor of its own.
     """
     family = settings.get("model_type")
-    sizes = [*_SIZES]
+    sizes = [*DENSE_SIZES]
     if family != "llama":
         # Llama has as many heads of keys as of queries unless it says otherwise.
         sizes.append("num_key_value_heads")

@@ -154,9 +154,8 @@ def _requests(
     requests: dict[str, ScoreRequest] = {}
     for file in files:
         assert file.prompts is not None, "only files of prompts are scored"
-        for source, row in _first_rows(file.prompts).items():
-            if source not in requests:
-                requests[source] = _request(file.prompts, source, row)
+        for source, request in _first_requests(file.prompts).items():
+            requests.setdefault(source, request)
 
     counts: Counter[str | None] = Counter()
     turns = {}
@@ -178,24 +177,26 @@ def _unserved(
         yield Problem(section, dict(functions), rule, fix)
 
 
-def _first_rows(prompts: Prompts) -> dict[str, int]:
-    """Return the first row of each data source."""
-    first: dict[str, int] = {}
+def _first_requests(prompts: Prompts) -> dict[str, ScoreRequest]:
+    """Return a request for the first row of each data source."""
+    rows: dict[str, int] = {}
     for row, source in enumerate(prompts.data_source.texts()):
-        first.setdefault(source, row)
-    return first
+        rows.setdefault(source, row)
 
-
-def _request(prompts: Prompts, source: str, row: int) -> ScoreRequest:
-    """Return a request to score the answer of a row as its response."""
-    answer = prompts.answer.texts()[row]
-    return ScoreRequest(
-        response=answer,
-        answer=answer,
-        prompt=prompt_text(prompts.messages.texts()[row]),
-        data_source=source,
-        extra=json.loads(prompts.extra.texts()[row]),
-    )
+    # A column is decoded as a whole, so once for all data sources.
+    answers = prompts.answer.texts()
+    messages = prompts.messages.texts()
+    extras = prompts.extra.texts()
+    return {
+        source: ScoreRequest(
+            response=answers[row],
+            answer=answers[row],
+            prompt=prompt_text(messages[row]),
+            data_source=source,
+            extra=json.loads(extras[row]),
+        )
+        for source, row in rows.items()
+    }
 
 
 def _answer_problems(
