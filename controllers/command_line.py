@@ -12,15 +12,15 @@ import functools
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar, cast
+from collections.abc import Sequence
+from typing import Protocol, cast
 
 from controllers.commands.check import (
     check,
     checked_config,
-    print_problems,
     print_warnings,
 )
+from controllers.commands.check_data import print_readings
 from controllers.commands.configuration import print_configuration
 from controllers.commands.multirun import multirun
 from controllers.commands.options import unknown_options
@@ -32,14 +32,12 @@ from verl_ray.cluster.signals import (
     heed_signals,
     pointing,
     stop_on_signals,
-    was_disturbed,
+    stoppable,
 )
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
-
-T = TypeVar("T")
 
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
@@ -73,44 +71,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         # stdout once more at its end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except ConfigError as error:
-        print_problems(error.problems, sys.stderr)
-        _print_origin(error)
-        return error.exit_code
     except Interrupted as stop:
         # The terminal may be gone already.
         with contextlib.suppress(OSError):
             print(stop, file=sys.stderr)
         return stop.exit_code
     except VerlRayError as error:
-        print(f"{_public_name(error)}: {error}", file=sys.stderr)
-        _print_origin(error)
+        print(error.report(), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("stopped by SIGINT", file=sys.stderr)
         return Interrupted.exit_code
-
-
-def _public_name(error: VerlRayError) -> str:
-    """Return the name of the nearest class of an error that users may know."""
-    for kind in type(error).__mro__:
-        if kind.__module__ == VerlRayError.__module__:
-            return kind.__name__
-    raise AssertionError("VerlRayError itself is such a class")
-
-
-def _print_origin(error: VerlRayError) -> None:
-    """Print the notes of an error, and the process that raised it if not this one."""
-    for note in getattr(error, "__notes__", ()):
-        print(note, file=sys.stderr)
-
-    origin = error.origin
-    if origin is not None:
-        print(
-            f"raised by {origin.role} rank {origin.rank} on {origin.node};"
-            f" {origin.detail}",
-            file=sys.stderr,
-        )
 
 
 def _run(arguments: list[str]) -> int:
@@ -204,7 +175,7 @@ def _run_with_flags(command: str, rest: list[str]) -> int:
     stop_on_signals()
     module = importlib.import_module(_MODULES_WITH_FLAGS[command])
     implementation = cast(TakesArguments, module.main)
-    return _stoppable(functools.partial(implementation, rest))
+    return stoppable(functools.partial(implementation, rest))
 
 
 def _run_with_config(
@@ -238,10 +209,10 @@ def _run_with_config(
 
         work = functools.partial(_implementation(command), config)
         if command != "train":
-            return _stoppable(work)
+            return stoppable(work)
         # A second signal ends the process before it comes to the hint below.
         with pointing(functools.partial(resume_hint, config, arguments)):
-            return _stoppable(work)
+            return stoppable(work)
     except Interrupted as stop:
         # Only training can be continued.
         if command != "train":
@@ -272,9 +243,10 @@ def _checked(
         evaluates=command == "evaluate",
         trains=command == "train",
     )
-    checked = _stoppable(work)
+    checked = stoppable(work)
     # A library that reads the data may have swallowed a signal.
     heed_signals()
+    print_readings(checked.data.files, sys.stderr)
     print_warnings(checked.warnings, sys.stderr)
     return checked.config
 
@@ -283,17 +255,3 @@ def _implementation(command: str) -> TakesConfig:
     """Import a command that takes a configuration, which brings torch and ray."""
     module = importlib.import_module(f"controllers.commands.{command}")
     return cast(TakesConfig, getattr(module, command))
-
-
-def _stoppable(work: Callable[[], T]) -> T:
-    """Do the work, and turn a failure that a signal caused into a stop.
-
-    A signal raises an exception in the middle of something. Compiled calls of Ray
-    swallow it or turn it into others, so what fails afterwards is part of the stop.
-    """
-    try:
-        return work()
-    except Exception:
-        if was_disturbed():
-            heed_signals()
-        raise

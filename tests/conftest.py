@@ -110,6 +110,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 LONG = (
+    "test_notebook",
     "test_readme",
     "test_contract",
     "test_recovery",

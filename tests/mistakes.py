@@ -87,6 +87,8 @@ def make(mistake: Mistake, folder: Path) -> Answer:
     for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
         environment.pop(name, None)
     environment["HOME"] = str(folder)
+    # Nobody answers there.
+    environment["HF_ENDPOINT"] = "http://127.0.0.1:9"
     environment["PYTHONPATH"] = str(ROOT)
 
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -215,8 +217,18 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
         ("a special token spelled out", "special.jsonl",
          json.dumps({"prompt": "1+<eos>=", "answer": "2"}) + "\n", "data.special_tokens"),
         ("nesting without an end", "deep.jsonl", '{"prompt": ' + "[" * 9_999, "nested too deeply"),
-        ("fields of another data set", "fields.jsonl",
-         json.dumps({"question": "1+1=", "solution": "2"}) + "\n", "Rename 'question' to 'prompt'"),
+        ("columns of no schema", "columns.jsonl", json.dumps({"sum": "1+1=", "result": "2"}) + "\n",
+         "Set 'data.columns={prompt: COLUMN, answer: COLUMN}'"),
+        ("a misspelt column", "misspelt.jsonl", json.dumps({"promt": "1+1=", "answer": "2"}) + "\n",
+         "Set 'data.columns={prompt: promt, answer: answer}'"),
+        ("preferences without a common prompt", "pairs.jsonl",
+         json.dumps({"chosen": "2", "rejected": "3"}) + "\n", "Set 'data.columns={prompt: COLUMN}'"),
+        ("images", "images.jsonl", json.dumps({"prompt": "1+1=", "answer": "2", "images": ["a.png"]}) + "\n",
+         "images, videos and sounds are not supported yet"),
+        ("a list in place of lines", "list.jsonl", f"[{good}]\n", "line 1: found list"),
+        ("a .json that is cut", "cut.json", f"[{good}", "at the end of the file"),
+        ("a .csv without a header", "bare.csv", "1+1=,2\n", "Expected the names of the columns in the first line"),
+        ("a .csv without quotes", "comma.csv", "prompt,answer\n1,000+1=,2\n", "put quotes around values"),
         ("a character without a token", "letters.jsonl",
          json.dumps({"prompt": "one", "answer": "2"}) + "\n", "line 1"),
     ]  # fmt: skip
@@ -235,11 +247,32 @@ def _of_data(inputs: Inputs, folder: Path) -> list[Mistake]:
     content = bytearray(parquet.read_bytes())
     content[4:60] = b"\xff" * 56
     parquet.write_bytes(content)
+    mixed = folder / "mixed"
+    write_records([{"prompt": "1+1=", "answer": "2"}], mixed, "sums")
     for name, path, fix in (
         ("damaged pages", parquet, "Write the file again"),
-        ("a folder of files", parquet.parent, "Take one of its files"),
+        ("a folder with its held-out part", folder, "the files of one of them: "),
+        ("a folder of several formats", mixed, "Take one of its files"),
+        ("a glob without files", folder / "*.csv.gz", "the glob matches no file"),
     ):
         listed.append(Mistake(name, _check(inputs, f"data.train_path={path}"), fix))
+
+    wrong = [
+        ("a column that is not there", "{answer: truth}", "no column 'truth'"),
+        ("an unknown field of data.columns", "{promt: answer}", "Did you mean prompt?"),
+        (
+            "a field of another task",
+            "{response: answer}",
+            "data.columns={answer: answer}",
+        ),
+    ]
+    for name, columns, fix in wrong:
+        overrides = (
+            f"data.columns={columns}",
+            "data.validation_path=null",
+            "run.evaluate_every=0",
+        )
+        listed.append(Mistake(name, _check(inputs, *overrides), fix))
 
     near = inputs.train.with_name("tran.jsonl")
     listed.append(
@@ -252,9 +285,13 @@ def _of_rewards(inputs: Inputs, folder: Path) -> list[Mistake]:
     table = [
         ("a reward that cannot be imported", f"import nowhere_at_all\ndef f({_ARGUMENTS}): return 1.0", "No module named 'nowhere_at_all'"),
         ("a reward with a syntax error", "def f(:", "own"),
-        ("a reward of a wrong signature", "def f(response): return 1.0", "does not take the arguments"),
+        ("a reward with an unknown parameter", "def f(response, answr): return 1.0", "Did you mean answer?"),
+        ("a class that is built with arguments", "class f:\n def __init__(self, model): ...\n def __call__(self, response): ...",
+         "is built with model"),
+        ("a column that the record lacks", "def f(completions, level): return [1.0]", "no column 'level'"),
+        ("a batched reward with too few scores", "def f(completions, **columns): return [1.0]", "returned 1 scores for 2"),
         ("a reward that returns text", f"def f({_ARGUMENTS}): return 'good'", "returned str 'good'"),
-        ("a reward that returns a dict", f"def f({_ARGUMENTS}): return {{'score': 1}}", "returned dict"),
+        ("a dict without a score", f"def f({_ARGUMENTS}): return {{'reward': 1}}", "expected 'score' in it"),
         ("a reward that returns NaN", f"def f({_ARGUMENTS}): return float('nan')", "returned nan"),
         ("a reward that ends its process", f"import os\ndef f({_ARGUMENTS}): os._exit(3)", "exited with status 3"),
         ("a reward that raises", f"def f({_ARGUMENTS}): return 1 / len(response)", "ZeroDivisionError"),
@@ -277,8 +314,16 @@ def _of_rewards(inputs: Inputs, folder: Path) -> list[Mistake]:
         arguments = _check(inputs, f"reward.functions.default={folder}/{spec}")
         listed.append(Mistake(name, arguments, "own7.py:f?"))
 
-    missing = _check(inputs, f"reward.functions.default={folder}/absent.py:f")
-    listed.append(Mistake("a reward file that is missing", missing, "absent.py"))
+    for name, spec, fix in (
+        ("a reward file that is missing", f"{folder}/absent.py:f", "absent.py"),
+        (
+            "a reward module that is not there",
+            "absent.maths:f",
+            "no module 'absent.maths'",
+        ),
+    ):
+        arguments = _check(inputs, f"reward.functions.default={spec}")
+        listed.append(Mistake(name, arguments, fix))
     return listed
 
 
@@ -301,6 +346,31 @@ def _of_models(inputs: Inputs, folder: Path) -> list[Mistake]:
         )
 
     return [
+        Mistake(
+            "a model that only the hub has",
+            _check(inputs, "model.path=Qwen/Qwen3-0.6B"),
+            "Run `hf download Qwen/Qwen3-0.6B` where there is a network",
+        ),
+        Mistake(
+            "a data set that only the hub has",
+            _check(inputs, "data.train_path=openai/gsm8k"),
+            "Run `hf download openai/gsm8k --repo-type dataset` where",
+        ),
+        Mistake(
+            "a variable that is not set",
+            _check(inputs, "model.path=$NOWHERE/m"),
+            "export NOWHERE=",
+        ),
+        Mistake(
+            "a variable in braces",
+            _check(inputs, "model.path=${HOME}/m"),
+            "$HOME in a path",
+        ),
+        Mistake(
+            "a revision of a folder",
+            _check(inputs, "model.revision=main"),
+            "model.path is a folder",
+        ),
         Mistake("head size 16", _check(inputs, f"model.path={small_heads}"), "head"),
         Mistake(
             "a file of weights cut short",

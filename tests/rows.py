@@ -51,6 +51,7 @@ def rollouts_of(
         rollout_log_probs=np.zeros(len(mask), np.float32),
         version_spans=spans,
         **versions_of(spans),
+        has_answer=np.ones(count, np.bool_),
         messages=texts,
         data_source=texts,
         answer=texts,

@@ -8,6 +8,7 @@ not exceptions.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 
@@ -17,6 +18,32 @@ class VerlRayError(Exception):
     exit_code = 1
     origin: WorkerError | None = None
     """For an error raised in a worker: its process, and the place of its stack."""
+
+    def report(self) -> str:
+        """Return everything that a user is told, without a traceback.
+
+        These are the message, the notes, and the process that raised the error if it
+        was another one.
+        """
+        lines = [self.message_with_name(), *getattr(self, "__notes__", ())]
+        origin = self.origin
+        if origin is not None:
+            lines.append(
+                f"raised by {origin.role} rank {origin.rank} on {origin.node};"
+                f" {origin.detail}"
+            )
+        return "\n".join(lines)
+
+    def message_with_name(self) -> str:
+        """Return the message behind the nearest class of it that users may know."""
+        for kind in type(self).__mro__:
+            if kind.__module__ == __name__:
+                return f"{kind.__name__}: {self}"
+        raise AssertionError("VerlRayError itself is such a class")
+
+    def _render_traceback_(self) -> list[str]:
+        """Return the lines that IPython shows in place of a traceback."""
+        return self.report().splitlines()
 
 
 @dataclass(frozen=True)
@@ -49,9 +76,36 @@ class ConfigError(VerlRayError):
         self.problems = problems
 
     def __str__(self) -> str:
-        lines = [f"{len(self.problems)} problem(s) in the configuration:"]
-        lines += [f"  - {problem}" for problem in self.problems]
-        return "\n".join(lines)
+        """Return a block per problem: key = value, the rule, what would be right."""
+        noun = "problem" if len(self.problems) == 1 else "problems"
+        is_typed = all(_is_argument(problem.key) for problem in self.problems)
+        place = "on the command line" if is_typed else "in the configuration"
+        text = f"{len(self.problems)} {noun} {place}:"
+
+        for problem in self.problems:
+            text += (
+                f"\n\n  {problem.key} = {_as_typed(problem.value)}"
+                f"\n    rule: {problem.rule}"
+                f"\n    fix:  {problem.fix}"
+            )
+        return text
+
+    def message_with_name(self) -> str:
+        """Return the message, which needs no name of a class."""
+        return str(self)
+
+
+def _is_argument(key: str) -> bool:
+    """Return whether a problem is with an argument, such as --best or CHECKPOINT."""
+    return key.startswith("-") or key.isupper()
+
+
+def _as_typed(value: object) -> str:
+    """Return a value as the user would type it."""
+    # An empty text is shown with its quotes.
+    if isinstance(value, str) and value:
+        return value
+    return json.dumps(value, default=str)
 
 
 class DataError(VerlRayError):
@@ -85,6 +139,31 @@ class OverlongRows(DataError):
 
 class ModelError(VerlRayError):
     """A model directory cannot be loaded, or its contents do not fit the role."""
+
+
+class HubError(DataError, ModelError):
+    """A repository cannot be had from the hub or from the cache, or cannot be used.
+
+    Attributes:
+        repository: Its id.
+        rule: What is wrong.
+        fix: What to do.
+        about_revision: Whether the revision is wrong, and not the id.
+    """
+
+    exit_code = 2
+
+    def __init__(
+        self, repository: str, rule: str, fix: str, about_revision: bool = False
+    ) -> None:
+        super().__init__(repository, rule, fix, about_revision)
+        self.repository = repository
+        self.rule = rule
+        self.fix = fix
+        self.about_revision = about_revision
+
+    def __str__(self) -> str:
+        return f"{self.repository}: {self.rule}. {self.fix}"
 
 
 class EngineError(VerlRayError):

@@ -1,20 +1,21 @@
 """Paths that do not exist, paths to type, and the place of the program's own packages.
 
-Invariant: nothing here changes a file. Deliberately not here: what a path is for.
+Invariant: nothing here changes a file, and `expanded` alone knows what `~` and `$VAR`
+stand for. Deliberately not here: what a path is for.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 from difflib import get_close_matches
 from pathlib import Path
 
-import verl_ray
 from verl_ray.config.suggest import either
-from verl_ray.errors import InstallationError
+from verl_ray.errors import ConfigError, InstallationError, Problem
 
 SCRIPT = "VERL_RAY_SCRIPT"
 """Environment variable in which a script that stands for a command names itself."""
@@ -22,13 +23,15 @@ SCRIPT = "VERL_RAY_SCRIPT"
 OTHER_PACKAGES = ("workers", "controllers", "configs")
 """Packages of this program besides `verl_ray`. Their names are common ones."""
 
+_VARIABLE = re.compile(r"\$(\w+|\{\w+\})")
+
 # Below this likeness two names of files are two files, not one with a wrong letter.
 _LEAST_LIKENESS = 0.8
 
 
 def refuse_foreign_packages() -> None:
     """Raise InstallationError unless all packages of the program are in one folder."""
-    root = Path(verl_ray.__file__).resolve().parents[1]
+    root = Path(__file__).resolve().parents[1]
     for name in OTHER_PACKAGES:
         actual = _location_of_package(name)
         expected = root / name / "__init__.py"
@@ -47,9 +50,62 @@ def _location_of_package(name: str) -> Path | None:
     return Path(spec.origin).resolve()
 
 
+class UnknownPart(ValueError):
+    """A path begins with a home folder, or has a variable, that does not exist.
+
+    Attributes:
+        rule: What does not exist.
+        fix: What would be right.
+    """
+
+    def __init__(self, rule: str, fix: str) -> None:
+        super().__init__(rule, fix)
+        self.rule = rule
+        self.fix = fix
+
+
+def expanded(path: str) -> str:
+    """Return a local path absolute, with `~`, `$VAR` and `${VAR}` replaced.
+
+    An empty text or a URL stays as it is.
+
+    Raises:
+        UnknownPart: There is no such environment variable, or no such home folder.
+    """
+    if not path.strip() or "://" in path:
+        return path
+
+    def value_of(match: re.Match[str]) -> str:
+        name = match[1].strip("{}")
+        if name not in os.environ:
+            rule = f"there is no environment variable {name}"
+            raise UnknownPart(rule, f"Set it (export {name}=...), or write the path.")
+        return os.environ[name]
+
+    plain = Path(_VARIABLE.sub(value_of, path))
+    try:
+        return str(plain.expanduser().absolute())
+    except RuntimeError:
+        rule = f"there is no home folder {plain.parts[0]}"
+        raise UnknownPart(rule, "Write the path.") from None
+
+
+def typed_path(argument: str, path: str) -> Path:
+    """Return the path that an argument of a command line stands for.
+
+    Raises:
+        ConfigError: `expanded` knows no part of it, told under the argument's name.
+    """
+    try:
+        return Path(expanded(path))
+    except UnknownPart as error:
+        problem = Problem(argument, path, error.rule, error.fix)
+        raise ConfigError([problem]) from None
+
+
 def nearest_existing(path: str) -> Path:
     """The path itself or its nearest parent, whichever exists."""
-    directory = Path(path).expanduser().absolute()
+    directory = Path(path).absolute()
     while not directory.exists():
         directory = directory.parent
     return directory

@@ -64,6 +64,7 @@ def whole_rollouts(
         rollout_log_probs=log_probs,
         version_spans=spans,
         **versions_of(spans),
+        has_answer=prompt_rows.has_answer,
         messages=prompt_rows.messages,
         data_source=prompt_rows.data_source,
         answer=prompt_rows.answer,

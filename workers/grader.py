@@ -15,8 +15,17 @@ class Grader(ABC):
     """One rank of one component of the reward role."""
 
     @abstractmethod
-    def score(self, rows: Rollouts) -> Scores:
+    def score(self, rows: Rollouts, step: int) -> Scores:
         """Return a score for every row, or a typed failure of that row.
 
         It raises only where no row can be scored.
+
+        Args:
+            rows: The rows to score.
+            step: The training step that is made; in an evaluation the last step of the
+                policy.
         """
+
+    def needs_groups(self) -> bool:
+        """Return whether all responses to a prompt have to be scored in one call."""
+        return False

@@ -44,7 +44,7 @@ class JudgeWorker(Grader):
         self._config = config
         self._seed = seed
         self._policy_tokenizer = load_tokenizer(policy_path)
-        self._judge_tokenizer = load_tokenizer(config.model.path)
+        self._judge_tokenizer = load_tokenizer(config.model.folder)
         self._judgement = Judgement(config)
         self._sampling = Sampling(
             config.temperature, 1.0, -1, config.max_response_tokens
@@ -53,7 +53,7 @@ class JudgeWorker(Grader):
         def start() -> RolloutEngine:
             return start_engine(
                 context,
-                config.model.path,
+                config.model.folder,
                 config.engine,
                 seed=seed,
                 initial_version=OWN_WEIGHTS,
@@ -62,12 +62,12 @@ class JudgeWorker(Grader):
 
         self.server = RolloutServer(start)
 
-    def score(self, rows: Rollouts) -> Scores:
+    def score(self, rows: Rollouts, step: int) -> Scores:
         """Return the judge's verdict on each response."""
         # Each step may give some rows a score; the others go on to the next.
         scores: dict[int, Score] = {}
         texts: dict[int, str] = {}
-        for row, question in enumerate(self._questions(rows)):
+        for row, question in enumerate(self._questions(rows, step)):
             if isinstance(question, Score):
                 scores[row] = question
             else:
@@ -96,14 +96,14 @@ class JudgeWorker(Grader):
                 scores[chunk.request_id] = self._verdict(chunk)
         return scores_of([scores[row] for row in range(rows.num_rows)])
 
-    def _questions(self, rows: Rollouts) -> list[str | Score]:
+    def _questions(self, rows: Rollouts, step: int) -> list[str | Score]:
         """Question about each response, or the failure to make one.
 
         The names of the judge's special tokens are removed from the responses. A
         response could otherwise end the question, and write the reply itself.
         """
         questions = []
-        for request in requests_of(rows, self._policy_tokenizer):
+        for request in requests_of(rows, step, self._policy_tokenizer):
             response = strip_special_tokens(request.response, self._judge_tokenizer)
             shown = replace(request, response=response)
             questions.append(self._judgement.question(shown))

@@ -11,12 +11,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.reward import FunctionReward, HttpReward
 from verl_ray.data.batch import Ragged
 from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import Rollouts, Scores
+from verl_ray.data.stages import Finish, Rollouts, Scores
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.rewards.health import Score
 from verl_ray.rewards.pool import ScoringPool
@@ -28,8 +29,14 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+Tokens = npt.NDArray[np.int32]
+
+
 class TextGrader(Protocol):
     """Any scorer of texts: a pool of processes or a service."""
+
+    @property
+    def needs_groups(self) -> bool: ...
 
     def score(self, requests: Sequence[ScoreRequest]) -> list[Score]: ...
 
@@ -61,10 +68,14 @@ class RewardWorker(Grader):
                 max_failed_fraction=config.max_failed_fraction,
             )
 
-    def score(self, rows: Rollouts) -> Scores:
+    def score(self, rows: Rollouts, step: int) -> Scores:
         """Return a score for each response, decoded without special tokens."""
-        requests = requests_of(rows, self._tokenizer)
+        requests = requests_of(rows, step, self._tokenizer)
         return scores_of(self._grader.score(requests))
+
+    def needs_groups(self) -> bool:
+        """Return whether a function scores all responses to a prompt in one call."""
+        return self._grader.needs_groups
 
     def close(self) -> None:
         """Close the pool or the connections."""
@@ -72,42 +83,57 @@ class RewardWorker(Grader):
 
 
 def requests_of(
-    rows: Rollouts, tokenizer: PreTrainedTokenizerBase
+    rows: Rollouts, step: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[ScoreRequest]:
     """Return a request to score each row, as texts.
 
     Prompts are as the data set has them; responses have no special tokens.
     """
-    # Columns of texts are decoded as a whole, once.
+    # Columns are decoded as a whole, once.
     columns = zip(
-        response_texts(rows, tokenizer),
+        response_tokens(rows),
         rows.answer.texts(),
+        rows.has_answer.tolist(),
         rows.messages.texts(),
         rows.data_source.texts(),
         rows.extra.texts(),
+        rows.finish.tolist(),
+        rows.group_id.tolist(),
         strict=True,
     )
-    return [
-        ScoreRequest(
-            response=response,
-            answer=answer,
+    requests = []
+    for tokens, answer, has_answer, messages, source, extra, finish, group in columns:
+        request = ScoreRequest(
+            response=_text(tokens, tokenizer),
+            answer=answer if has_answer else None,
             prompt=prompt_text(messages),
-            data_source=data_source,
+            data_source=source,
             extra=json.loads(extra),
+            num_tokens=len(tokens),
+            finish_reason=Finish(finish).name.lower(),
+            step=step,
+            group=group,
+            tokens=tokens.tolist(),
+            conversation=json.loads(messages),
         )
-        for response, answer, messages, data_source, extra in columns
-    ]
+        requests.append(request)
+    return requests
 
 
 def response_texts(rows: Rollouts, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return each row's response tokens as text, without special tokens."""
+    return [_text(tokens, tokenizer) for tokens in response_tokens(rows)]
+
+
+def response_tokens(rows: Rollouts) -> list[Tokens]:
+    """Return each row's response tokens, int32 [tokens]."""
     ends = np.cumsum(rows.response_length)
     # Behind the last end there is one more part, which is empty.
-    responses = np.split(rows.tokens[rows.response_mask], ends)[:-1]
-    return [
-        str(tokenizer.decode(response, skip_special_tokens=True))
-        for response in responses
-    ]
+    return np.split(rows.tokens[rows.response_mask], ends)[:-1]
+
+
+def _text(tokens: Tokens, tokenizer: PreTrainedTokenizerBase) -> str:
+    return str(tokenizer.decode(tokens, skip_special_tokens=True))
 
 
 def scores_of(scored: Sequence[Score]) -> Scores:
@@ -118,4 +144,6 @@ def scores_of(scored: Sequence[Score]) -> Scores:
         health=np.array([score.health for score in scored], np.int8),
         detail=Ragged.of_texts([score.detail for score in scored]),
         rescored=np.array([score.rescored for score in scored], np.bool_),
+        has_entries=np.array([bool(score.entries) for score in scored], np.bool_),
+        entries=Ragged.of_texts([score.entries for score in scored]),
     )

@@ -20,9 +20,10 @@ from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Ragged, offsets_of
+from verl_ray.data.contents import Content
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.prompts import as_messages, prompt_text
-from verl_ray.data.records import Content, Message
+from verl_ray.data.field_values import Message, as_messages
+from verl_ray.data.prompts import prompt_text
 from verl_ray.data.stages import (
     Bool,
     Finish,
@@ -130,7 +131,7 @@ class RewardModelGrader(RewardModelWorker, Grader):
             (micro_batch_tokens, micro_batch_key),
         )
 
-    def score(self, rows: Rollouts) -> Scores:
+    def score(self, rows: Rollouts, step: int) -> Scores:
         """Return a score for each response behind its prompt.
 
         A response that was cut before it ended is scored where it was cut, without an

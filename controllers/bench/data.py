@@ -111,6 +111,7 @@ def rollouts(lengths: Int64) -> Rollouts:
         rollout_log_probs=np.full(offsets[-1], -1.0, np.float32),
         version_spans=spans,
         **versions_of(spans),
+        has_answer=np.ones(rows, np.bool_),
         messages=text,
         data_source=text,
         answer=text,

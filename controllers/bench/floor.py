@@ -68,7 +68,7 @@ class Floor:
                 **thread_environment(threads),
                 **environment("cpu", threads),
             },
-            model_path=config.actor.model.path,
+            model_path=config.actor.model.folder,
             dtype=rollout.dtype,
             kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
             max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,

@@ -56,8 +56,8 @@ def main(argv: list[str]) -> int:
     with Session.open(config.ray.address, log_dir=log_dir) as session:
         stop_on_signals()
         data = resolve_on(config, ClusterShape.of(session)).data
-        tokenizer = load_tokenizer(config.actor.model.path)
-        source = PromptSource(data.train_path, tokenizer, data, 0)
+        tokenizer = load_tokenizer(config.actor.model.folder)
+        source = PromptSource(data.train_sets, tokenizer, data, 0)
         prompts = source.next_batch(options.prompts)
 
         figures = {}

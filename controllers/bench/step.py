@@ -148,8 +148,8 @@ class Bench:
 
     def __init__(self, config: RLConfig, system: System) -> None:
         assert system.rollout is not None
-        tokenizer = load_tokenizer(config.actor.model.path)
-        prompts = PromptSource(config.data.train_path, tokenizer, config.data, 0)
+        tokenizer = load_tokenizer(config.actor.model.folder)
+        prompts = PromptSource(config.data.train_sets, tokenizer, config.data, 0)
         self._trainer = Trainer(config, system, prompts, None)
         self._producer = RecordingProducer(config, system.rollout, system.graders)
         self._trainer.producer = self._producer

@@ -205,7 +205,7 @@ class _SyncContest:
         """Return the figures of `repeats` rounds."""
         self._replicas.publish(0)
         hold = self._replica.rank_zero(
-            MeasuredWorker.hold, self._config.actor.model.path
+            MeasuredWorker.hold, self._config.actor.model.folder
         )
         nbytes = hold.result()
 

@@ -23,8 +23,9 @@ from controllers.commands.check_tables import (
 )
 from controllers.compose.composition import examine
 from controllers.run.finished import finished_step
+from controllers.run.recorded import recorded_tree
 from controllers.run.resumption import Resumption
-from verl_ray.config.load import to_tree
+from verl_ray.config.load import parse, to_tree
 from verl_ray.config.resolve import (
     resolution_of_steps,
     resolutions,
@@ -34,12 +35,15 @@ from verl_ray.config.resolve import (
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
+from verl_ray.hub.data_sets import pinned_data
+from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
+from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 
 GIB = 2**30
@@ -133,14 +137,17 @@ def checked_config(
     findings = Findings()
 
     if config is not None:
+        config, unavailable = _pinned(config, reads_data=reads_data)
+        problems = _together(problems, unavailable)
+
         # The machine is checked in any case, so that all problems come together.
         findings = preflight(config, machine_of(config), evaluates=evaluates)
         problems = _together(problems, findings.problems)
 
     data = DataFindings()
     trials = TrialFindings()
-    if config is not None and trains and finished_step(config) is not None:
-        reads_data = False
+    is_finished = config is not None and trains and finished_step(config) is not None
+    reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
         planned = resolve(config, facts_here(config, machine_of(config)))
         data, trials = (seen or SeenData()).examine(planned, evaluates=evaluates)
@@ -153,14 +160,54 @@ def checked_config(
 
     if config is None or problems:
         raise ConfigError(problems)
+    if (trains or evaluates) and not is_finished:
+        _fetch_models(config)
     warnings = [*findings.warnings, *data.warnings, *trials.warnings]
     return Checked(config, data, trials, warnings)
+
+
+def _pinned(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
+    """Return the configuration with the commit of all that it takes from the hub.
+
+    Args:
+        config: the configuration.
+        reads_data: whether the data are read, which have to be brought for it.
+    """
+    recorded = recorded_tree(config)
+    config, problems = pinned_models(config, recorded)
+    for line in pinned_in_words(config):
+        print(line, flush=True)
+    if not reads_data:
+        return config, problems
+
+    tree = to_tree(config)
+    section = config.data.model_dump(mode="json")
+    section, unavailable = pinned_data(section, recorded.get("data", {}))
+    config = parse({**tree, "data": section}, type(config))
+    return config, [*problems, *unavailable]
+
+
+def _fetch_models(config: Config) -> None:
+    """Bring the weights of models of the hub, and check them.
+
+    They come last, since a mistake that is known without them costs seconds.
+
+    Raises:
+        ConfigError: They cannot be had, or are not what a run needs.
+    """
+    if fetch_models(config):
+        problems = list(model_problems(config, machine_of(config)))
+        if problems:
+            raise ConfigError(problems)
 
 
 def _hide_data(problems: Sequence[Problem]) -> bool:
     """Return whether problems concern what is needed to read and score the data."""
     hidden = ("data.", "model.", "reward.", "evaluation.", "--config-name")
-    return any(problem.key.startswith(hidden) for problem in problems)
+    return any(
+        problem.key.startswith(hidden) or ".model." in problem.key
+        for problem in problems
+    )
 
 
 def _together(
@@ -291,33 +338,7 @@ def _resources(machine: Machine | None) -> str:
     )
 
 
-def print_problems(problems: Sequence[Problem], stream: TextIO) -> None:
-    """Print a block per problem: key = value, the rule, what would be right."""
-    noun = "problem" if len(problems) == 1 else "problems"
-    is_typed = all(_is_argument(problem.key) for problem in problems)
-    place = "on the command line" if is_typed else "in the configuration"
-    print(f"{len(problems)} {noun} {place}:", file=stream)
-
-    for problem in problems:
-        print(f"\n  {problem.key} = {_as_typed(problem.value)}", file=stream)
-        print(f"    rule: {problem.rule}", file=stream)
-        print(f"    fix:  {problem.fix}", file=stream)
-
-
-def _is_argument(key: str) -> bool:
-    """Return whether a problem is with an argument, such as --best or CHECKPOINT."""
-    return key.startswith("-") or key.isupper()
-
-
 def print_warnings(warnings: Sequence[str], stream: TextIO) -> None:
     """Print a line per warning."""
     for warning in warnings:
         print(f"warning: {warning}", file=stream)
-
-
-def _as_typed(value: object) -> str:
-    """Return a value as the user would type it."""
-    # An empty text is shown with its quotes.
-    if isinstance(value, str) and value:
-        return value
-    return json.dumps(value, default=str)

@@ -1,4 +1,4 @@
-"""The data in the output of `check`: lengths, two rows, and trial scores.
+"""The data in the output of `check`: schemas, lengths, two rows, and trial scores.
 
 Invariant: rows are shown as the model will see them, special tokens included.
 Deliberately not here: reading the files and trying the functions
@@ -8,14 +8,17 @@ Deliberately not here: reading the files and trying the functions
 from __future__ import annotations
 
 import shutil
+import sys
 import textwrap
 from collections.abc import Sequence
+from typing import TextIO
 
 import numpy as np
 from rich.table import Table
 
 from verl_ray.config.data import RowFormat
 from verl_ray.config.schema import Config
+from verl_ray.data.schemas import OWN_SCHEMA
 from verl_ray.preflight.data_files import DataFile
 from verl_ray.preflight.memory_table import print_tables
 from verl_ray.preflight.reward_trial import Trial
@@ -31,6 +34,20 @@ _QUANTILES = {"min": 0.0, "median": 0.5, "99 %": 0.99, "max": 1.0}
 _UNITS = {"prompt": "prompt", "supervised": "row", "preference": "row"}
 
 
+def print_readings(files: Sequence[DataFile], stream: TextIO) -> None:
+    """Print which columns were taken for what, and what each of several sets gives.
+
+    Nothing is printed of a single set with our own names.
+    """
+    for file in files:
+        for path, schema in zip(file.names, file.read_as, strict=True):
+            name = file.key if len(file.names) == 1 else f"{file.key}: {path}"
+            if schema != OWN_SCHEMA:
+                print(f"{name} read as {schema}", file=stream, flush=True)
+        for share in file.shares:
+            print(f"{file.key}: {share}", file=stream, flush=True)
+
+
 def print_data(
     config: Config, files: Sequence[DataFile], trials: Sequence[Trial]
 ) -> None:
@@ -39,6 +56,7 @@ def print_data(
     if row_format is None or not files:
         return
 
+    print_readings(files, sys.stdout)
     for file in files[:1]:
         for number, example in enumerate(file.examples, start=1):
             _print_row(file, number, example, row_format)
@@ -106,7 +124,10 @@ def _passes(config: Config, files: Sequence[DataFile]) -> str | None:
 
 
 def _trial_table(trials: Sequence[Trial]) -> Table:
-    """Return the scores of a record's own answer and of an empty response."""
+    """Return the scores of a record's own answer and of an empty response.
+
+    A record without an answer was tried with its prompt as the response.
+    """
     table = Table(
         title="rewards, tried on a record of each data source", title_justify="left"
     )
@@ -118,7 +139,10 @@ def _trial_table(trials: Sequence[Trial]) -> Table:
     # Data sources that a function scores alike share a line.
     sources: dict[tuple[str, str, str], list[str]] = {}
     for trial in trials:
-        cells = (trial.function, _cell(trial.own), _cell(trial.empty))
+        own = _cell(trial.own)
+        if not trial.has_answer:
+            own = f"none; its prompt: {own}"
+        cells = (trial.function, own, _cell(trial.empty))
         sources.setdefault(cells, []).append(trial.data_source)
 
     for cells, names in sources.items():

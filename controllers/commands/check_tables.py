@@ -129,7 +129,7 @@ def source_lines(config: Config) -> str:
 
     They stand in no table, since paths are long.
     """
-    sources = {name: role.model.path for name, role in config.model_roles.items()}
+    sources = {name: role.model.folder for name, role in config.model_roles.items()}
     for name, grader in config.graders.items():
         if grader.cpu_ranks is not None:
             sources[name] = grader.source_in_words

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from controllers.run.best import held_out_metrics
 from controllers.run.recovery import Recovery
 from controllers.run.resumption import Resumption
 from controllers.run.session import open_session
@@ -57,12 +58,14 @@ def evaluate(config: Config) -> int:
     supervised model on held-out demonstrations. The metrics, the score of each problem
     and every response are written to run.dir.
     """
-    evaluated = evaluation_of(config)
-    metrics = evaluated.evaluation.metrics
+    show_evaluated(config, evaluation_of(config))
+    return 0
 
-    held_out = {
-        name: value for name, value in metrics.items() if name.startswith("val-")
-    }
+
+def show_evaluated(config: Config, evaluated: Evaluated) -> None:
+    """Print an evaluation."""
+    metrics = evaluated.evaluation.metrics
+    held_out = held_out_metrics(metrics)
     title = f"{config.run.name}: {evaluated.model} is measured"
     if TESTING in metrics:
         title += f", which took {duration_text(metrics[TESTING])}"
@@ -73,7 +76,6 @@ def evaluate(config: Config) -> int:
         outputs={"evaluation": str(evaluated.folder)},
     )
     show(report)
-    return 0
 
 
 def evaluation_of(requested: Config) -> Evaluated:
@@ -124,7 +126,7 @@ def _write(
         "model": model,
         "checkpoint": resumption.path,
         "step": step,
-        "data": config.data.validation_path,
+        "data": [data_set.path for data_set in config.data.validation_sets],
         "settings": tree.get("evaluation"),
         "metrics": finite(evaluation.metrics),
         "intervals": {name: finite(asdict(of)) for name, of in of_metrics.items()},

@@ -20,6 +20,8 @@ from verl_ray.config.renamed import migrated
 from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
+from verl_ray.hub.models import fetch_models
+from verl_ray.paths import typed_path
 from verl_ray.profiling.phases import phase
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}
@@ -39,8 +41,9 @@ def main(argv: list[str]) -> int:
     if arguments.adapter:
         _refuse_missing_adapter(role, config)
 
-    directory = Path(arguments.directory)
+    directory = typed_path("DIR", arguments.directory)
     _refuse_full_directory(directory)
+    fetch_models(config)
 
     difference = _export(
         config,
@@ -90,6 +93,7 @@ def _export(
         The largest difference of a log-prob or a score on fixed tokens.
     """
     # Ray and torch take seconds to import, which no mistake in the arguments may cost.
+    from controllers.system.models import bring_models
     from controllers.system.plan import ClusterShape, plan_processes, resolve_on
     from controllers.trainers.base import task_of
     from verl_ray.cluster.calls import wait_all
@@ -101,14 +105,14 @@ def _export(
         tempfile.TemporaryDirectory() as logs,
         Session.open(address, log_dir=Path(logs)) as session,
     ):
-        # Once more, since Ray has put its own handler there, which exits without a
-        # message.
+        # Once more: a handler that Ray has put there exits without a message.
         stop_on_signals()
 
         # This machine may have other cores than the one that wrote the checkpoint.
         shape = ClusterShape.of(session)
         resolved = resolve_on(with_threads_unresolved(config), shape)
         plan = plan_processes(resolved, shape, task_of(config).workers)
+        bring_models(config, session)
 
         # Only the processes of this role are started.
         planned_role = plan.roles[role]
@@ -122,10 +126,9 @@ def _export(
             ) as groups,
         ):
             group = groups[planned_role]
-            target = str(directory.absolute())
             wait_all([group.broadcast(ModelWorker.load, checkpoint.role(role))])
-            wait_all([group.broadcast(ModelWorker.export, target, adapter)])
-            differences = group.broadcast(ModelWorker.distance_from, target)
+            wait_all([group.broadcast(ModelWorker.export, str(directory), adapter)])
+            differences = group.broadcast(ModelWorker.distance_from, str(directory))
             return max(differences.result())
 
 

@@ -74,7 +74,7 @@ def print_summary(
         return
 
     text = io.StringIO()
-    console = Console(file=text, width=FILE_WIDTH, highlight=False)
+    console = Console(file=text, force_jupyter=False, width=FILE_WIDTH, highlight=False)
     for part in (table, *lines):
         console.print(part, soft_wrap=isinstance(part, str), markup=False)
     replace_file(folder / SUMMARY, text.getvalue().encode(errors="backslashreplace"))

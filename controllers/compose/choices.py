@@ -10,13 +10,12 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 
 from controllers.compose.sources import options_of, run_hydra
-from controllers.compose.sweeps import quoted
+from controllers.compose.sweeps import parsed_override, quoted
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import Problem
 
@@ -28,12 +27,11 @@ def parse_overrides(
     overrides: Sequence[str], problems: list[Problem]
 ) -> list[Override]:
     """Return the overrides that can be understood; the others become problems."""
-    parser = OverridesParser.create()
     parsed = []
 
     for text in overrides:
         try:
-            override = parser.parse_override(text)
+            override = parsed_override(text)
         except HydraException:
             problems.append(_unreadable(text))
             continue
@@ -57,6 +55,13 @@ def _unreadable(text: str) -> Problem:
         rule = "this override has no value"
         return Problem(key, text, rule, _root_named_by(text) or f"Write {key}=VALUE.")
 
+    table, _, source = key.rpartition(".functions.")
+    if table and "/" in source:
+        # The grammar has no keys with a slash, but names in a dict.
+        rule = "this key cannot be read"
+        functions = f"{{{source}: {value}, default: by_data_source}}"
+        return Problem(key, value, rule, f"Write '{table}.functions={functions}'.")
+
     rule = "this value cannot be read"
     fix = f"Quote lists and dicts as a whole for the shell: '{key}=[1, 2]'."
     if value and value[0] not in "[{":
@@ -69,7 +74,7 @@ def _root_named_by(text: str) -> str | None:
     name = text.removesuffix(".yaml")
     if name in options_of(""):
         return f"Write --config-name {name}."
-    path = Path(text).expanduser()
+    path = Path(text)
     if (path / "config.yaml").is_file():
         return f"Write --config-dir {shlex.quote(text)} --config-name config."
     if path.suffix == ".yaml":

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from controllers.compose.trees import Tree, as_plain, key_exists, leaves, value_at
+from controllers.compose.trees import (
+    TABLES,
+    Tree,
+    as_plain,
+    key_exists,
+    leaves,
+    value_at,
+)
 from controllers.tasks import sections_of_all_tasks
 from verl_ray.backends import BACKENDS
 from verl_ray.config.advice import advice_on
@@ -243,6 +250,9 @@ def _unknown_key(override: Override, composed: _ComposedTree) -> Problem:
 def _inside_null(override: Override, section: str) -> Problem:
     rule = f"this setting would be ignored: {section} is null"
     fix = f"Leave it out, or give all of {section}."
+    if TABLES.fullmatch(section):
+        name = _key(override).removeprefix(f"{section}.")
+        fix = f"Write '{section}={{{name}: {override.value()}}}'."
     return Problem(override.key_or_group, override.value(), rule, fix)
 
 
@@ -269,8 +279,9 @@ def _backend_roles(choices: Mapping[str, str]) -> list[str]:
 def set_value(tree: DictConfig, key: str, override: Override) -> None:
     """Set the value at `key`, or delete the key.
 
-    A dict is merged into the section at `key`. What another override has put in place
-    of a section is reported when values are typed, and has nothing inside.
+    A dict is merged into the section at `key`, or replaces it where its keys are the
+    user's own. What another override has put in place of a section is reported when
+    values are typed, and has nothing inside.
     """
     section, _, name = key.rpartition(".")
     around = _present(tree, section) if section else tree
@@ -279,7 +290,8 @@ def set_value(tree: DictConfig, key: str, override: Override) -> None:
 
     if not override.is_delete():
         value = override.value()
-        merges = isinstance(value, dict) and OmegaConf.is_dict(_present(tree, key))
+        is_section = OmegaConf.is_dict(_present(tree, key))
+        merges = isinstance(value, dict) and is_section and not TABLES.fullmatch(key)
         OmegaConf.update(tree, key, value, merge=merges, force_add=True)
         return
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from verl_ray.errors import ConfigError, Problem
-from verl_ray.paths import path_suggestion
+from verl_ray.paths import path_suggestion, typed_path
 
 _SUFFIX = ".yaml"
 
@@ -25,7 +25,12 @@ def named_root(config_name: str, config_dir: str | None) -> tuple[str, str | Non
     Raises:
         ConfigError: it is a path, and there is no such file.
     """
-    path = Path(config_name).expanduser()
+    path = Path(config_name)
+    # A relative path may be one below --config-dir.
+    if config_name.startswith(("~", "$")):
+        path = typed_path("--config-name", config_name)
+    if config_dir is not None:
+        config_dir = str(typed_path("--config-dir", config_dir))
     if path.suffix in (".yml", ".json"):
         rule = f"a configuration ends in {_SUFFIX}"
         fix = f"Rename the file to {path.stem}{_SUFFIX}."
@@ -34,7 +39,7 @@ def named_root(config_name: str, config_dir: str | None) -> tuple[str, str | Non
     name = path.stem if path.suffix == _SUFFIX else path.name
     folder = path.parent
     if config_dir is not None:
-        folder = Path(config_dir).expanduser() / folder
+        folder = Path(config_dir) / folder
 
     # A name stands for a file of a folder, or for one of the project's own.
     is_file_here = path.suffix == _SUFFIX and (folder / path.name).is_file()

@@ -12,9 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
+from controllers.compose.from_python import as_quoted
 from verl_ray.errors import ConfigError, Problem
+
+# `~` as the whole first part of a path, where a value begins.
+_HOME = re.compile(r"(?<=[=:,\[ ])~(?=[/,\]} ]|$)")
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ def swept_runs(overrides: Sequence[str]) -> list[SweptRun]:
 def _alternatives(text: str, problems: list[Problem]) -> list[str]:
     """Return an override as it is typed for each of its values."""
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = parsed_override(text)
     except HydraException:
         # What cannot be read is reported when each run is checked.
         return [text]
@@ -71,10 +76,25 @@ def _alternatives(text: str, problems: list[Problem]) -> list[str]:
         return [text]
 
 
+def parsed_override(text: str) -> Override:
+    """Return an override as Hydra reads it; a path may begin with `~` without quotes.
+
+    Raises:
+        HydraException: it cannot be read.
+    """
+    parser = OverridesParser.create()
+    try:
+        return parser.parse_override(text)
+    except HydraException:
+        # Hydra's grammar knows no such character. A path has another word for it.
+        without_tilde = _HOME.sub("$HOME", text)
+        if without_tilde == text:
+            raise
+        return parser.parse_override(without_tilde)
+
+
 def quoted(key: str, value: str) -> str:
     """Return an override that sets a text, whatever characters it has."""
     if re.fullmatch(r"[\w./-]+", value):
         return f"{key}={value}"
-
-    escaped = value.replace("\\", "\\\\").replace("'", "\\'")
-    return f"{key}='{escaped}'"
+    return f"{key}={as_quoted(value)}"

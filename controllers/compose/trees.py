@@ -1,15 +1,15 @@
 """Configuration trees as plain dictionaries: searched, resolved, typed.
 
-Invariant: every local path in a configuration is absolute, because a worker's current
-folder is not the user's. Deliberately not here: overrides (`overrides.py`), and what
-the values mean (`verl_ray.config`).
+Invariant: a value that cannot be used becomes a problem, and the rest is still checked.
+Deliberately not here: overrides (`overrides.py`), and what the values mean
+(`verl_ray.config`).
 """
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,17 +19,11 @@ from controllers.tasks import typed_config
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 
-PATHS = re.compile(
-    r"run\.dir|run\.resume|rollout\.sync\.folder|data\.(train|validation)_path"
-    r"|([\w.]+\.)?model\.path"
+TABLES = re.compile(
+    r"(reward(\.components\.\w+)?|evaluation)\.functions|reward\.weights"
+    r"|data\.(columns|train_path|validation_path)"
 )
-"""Keys that hold a path."""
-
-FUNCTIONS = re.compile(r"(reward(\.components\.\w+)?|evaluation)\.functions\..+")
-"""Keys that may hold the path of a file and the name of a function in it."""
-
-NO_CHECKPOINT = ("auto", "none", "true", "false")
-"""Values of run.resume that are no path, in any spelling; rules refuse wrong ones."""
+"""Sections that are one value: a function for `default` alone serves all sources."""
 
 MISSING = "???"
 """Hydra's mark of a value that the user must set."""
@@ -125,7 +119,9 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
     for key, value in _items(plain):
         if value == MISSING:
             OmegaConf.update(tree, key, "")
-            fix = f"Give it on the command line: {key}=..."
+            fix = f"Give it: {key}=..."
+            if key == "data.validation_path":
+                fix += f"; or, to evaluate nothing, {key}=null run.evaluate_every=0"
             problems.append(Problem(key, None, "this key must be set", fix))
 
     # Each key is resolved alone, so that a bad reference does not hide others.
@@ -134,51 +130,23 @@ def resolve(tree: DictConfig, problems: list[Problem]) -> Tree:
             OmegaConf.select(tree, key, throw_on_resolution_failure=True)
         except OmegaConfBaseException as error:
             OmegaConf.update(tree, key, None)
-            fix = "Refer to a key that exists, as in ${model.path}."
-            problems.append(Problem(key, value, first_line(str(error)), fix))
+            rule = first_line(str(error))
+            problems.append(Problem(key, value, rule, _reference_meant(value)))
 
     resolved = OmegaConf.to_container(tree, resolve=True)
     assert isinstance(resolved, dict)
-    _make_paths_absolute(resolved)
     return {str(key): value for key, value in resolved.items()}
 
 
-def _make_paths_absolute(node: object, prefix: str = "") -> None:
-    """Make the local paths of a tree absolute in place, and expand `~`.
-
-    Everything else stays: an empty text, a URL, a built-in reward function.
-    """
-    if not isinstance(node, dict):
-        return
-
-    for name, value in node.items():
-        key = f"{prefix}{name}"
-
-        if not isinstance(value, str):
-            _make_paths_absolute(value, f"{key}.")
-        elif FUNCTIONS.fullmatch(key):
-            node[name] = _absolute_function(value)
-        elif PATHS.fullmatch(key) and not _is_resume_choice(key, value):
-            node[name] = _absolute(value)
-
-
-def _is_resume_choice(key: str, value: str) -> bool:
-    return key == "run.resume" and value.lower() in NO_CHECKPOINT
-
-
-def _absolute_function(value: str) -> str:
-    """Return `path.py:function` with an absolute path; a built-in function as it is."""
-    path, colon, function = value.rpartition(":")
-    if not colon:
-        return value
-    return f"{_absolute(path)}:{function}"
-
-
-def _absolute(path: str) -> str:
-    """Return a local path absolute; an empty text or a URL as it is."""
-    if not path.strip() or "://" in path:
-        return path
-    return str(Path(path).expanduser().absolute())
+def _reference_meant(value: object) -> str:
+    """Return what to write in place of a value with a reference that leads nowhere."""
+    variables = [
+        name for name in re.findall(r"\$\{(\w+)\}", str(value)) if name in os.environ
+    ]
+    if not variables:
+        return "Refer to a key that exists, as in ${model.path}."
+    name = variables[0]
+    return f"An environment variable is ${name} in a path, or ${{oc.env:{name}}}."
 
 
 # ----------------------------------------------------------------- typed configurations

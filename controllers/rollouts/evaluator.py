@@ -1,4 +1,4 @@
-"""Evaluation on held-out problems: accuracy per data source, and rollouts to read.
+"""Evaluation on held-out problems: a metric per data source, and rollouts to read.
 
 Responses are greedy or sampled, as the configuration has it. Deliberately not here:
 when a run evaluates (`controllers/run/loop.py`), and the command that does nothing else
@@ -7,14 +7,16 @@ when a run evaluates (`controllers/run/loop.py`), and the command that does noth
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from controllers.rollouts.producer import Producer
 from controllers.watch import held_out_measures, measures
+from controllers.watch.entries import held_out_entry_metrics, read_entries
 from controllers.watch.evaluation import Evaluation
+from controllers.watch.held_out_measures import CoreScores
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.store import read
 from verl_ray.config.reward import HELD_OUT_GRADER
@@ -23,8 +25,10 @@ from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Finish, Float32, Prompts, Rollouts
 from verl_ray.profiling.timers import Timers
+from verl_ray.rewards.functions import REWARD_FUNCTIONS
+from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores, Shaping
-from verl_ray.tracking.base import HeldOutResponse, Sample
+from verl_ray.tracking.base import HELD_OUT, HeldOutResponse, Sample
 from verl_ray.tracking.evaluations import HeldOutScores, digest
 
 if TYPE_CHECKING:
@@ -65,8 +69,8 @@ class Evaluator:
     ) -> Evaluation:
         """Evaluate the present policy.
 
-        A response that a function failed to score counts as wrong. Any other failed
-        score is left out. val-aux/failed_scores counts both.
+        A failed score counts as wrong where an accuracy is measured, and is left out of
+        a mean reward. val-aux/failed_scores counts both.
 
         Args:
             producer: Generates the responses and scores them.
@@ -74,7 +78,7 @@ class Evaluator:
             timers: Timers that record the evaluation.
 
         Returns:
-            Accuracy on the held-out problems, the scores of each problem, and the
+            The metrics of the held-out problems, the scores of each problem, and the
             first rollouts as text.
         """
         evaluation = self._config.evaluation
@@ -83,20 +87,23 @@ class Evaluator:
 
         with timers("testing"):
             generation = producer.evaluation_generation()
-            producer.begin(self._prompts, generation, buffer)
+            producer.begin(self._prompts, generation, buffer, policy_version)
             experience = producer.take(self._prompts, buffer, policy_version, timers)
 
         raw_scores = measures.response_scores(experience.scores)
         scores = self._shaping.weigh(raw_scores)
+        entries = read_entries(experience.scores, self._config.run.stall_s)
+        core = self._core_scores(scores, raw_scores, entries)
         responses = HeldOutResponses(
             experience.rollouts,
             scores.score,
+            entries,
             self._tokenizer,
             stall_s=self._config.run.stall_s,
         )
 
         response_length = experience.rollouts.row("response_length")
-        metrics = self._score_metrics(scores, raw_scores)
+        metrics = self._score_metrics(scores, raw_scores, core, entries)
         metrics |= {
             "val-aux/failed_scores": float((~scores.ok).sum()),
             "val-aux/num_prompts": float(self._prompts.num_rows),
@@ -105,56 +112,70 @@ class Evaluator:
         return Evaluation(
             metrics,
             samples=responses.samples(evaluation.samples),
-            scores=self._scores_of_problems(scores, raw_scores),
+            scores=self._scores_of_problems(core),
             responses=responses,
+        )
+
+    @property
+    def _sources(self) -> list[str]:
+        """Data source of each response."""
+        sources = self._prompts.data_source.texts()
+        repeated: list[str] = np.repeat(
+            sources, self._config.evaluation.group_size
+        ).tolist()
+        return repeated
+
+    def _core_scores(
+        self,
+        scores: ResponseScores,
+        raw_scores: Mapping[str, ResponseScores],
+        entries: Sequence[Entries],
+    ) -> CoreScores:
+        """Return what counts in the main metric of each data source."""
+        graders = self._config.active_graders(learns=True)
+        functions: Mapping[str, str] = {}
+        # A weighted sum of scores is no accuracy.
+        if self._config.reward.as_mixture is None or HELD_OUT_GRADER in raw_scores:
+            (grader,) = raw_scores
+            functions = graders[grader].named_functions or {}
+        built_in = {
+            source
+            for source in self._prompts.data_source.texts()
+            if functions.get(source, functions.get("default")) in REWARD_FUNCTIONS
+        }
+        group_size = self._config.evaluation.group_size
+        return held_out_measures.core_scores(
+            self._sources, scores, entries, built_in, group_size
         )
 
     def _score_metrics(
         self,
         scores: ResponseScores,
         raw_scores: Mapping[str, ResponseScores],
+        core: CoreScores,
+        entries: Sequence[Entries],
     ) -> Metrics:
-        """Return accuracy or mean reward per data source, and each grader's scores."""
+        """Return the metrics of each data source and grader."""
         group_size = self._config.evaluation.group_size
-        prompt_sources = self._prompts.data_source.texts()
-        sources: list[str] = np.repeat(prompt_sources, group_size).tolist()
-
-        if self._is_right_or_wrong(raw_scores):
-            metrics = held_out_measures.accuracy(sources, scores, group_size)
-        else:
-            metrics = held_out_measures.held_out_rewards(sources, scores, group_size)
+        sources = self._sources
+        metrics = held_out_entry_metrics(sources, entries, group_size)
+        metrics |= held_out_measures.held_out_rewards(sources, scores, core, group_size)
+        # An accuracy that is the main metric of its data source has one name.
+        for name in core.metrics:
+            if f"/{held_out_measures.ACCURACY}/mean@" in name:
+                metrics.pop(name.replace(HELD_OUT, "val-aux/", 1), None)
+        metrics |= core.means()
         return metrics | measures.component_metrics(raw_scores, "val-aux/reward")
 
-    def _scores_of_problems(
-        self,
-        scores: ResponseScores,
-        raw_scores: Mapping[str, ResponseScores],
-    ) -> HeldOutScores:
+    def _scores_of_problems(self, core: CoreScores) -> HeldOutScores:
         """Return the scores of each problem, as they count in its metric."""
         group_size = self._config.evaluation.group_size
-        right_or_wrong = self._is_right_or_wrong(raw_scores)
-        metrics = [
-            held_out_measures.metric_name(
-                source, group_size, right_or_wrong=right_or_wrong
-            )
-            for source in self._prompts.data_source.texts()
-        ]
-
-        failed_score = 0.0 if right_or_wrong else np.nan
-        counted = np.where(scores.ok, scores.score, failed_score)
         return HeldOutScores(
             problems=self._prompts.group_id.tolist(),
             digests=self._digests,
-            metrics=metrics,
-            scores=counted.astype(np.float64).reshape(-1, group_size),
+            metrics=core.metrics[::group_size],
+            scores=core.values.reshape(-1, group_size),
         )
-
-    def _is_right_or_wrong(self, raw_scores: Mapping[str, ResponseScores]) -> bool:
-        """Return whether scores are accuracies.
-
-        Those of a model have any scale, so their mean is no accuracy.
-        """
-        return HELD_OUT_GRADER in raw_scores or self._config.reward.kind == "function"
 
 
 class HeldOutResponses(Iterable[HeldOutResponse]):
@@ -167,13 +188,15 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
         self,
         rollouts: Sharded[Rollouts],
         scores: Float32,
+        entries: Sequence[Entries],
         tokenizer: PreTrainedTokenizerBase,
         *,
         stall_s: float,
     ) -> None:
-        """Take the responses, and the score of each, float32 [rows]."""
+        """Take the responses, and score (float32) and entries of each, [rows]."""
         self._rollouts = rollouts
         self._scores = scores
+        self._entries = entries
         self._tokenizer = tokenizer
         self._stall_s = stall_s
 
@@ -191,6 +214,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 data_source=response.data_source,
                 score=response.score,
                 truncated=response.finish == Finish.LENGTH.name.lower(),
+                entries=response.entries,
             )
             for response in self._read(0, count)
         ]
@@ -214,6 +238,7 @@ class HeldOutResponses(Iterable[HeldOutResponse]):
                 answer=answers[i],
                 score=float(self._scores[number]),
                 finish=Finish(rows.finish[i]).name.lower(),
+                entries=self._entries[int(number)],
             )
 
     def _text(self, tokens: np.ndarray) -> str:

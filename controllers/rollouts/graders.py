@@ -1,7 +1,9 @@
 """The graders of a run as the driver sees them: who scores what, and pending scores.
 
 Invariant: every grader is called with the same method, and scores a piece of rollouts
-as soon as it is generated. Deliberately not here: how responses are scored (`workers`),
+as soon as it is generated, or as soon as its groups are whole where it needs groups.
+Deliberately not here: how responses are scored (`workers`), which groups are whole
+(`groups.py`),
 how many scores may fail (`score_failures.py`), and what is made of the scores
 (`verl_ray/rewards/shaping.py`).
 """
@@ -83,6 +85,8 @@ class Graders:
         self._config = config
         self._groups = groups
         self._history = FailureHistory()
+        self._group_needs: dict[str, bool] = {}
+        """Whether a grader needs groups, for those that were asked."""
 
     def names(self, purpose: str) -> tuple[str, ...]:
         """Return the graders of rollouts with this purpose."""
@@ -101,9 +105,33 @@ class Graders:
         ]
         return f" ({', '.join(deadlines)})" if deadlines else ""
 
-    def score(self, rollouts: Sharded[Rollouts], purpose: str) -> PendingScores:
-        """Start to score a piece of rollouts with all graders of this purpose."""
-        calls = {name: self._call(name, rollouts) for name in self.names(purpose)}
+    def needs_groups(self, purpose: str) -> bool:
+        """Return whether any grader scores all responses to a prompt in one call."""
+        return any(self._needs_groups(name) for name in self.names(purpose))
+
+    def _needs_groups(self, name: str) -> bool:
+        """Return whether a grader needs groups, which does not change in a run."""
+        if name not in self._group_needs:
+            grader = self._config.active_graders(learns=True)[name]
+            needs = False
+            # Only functions compare responses; every rank has the same ones.
+            if grader.named_functions is not None:
+                needs = self._groups[name].rank_zero(Grader.needs_groups).result()
+            self._group_needs[name] = needs
+        return self._group_needs[name]
+
+    def score(
+        self, rollouts: Sharded[Rollouts], purpose: str, step: int
+    ) -> PendingScores:
+        """Start to score a piece of rollouts with all graders of this purpose.
+
+        Args:
+            rollouts: The rollouts.
+            purpose: Their purpose.
+            step: The training step that is made; in an evaluation the last step of the
+                policy.
+        """
+        calls = {name: self._call(name, rollouts, step) for name in self.names(purpose)}
         return PendingScores(rollouts, calls)
 
     def watch_failures(self, purpose: str, num_responses: int) -> ScoreFailures:
@@ -128,10 +156,12 @@ class Graders:
             of_held_out=purpose == EVALUATION,
         )
 
-    def _call(self, name: str, rollouts: Sharded[Rollouts]) -> Call[Sharded[Scores]]:
+    def _call(
+        self, name: str, rollouts: Sharded[Rollouts], step: int
+    ) -> Call[Sharded[Scores]]:
         group = self._groups[name]
         # The ranks of a model on a backend may have collectives, so all of them are
         # called. Other graders have independent replicas.
         if name in self._config.model_roles:
-            return group.scatter(Grader.score, rollouts)
-        return group.route(Grader.score, rollouts)
+            return group.scatter(Grader.score, rollouts, step)
+        return group.route(Grader.score, rollouts, step)

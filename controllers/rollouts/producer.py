@@ -16,6 +16,7 @@ from typing import Any
 
 from controllers.rollouts.generation import GenerationJob
 from controllers.rollouts.graders import EVALUATION, TRAINING, Graders, PendingScores
+from controllers.rollouts.groups import GroupCollector
 from controllers.rollouts.replicas import Replicas
 from controllers.rollouts.score_failures import ScoreFailures
 from verl_ray.cluster.calls import check_progress
@@ -23,7 +24,8 @@ from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.waiting import TICK_S, wait
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.buffer import Experience, RolloutBuffer
-from verl_ray.data.stages import Prompts
+from verl_ray.data.sharded import Sharded
+from verl_ray.data.stages import Prompts, Rollouts
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 from verl_ray.rollout.requests import Sampling
@@ -39,6 +41,10 @@ class _Production:
     buffer: RolloutBuffer
     failures: ScoreFailures
     num_responses: int
+    step: int
+    """The training step that is made; in an evaluation the last step of the policy."""
+    groups: GroupCollector | None
+    """Responses whose graders need whole groups; None where they need none."""
     scoring: list[PendingScores] = field(default_factory=list)
     """Pieces whose scores are pending, the oldest first."""
     num_scored: int = 0
@@ -79,16 +85,27 @@ class Producer:
         prompts: Prompts,
         generation: Generation,
         buffer: RolloutBuffer,
+        step: int,
     ) -> None:
         """Begin to generate and score groups; reserve them in the buffer.
 
         They arrive there piece by piece.
+
+        Args:
+            prompts: The prompts of the groups.
+            generation: What is generated for each prompt.
+            buffer: Buffer that gets the groups.
+            step: The training step that is made, for reward functions; in an evaluation
+                the last step of the policy.
         """
         buffer.reserve(prompts.group_id)
         num_responses = prompts.num_rows * generation.group_size
         failures = self._graders.watch_failures(generation.purpose, num_responses)
+        groups = None
+        if self._graders.needs_groups(generation.purpose):
+            groups = GroupCollector(generation.group_size)
         job = self._replicas.generate(prompts, generation)
-        production = _Production(job, buffer, failures, num_responses)
+        production = _Production(job, buffer, failures, num_responses, step, groups)
         self._productions.append(production)
 
     def take(
@@ -183,13 +200,16 @@ class Producer:
         self._check_graders()
 
     def _score_generated(self) -> None:
-        """Pass every finished response on to its graders."""
+        """Pass every finished response on to its graders, if need be with its group."""
         for production in self._productions:
             purpose = production.job.generation.purpose
             while production.job.finished:
-                piece = production.job.finished.popleft()
-                scoring = self._graders.score(piece, purpose)
-                production.scoring.append(scoring)
+                piece: Sharded[Rollouts] | None = production.job.finished.popleft()
+                if production.groups is not None and piece is not None:
+                    piece = production.groups.add(piece)
+                if piece is not None:
+                    scoring = self._graders.score(piece, purpose, production.step)
+                    production.scoring.append(scoring)
 
     def _buffer_scored(self) -> None:
         """Move every piece whose scores are complete into its buffer."""

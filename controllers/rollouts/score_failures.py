@@ -24,8 +24,8 @@ from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import Scores
 from verl_ray.errors import RewardError
 from verl_ray.rewards.failure_limit import FailureLimit
-from verl_ray.rewards.functions import last_cause
 from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.tracebacks import last_cause
 
 
 @dataclass

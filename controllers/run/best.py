@@ -174,14 +174,19 @@ class BestEvaluation:
         ]
 
 
+def held_out_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return those metrics that an evaluation on held-out rows has measured."""
+    return {
+        name: value for name, value in metrics.items() if name.startswith(_HELD_OUT)
+    }
+
+
 def evaluations_of(lines: Sequence[Mapping[str, float]]) -> dict[int, dict[str, float]]:
     """Return the metrics of each evaluation of a run, by its step."""
     # Only the lines of evaluated steps have such metrics.
     evaluations = {}
     for line in lines:
-        evaluation = {
-            name: value for name, value in line.items() if name.startswith(_HELD_OUT)
-        }
+        evaluation = held_out_metrics(line)
         if evaluation:
             evaluations[int(line[GLOBAL_STEP])] = evaluation
     return evaluations

@@ -3,21 +3,24 @@
 A run begins or resumes, then steps, evaluates, records and saves, until it ends, is
 stopped or fails.
 
-Invariant: the next move is a pure function (`decide`) of the run's position, and a move
-that fails or is interrupted also yields a position. Every checkpoint belongs to a
-finished step, and so does every line of metrics.jsonl, except line 0, which holds the
-evaluation before the first step.
+Invariant: the next move is a function (`decide`) of the run's position alone, and a
+move that fails or is interrupted also yields a position. So a run that is stepped by
+hand makes the same moves as one that is not.
 
-Deliberately not here: what a step does (`controllers/trainers`), what a checkpoint
-holds (`recovery.py`), and what a stop means (`stopping.py`).
+Deliberately not here: which move is next (`position.py`), what a step does
+(`controllers/trainers`), what a checkpoint holds (`recovery.py`), and what a stop means
+(`stopping.py`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+import contextlib
+from collections.abc import Collection, Iterator
+from dataclasses import replace
 
+from controllers.run.best import held_out_metrics
 from controllers.run.persistence import Persistence, StepGuard
+from controllers.run.position import ENDINGS, PAUSES, Move, Position, decide
 from controllers.trainers.base import Trainable
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.signals import heed_signals, stop_requested
@@ -27,143 +30,21 @@ from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Tracker
 
 
-class Move(Enum):
-    """A run's next action, or the way it ends."""
-
-    BEGIN = auto()
-    """Continue from the checkpoint, or start from nothing where there is none."""
-
-    STEP = auto()
-    """Train for one more step."""
-
-    EVALUATE = auto()
-    """Evaluate on held-out rows. Before the first step, this measures the model that
-    the run started from."""
-
-    RECORD = auto()
-    """Write the metrics line of the last finished step. Before the first step, write
-    the line of the first evaluation."""
-
-    SAVE = auto()
-    """Write a checkpoint, or begin to write one."""
-
-    FINISH_SAVE = auto()
-    """Wait for the checkpoint that is being written."""
-
-    RESCUE_SAVE = auto()
-    """Commit the checkpoint that was being written when a move failed, if it is
-    whole."""
-
-    END = auto()
-    """End, because no work remains."""
-
-    STOP = auto()
-    """End after a signal; the last finished step is saved first."""
-
-    FAIL = auto()
-    """End after a failure without saving: the trainer's state may be inconsistent, so
-    only existing checkpoints are valid."""
-
-
-ENDINGS = (Move.END, Move.STOP, Move.FAIL)
-
-
-@dataclass(frozen=True)
-class Position:
-    """The progress of a run, from which its next move follows."""
-
-    begun: bool = False
-    """Whether the trainer has been restored, or has started anew."""
-
-    step: int = 0
-    """Number of finished steps."""
-
-    unrecorded: Metrics | None = None
-    """Metrics of the last finished step until its line is written, then None."""
-
-    evaluated: bool = False
-    """Whether the last finished step has been evaluated."""
-
-    best: bool = False
-    """Whether that evaluation is the best one so far, so that the step is saved."""
-
-    saved: int = 0
-    """Last step whose checkpoint is written or being written; 0 where there is none."""
-
-    saving: bool = False
-    """Whether the checkpoint of step `saved` may still be incomplete."""
-
-    finished: bool = False
-    """Whether the run ends before its last step: the trainer has reached its goal, or
-    run.early_stop evaluations have brought no improvement."""
-
-    failure: BaseException | None = None
-    """Exception with which the last move failed or was interrupted."""
-
-    stopped: bool = False
-    """Whether a signal had arrived when the last move failed or was interrupted."""
-
-
-def decide(run: RunConfig, position: Position) -> Move:
-    """Return the next move of a run at this position."""
-    if position.failure is not None:
-        return _decide_after_failure(position)
-
-    if not position.begun:
-        return Move.BEGIN
-
-    is_last = position.finished or position.step >= run.steps
-    # A step's evaluation goes into its line, so it comes first.
-    if position.unrecorded is not None:
-        needs_evaluation = evaluation_due(run, position.step, is_last=is_last)
-        if needs_evaluation and not position.evaluated:
-            return Move.EVALUATE
-        return Move.RECORD
-
-    if _checkpoint_due(run, position, is_last=is_last):
-        return Move.SAVE
-
-    if not is_last:
-        return Move.STEP
-    if position.saving:
-        return Move.FINISH_SAVE
-    return Move.END
-
-
-def _decide_after_failure(position: Position) -> Move:
-    """Return the move after one that failed or was interrupted."""
-    # A checkpoint that is being written holds a finished step, so the failed move
-    # cannot have affected it.
-    if position.saving:
-        return Move.RESCUE_SAVE
-    if position.stopped:
-        return Move.STOP
-    return Move.FAIL
-
-
-def _checkpoint_due(run: RunConfig, position: Position, *, is_last: bool) -> bool:
-    """Return whether the last finished step gets a checkpoint that it has not yet."""
-    already_saved = position.step <= position.saved
-    if already_saved or not run.checkpoint_every:
-        return False
-    is_due = position.step % run.checkpoint_every == 0
-    return is_last or position.best or is_due
-
-
-def evaluation_due(run: RunConfig, step: int, *, is_last: bool) -> bool:
-    """Return whether the model is evaluated after `step`.
-
-    This is so before the first step (step 0), every run.evaluate_every steps, and after
-    the last one, also where the run finishes early. With run.evaluate_every = 0 there
-    are no evaluations.
-    """
-    if run.evaluate_every <= 0:
-        return False
-    return step % run.evaluate_every == 0 or is_last
+def _after_failure(position: Position, failure: BaseException) -> Position:
+    """Return the position after work that failed or was interrupted."""
+    # A signal may surface as another exception, such as that of a library whose call
+    # it interrupted.
+    stopped = isinstance(failure, Interrupted) or stop_requested()
+    return replace(position, failure=failure, stopped=stopped)
 
 
 class Loop:
-    """Drives one run from its checkpoint to its end."""
+    """Drives one run from its checkpoint to its end, at once or step by step.
+
+    Attributes:
+        line: Metrics of the last finished step, as its line in the record holds them;
+            empty where this process has written none.
+    """
 
     def __init__(
         self,
@@ -179,6 +60,9 @@ class Loop:
         self._persistence = persistence
         self._step_guard = step_guard
 
+        self._position = Position()
+        self.line: Metrics = {}
+
     def run(self) -> None:
         """Make moves until the run ends.
 
@@ -186,16 +70,93 @@ class Loop:
             BaseException: The failure that broke off the run, once all finished work
                 that can be saved is saved.
         """
-        position = Position()
-        move = decide(self._run, position)
-        while move not in ENDINGS:
-            position = self._attempt(move, position)
-            move = decide(self._run, position)
+        self._move_until(ENDINGS)
 
+    # ------------------------------------------------------------------ step by step
+
+    @property
+    def finished_step(self) -> int:
+        """Number of finished steps."""
+        return self._position.step
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step remains."""
+        return decide(self._run, self._position) in ENDINGS
+
+    def begin(self) -> None:
+        """Make all moves before the next step; raises as `run` does."""
+        self._move_until(PAUSES)
+
+    def step(self) -> Metrics:
+        """Train for one more step, and make the moves that follow from it.
+
+        These are an evaluation, the line of metrics and a checkpoint, as they are due.
+        At least one step has to remain. Raises as `run` does.
+
+        Returns:
+            The metrics of the step.
+        """
+        self.begin()
+        assert not self.has_ended, "a step remains"
+        self._position = self._attempt(Move.STEP, self._position)
+        self._move_until(PAUSES)
+        return self.line
+
+    def evaluate(self) -> Metrics:
+        """Evaluate the last finished step, unless that was done; raises as `run` does.
+
+        The evaluation is not recorded, since the step has its line already.
+        """
+        self.begin()
+        metrics = self.line
+        if not self._position.evaluated:
+            with self._ending_with_failures():
+                metrics = self._trainer.evaluate().metrics
+        return held_out_metrics(metrics)
+
+    def save(self) -> None:
+        """Write the checkpoint of the last finished step, if it has none.
+
+        Raises as `run` does.
+        """
+        self.begin()
+        if self._position.step > self._position.saved:
+            self._position = self._attempt(Move.SAVE, self._position)
+        if self._position.saving:
+            self._position = self._attempt(Move.FINISH_SAVE, self._position)
+        self._move_until(PAUSES)
+
+    def leave(self) -> None:
+        """Save the last finished step, as a stop does, where a step remains."""
+        self._persistence.save_finished_step(self._trainer, self._trackers)
+
+    # ------------------------------------------------------------------------- moves
+
+    def _move_until(self, pauses: Collection[Move]) -> None:
+        """Make moves until one of `pauses` is next; save and raise at a failure."""
+        move = decide(self._run, self._position)
+        while move not in pauses:
+            self._position = self._attempt(move, self._position)
+            move = decide(self._run, self._position)
+
+        if move is Move.STEP:
+            # A signal of the last moves does not wait until the caller steps again.
+            with self._ending_with_failures():
+                heed_signals()
         if move is Move.STOP:
             self._persistence.save_finished_step(self._trainer, self._trackers)
-        if position.failure is not None:
-            raise position.failure
+        if self._position.failure is not None:
+            raise self._position.failure
+
+    @contextlib.contextmanager
+    def _ending_with_failures(self) -> Iterator[None]:
+        """End the run where the block fails or is interrupted, as after a move."""
+        try:
+            yield
+        except BaseException as failure:
+            self._position = _after_failure(self._position, failure)
+            self._move_until(ENDINGS)
 
     def _attempt(self, move: Move, position: Position) -> Position:
         """Make a move. Return the new position, also where the move fails."""
@@ -203,10 +164,7 @@ class Loop:
             with phase(self._phase(move, position)):
                 return self._make(move, position)
         except BaseException as failure:
-            # A signal may surface as another exception, such as that of a library
-            # whose call it interrupted.
-            stopped = isinstance(failure, Interrupted) or stop_requested()
-            return replace(position, failure=failure, stopped=stopped)
+            return _after_failure(position, failure)
 
     def _phase(self, move: Move, position: Position) -> str:
         """Return what a move is for a person who waits."""
@@ -310,6 +268,7 @@ class Loop:
             best.note(position.step, position.unrecorded)
 
         self._trackers.log(position.step, position.unrecorded)
+        self.line = dict(position.unrecorded)
         self._persistence.commit_line(position.step, self._trainer, self._trackers)
         return replace(
             position,

@@ -52,12 +52,23 @@ def next_in_words(config: Config) -> str:
 
     commands = next_commands(config)
     if not commands:
-        lines.append(
-            "next: nothing was saved (run.checkpoint_every=0), so nothing is left"
-        )
+        lines.append(_without_commands(config))
     for purpose, command in commands.items():
         lines.append(f"next, to {purpose}:\n{command}")
     return "\n".join(lines)
+
+
+def _without_commands(config: Config) -> str:
+    """Return what is left of a finished run that no command can go on with."""
+    for name in (EXPORTED, MODEL):
+        folder = Path(config.run.dir) / name
+        if folder.is_dir():
+            return f"next: the model is in {shown_path(folder)}"
+
+    newest = _newest_checkpoint(config)
+    if newest is not None:
+        return f"next: the last checkpoint is {shown_path(newest.path)}"
+    return "next: nothing was saved (run.checkpoint_every=0), so nothing is left"
 
 
 def next_commands(config: Config) -> dict[str, str]:
@@ -90,7 +101,7 @@ def next_commands(config: Config) -> dict[str, str]:
         )
 
     can_be_evaluated = checkpoint is not None or has_model
-    if can_be_evaluated and config.data.validation_path is not None:
+    if can_be_evaluated and config.data.validation_sets:
         words = [
             "evaluate",
             "--config-dir",

@@ -27,7 +27,8 @@ from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
 from verl_ray.cluster.session import Session
-from verl_ray.cluster.signals import Outlook, announcing, deferring_signals
+from verl_ray.cluster.signal_state import Outlook
+from verl_ray.cluster.signals import announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
 from verl_ray.config.resolve import with_threads_unresolved
@@ -240,7 +241,6 @@ def _warm_start(
     job = resolve_on(with_threads_unresolved(job), ClusterShape.of(session))
 
     tokenizer = load_tokenizer(folder / "tokenizer")
-    limits = {"max_tokens": job.sft.max_tokens, "seed": config.run.seed}
     outlook = Outlook(
         "stopping; the warm start begins anew next time, there is nothing to save yet",
         "",
@@ -252,11 +252,17 @@ def _warm_start(
         deferring_signals(),
         start(job, session) as system,
     ):
-        held_out_source = SupervisedSource(
-            str(validation), tokenizer, job.data, **limits
+        source, held_out_source = (
+            SupervisedSource(
+                path,
+                tokenizer,
+                job.data,
+                max_tokens=job.sft.max_tokens,
+                seed=config.run.seed,
+            )
+            for path in (train, validation)
         )
         held_out = held_out_source.all()
-        source = SupervisedSource(str(train), tokenizer, job.data, **limits)
 
         max_skipped_steps = config.run.max_skipped_steps
         trainer = WarmStart(warm, system.actor, source, held_out, max_skipped_steps)
@@ -288,11 +294,13 @@ def supervised_job(
     It has the actor's backend and ranks, and the optimizer of prepare.warm_start.
     """
     warm = preparation.warm_start
-    model = ModelConfig(path=str(folder / "untrained"))
+    model = ModelConfig(path=str(folder / "untrained"), revision=None)
 
     data = DataFilesConfig(
         train_path=str(train),
         validation_path=str(validation),
+        columns=None,
+        stream_above_gib=config.data.stream_above_gib,
         overlong=config.data.overlong,
         shuffle=config.data.shuffle,
         apply_chat_template=config.data.apply_chat_template,

@@ -22,7 +22,7 @@ from verl_ray.checkpoint.store import (
 )
 from verl_ray.config.renamed import migrated
 from verl_ray.errors import CheckpointError, ConfigError, Problem
-from verl_ray.paths import path_suggestion
+from verl_ray.paths import path_suggestion, typed_path
 
 # Key under which a problem with the path is reported, as the help of commands names it.
 _KEY = "CHECKPOINT"
@@ -39,7 +39,7 @@ def named_checkpoint(path: str, *, best: bool) -> Checkpoint:
         ConfigError: There is no checkpoint, or the path is not of a run and `best`.
         CheckpointError: The checkpoint is not whole.
     """
-    folder = Path(path).expanduser().absolute()
+    folder = typed_path(_KEY, path)
     if not folder.is_dir():
         _refuse_missing(path, folder)
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from controllers.run.resumption import Resumption
 from controllers.watch.learning_watch import LearningWatch
 from verl_ray.cluster.session import Session
+from verl_ray.cluster.signal_state import Outlook
 from verl_ray.cluster.signals import (
-    Outlook,
     announcing,
     raising_signals,
     stop_on_signals,

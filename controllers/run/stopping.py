@@ -15,9 +15,8 @@ import time
 from collections.abc import Iterator
 
 from controllers.run.recovery import Recovery
+from verl_ray.cluster.signal_state import AtomicWork, Outlook
 from verl_ray.cluster.signals import (
-    AtomicWork,
-    Outlook,
     all_or_nothing,
     announcing,
     heed_signals,

@@ -19,6 +19,7 @@ from controllers.devices.device_sharing import DeviceSharing, SharingPlan
 from controllers.publishing.publisher import Publisher
 from controllers.rollouts.endpoints import Endpoints
 from controllers.rollouts.replicas import Replicas
+from controllers.system.models import bring_models
 from controllers.system.plan import (
     ROLLOUT,
     WORKERS,
@@ -106,6 +107,7 @@ def start(
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr, flush=True)
 
+    bring_models(config, session)
     with phase(f"loading {_in_words(plan.roles)}"):
         groups = start_groups(
             plan.sets,

@@ -307,7 +307,7 @@ def grader_role(
     name: str, grader: SingleReward, home: str, config: RolloutTaskConfig
 ) -> Role[Any]:
     """Return one component of the reward role, in the process set `home`."""
-    policy = config.actor.model.path
+    policy = config.actor.model.folder
 
     model = config.model_roles.get(name)
     if model is not None:
@@ -336,7 +336,7 @@ def engine_spec(name: str, role: ModelRole, config: Config) -> EngineSpec:
 
     return EngineSpec(
         role=name,
-        model_path=role.model.path,
+        model_path=role.model.folder,
         head=config.head_of(name),
         backend=role.backend,
         optimizer=optimizer,
@@ -358,7 +358,7 @@ def rollout_spec(config: RolloutTaskConfig) -> RolloutSpec:
         lora = config.actor.lora
 
     return RolloutSpec(
-        config.actor.model.path,
+        config.actor.model.folder,
         config.rollout,
         longest_row,
         config.run.seed,

@@ -24,7 +24,7 @@ from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.facts import facts_here
-from verl_ray.preflight.file_errors import problem_of
+from verl_ray.preflight.file_errors import data_problem
 from verl_ray.preflight.machine import machine_of
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
@@ -157,23 +157,26 @@ def read_data(config: Config, *, trains: bool = True) -> Any:
         with phase("reading the data"):
             return task_of(resolve(config, facts)).read(trains=trains)
     except DataError as error:
-        # Both files are read; an error begins with the path of its file.
+        # Both are read; an error begins with the path of its file.
         key = "data.train_path"
-        path = config.data.train_path
-        held_out = config.data.validation_path
-        if held_out is not None and str(error).startswith(held_out):
+        data_sets = config.data.train_sets
+        held_out = config.data.validation_sets
+        if str(error).startswith(tuple(data_set.path for data_set in held_out)):
             key = "data.validation_path"
-            path = held_out
-        problem = problem_of(key, path, error)
+            data_sets = held_out
+        problem = data_problem(key, data_sets, error)
         raise ConfigError([problem]) from error
 
 
-def warn_skipped(count: int, what: str) -> None:
-    """Report rows that are left out by data.overlong=skip or data.unusable=skip.
+def warn_skipped(skipped: Mapping[str, int], what: str) -> None:
+    """Report records that are left out by data.overlong=skip or data.unusable=skip.
 
     Args:
-        count: Number of rows. Nothing is printed for 0.
-        what: The rows and what is wrong with them, such as "rows are too long".
+        skipped: Number of records by the reason. Nothing is printed for 0.
+        what: The records, such as "rows of the training data".
     """
-    if count:
-        print(f"warning: {count} {what} and left out", file=sys.stderr, flush=True)
+    for reason, count in skipped.items():
+        if count:
+            defect = reason.replace("_", " ")
+            warning = f"warning: {count} {what} are {defect} and left out"
+            print(warning, file=sys.stderr, flush=True)

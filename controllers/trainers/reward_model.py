@@ -8,6 +8,7 @@ not here: scoring rollouts, which is the reward role's part in `rl.py`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,7 @@ from controllers.watch.memory import MemoryRecord
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.data.packing import lengths_of_units, rows_of_units
 from verl_ray.data.preferences import PreferenceSource
@@ -111,24 +113,26 @@ class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
     def read(self, *, trains: bool = True) -> Preferences:
         """Read the pairs to learn from, and the held-out pairs."""
         config = self.config
-        tokenizer = load_tokenizer(config.reward.model.path)
+        tokenizer = load_tokenizer(config.reward.model.folder)
         # The command `evaluate` evaluates whatever run.evaluate_every is.
         evaluates = config.run.evaluate_every > 0 or not trains
 
         train: PreferenceSource | None = None
         if trains:
             train = self._read_pairs(
-                config.data.train_path,
+                config.data.train_sets,
                 "the training data",
                 tokenizer,
+                may_stream=True,
             )
 
         held_out: TrainingBatch | None = None
-        if config.data.validation_path is not None and evaluates:
+        if config.data.validation_sets and evaluates:
             source = self._read_pairs(
-                config.data.validation_path,
+                config.data.validation_sets,
                 "the held-out data",
                 tokenizer,
+                may_stream=False,
             )
             held_out = source.all(config.evaluation.num_pairs)
 
@@ -160,23 +164,24 @@ class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
 
     def _read_pairs(
         self,
-        path: str,
+        data_sets: Sequence[DataSet],
         name: str,
         tokenizer: PreTrainedTokenizerBase,
+        *,
+        may_stream: bool,
     ) -> PreferenceSource:
-        """Read the pairs at `path`; report those that are left out of `name`."""
+        """Read the pairs of some data sets; report those that are left out."""
         config = self.config
         source = PreferenceSource(
-            path,
+            data_sets,
             tokenizer,
             config.data,
             max_tokens=config.preference.max_tokens,
             seed=config.run.seed,
             margin=config.preference.margin,
+            may_stream=may_stream,
         )
-        for reason, count in source.skipped.items():
-            defect = reason.replace("_", " ")
-            warn_skipped(count, f"pairs of {name} are {defect}")
+        warn_skipped(source.skipped, f"pairs of {name}")
         return source
 
     def refuse_untrained(self) -> None:
@@ -185,7 +190,7 @@ class RewardModelTask(SupervisedTask[RewardModelConfig, Preferences]):
         Raises:
             ConfigError: It has none, so there is nothing to evaluate.
         """
-        path = self.config.reward.model.path
+        path = self.config.reward.model.folder
         if VALUE_HEAD in tensor_shapes(path):
             return
 

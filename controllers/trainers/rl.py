@@ -19,6 +19,7 @@ from controllers.trainers.base import Task, warn_skipped
 from controllers.trainers.learner import Learner
 from controllers.trainers.updates import whitening_moments
 from controllers.watch import measures
+from controllers.watch.entries import entry_metrics, read_entries
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.learning import NUM_EXAMPLES
 from controllers.watch.measures import Metrics
@@ -132,6 +133,8 @@ class Trainer:
 
         weighted_scores = self.shaping.weigh(raw_scores)
         metrics |= measures.score_metrics(weighted_scores, raw_scores, aborted)
+        entries = read_entries(experience.scores, self.config.run.stall_s)
+        metrics |= entry_metrics(entries)
         if self.config.rollout.group_size > 1:
             metrics |= measures.group_metrics(rollouts, scores, aborted)
         return metrics | self.step_metrics(rollouts, credit)
@@ -144,7 +147,8 @@ class Trainer:
         """
         prompts = self.prompts.next_batch(self.config.data.prompts_per_step)
         generation = self.producer.training_generation()
-        self.producer.begin(prompts, generation, self.buffer)
+        step = self.policy_version + 1
+        self.producer.begin(prompts, generation, self.buffer, step)
         return self.producer.take(
             prompts,
             self.buffer,
@@ -190,6 +194,7 @@ class Trainer:
             "perf/throughput": tokens_per_s / self.system.devices,
             "perf/cpu_memory_used_gb": host_used_gib(),
             "training/epoch": float(self.prompts.epoch),
+            "training/records_passed_over": float(self.prompts.passed_over),
             NUM_EXAMPLES: float(len(self.prompts)),
         }
 
@@ -272,25 +277,23 @@ class ReinforcementTask(Task[RLConfig, Problems]):
     def read(self, *, trains: bool = True) -> Problems:
         """Read the prompts, and the held-out problems where there is an evaluation."""
         config = self.config
-        tokenizer = load_tokenizer(config.actor.model.path)
+        tokenizer = load_tokenizer(config.actor.model.folder)
         prompts = PromptSource(
-            config.data.train_path,
+            config.data.train_sets,
             tokenizer,
             config.data,
             config.run.seed,
+            may_stream=True,
         )
         if trains:
-            warn_skipped(prompts.skipped, "prompts of the training data are too long")
+            warn_skipped(prompts.skipped, "prompts of the training data")
 
         # Held-out problems are read only where there is an evaluation.
         held_out: Prompts | None = None
         num_held_out = 0
         if config.run.evaluate_every or not trains:
-            assert config.data.validation_path is not None, (
-                "the configuration requires it where there is an evaluation"
-            )
             source = PromptSource(
-                config.data.validation_path,
+                config.data.validation_sets,
                 tokenizer,
                 config.data,
                 config.run.seed,
@@ -318,9 +321,12 @@ class ReinforcementTask(Task[RLConfig, Problems]):
             return None
 
         # Every data source has to improve, so the smallest gain counts.
-        gain = min(
-            after[name] - before[name] for name in after if name.startswith(HELD_OUT)
-        )
+        gains = [
+            after[name] - before[name]
+            for name in after.keys() & before.keys()
+            if name.startswith(HELD_OUT)
+        ]
+        gain = min(gains, default=0.0)
         if gain >= preparation.min_gain:
             return None
 

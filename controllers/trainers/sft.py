@@ -7,6 +7,7 @@ answer tokens before it. Deliberately not here: the steps themselves (`supervise
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,7 @@ from controllers.watch.measures import Metrics
 from controllers.watch.memory import MemoryRecord
 from verl_ray.cluster.calls import Call
 from verl_ray.cluster.group import WorkerGroup
+from verl_ray.config.data import DataSet
 from verl_ray.config.tasks.sft import SFTConfig
 from verl_ray.data.sharded import Sharded
 from verl_ray.data.stages import TrainingBatch
@@ -124,20 +126,22 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
     def read(self, *, trains: bool = True) -> Demonstrations:
         """Read the demonstrations, and the held-out rows if there is an evaluation."""
         config = self.config
-        tokenizer = load_tokenizer(config.actor.model.path)
+        tokenizer = load_tokenizer(config.actor.model.folder)
         # The command `evaluate` evaluates whatever run.evaluate_every is.
         evaluates = config.run.evaluate_every > 0 or not trains
 
         train: SupervisedSource | None = None
         if trains:
-            train = self._read_rows(config.data.train_path, tokenizer)
-            warn_skipped(train.skipped, "rows of the training data are too long")
+            train = self._read_rows(config.data.train_sets, tokenizer, may_stream=True)
+            warn_skipped(train.skipped, "rows of the training data")
 
         # Without held-out rows the run trains for all of its steps.
         held_out: TrainingBatch | None = None
-        if config.data.validation_path is not None and evaluates:
-            everything = self._read_rows(config.data.validation_path, tokenizer)
-            warn_skipped(everything.skipped, "held-out rows are too long")
+        if config.data.validation_sets and evaluates:
+            everything = self._read_rows(
+                config.data.validation_sets, tokenizer, may_stream=False
+            )
+            warn_skipped(everything.skipped, "held-out rows")
             held_out = everything.all(config.evaluation.num_prompts)
 
         return Demonstrations(train, held_out)
@@ -165,14 +169,19 @@ class SFTTask(SupervisedTask[SFTConfig, Demonstrations]):
         )
 
     def _read_rows(
-        self, path: str, tokenizer: PreTrainedTokenizerBase
+        self,
+        data_sets: Sequence[DataSet],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        may_stream: bool,
     ) -> SupervisedSource:
-        """Read the demonstrations at `path`."""
+        """Read the demonstrations of some data sets."""
         config = self.config
         return SupervisedSource(
-            path,
+            data_sets,
             tokenizer,
             config.data,
             max_tokens=config.sft.max_tokens,
             seed=config.run.seed,
+            may_stream=may_stream,
         )

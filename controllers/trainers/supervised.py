@@ -153,6 +153,7 @@ class SupervisedTrainer(ABC, Generic[W]):
             "perf/total_num_tokens": float(rows.num_tokens),
             "perf/throughput": tokens_per_s / self.group.num_ranks,
             "training/epoch": float(self._train.epoch),
+            "training/records_passed_over": float(self._train.passed_over),
             NUM_EXAMPLES: float(len(self._train)),
         }
         if self._memory is not None:

@@ -8,13 +8,15 @@ Deliberately not here: generating and scoring these responses
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 from math import nan
 
 import numpy as np
 import numpy.typing as npt
 
 from controllers.watch.measures import Metrics, spread
+from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores
 from verl_ray.tracking.base import HELD_OUT
 
@@ -26,63 +28,92 @@ PAIR_ACCURACY = "val-core/held_out/pair_accuracy"
 LOG_LOSS = "val-core/held_out/log_loss"
 
 
-def metric_name(source: str, group_size: int, *, right_or_wrong: bool) -> str:
-    """Return the name of the metric of a data source: acc/mean@N or reward/mean@N.
-
-    Args:
-        source: Name of the data source.
-        group_size: Number of responses per prompt.
-        right_or_wrong: Whether scores are between wrong (0) and right (1). Otherwise
-            they may have any scale.
-    """
-    kind = "acc" if right_or_wrong else "reward"
-    return f"{HELD_OUT}{source}/{kind}/mean@{group_size}"
+ACCURACY = "acc"
+"""Entry of a function's result that is an accuracy; its metric has the same name."""
+REWARD = "reward"
 
 
-def accuracy(
-    sources: Sequence[str], scores: ResponseScores, group_size: int
-) -> Metrics:
-    """Return val-core/<data source>/acc/mean@N, the mean score per data source.
+@dataclass(frozen=True, eq=False)
+class CoreScores:
+    """Numbers that count in the main metric of each data source."""
 
-    Failed scores count as wrong.
+    metrics: list[str]
+    """Name of the metric of each response, [rows]."""
+    values: Float64s
+    """Number of each response, [rows]; NaN where it is left out."""
 
-    Args:
-        sources: Data source of each response, [rows].
-        scores: Scores from 0 to 1 of the responses.
-        group_size: Number of responses per prompt.
-    """
-    names = np.array(sources)
-    values = np.where(scores.ok, scores.score, 0)
-
-    metrics: Metrics = {}
-    for name in sorted(set(sources)):
-        mean = float(values[names == name].mean())
-        metrics[metric_name(name, group_size, right_or_wrong=True)] = mean
-    return metrics
+    def means(self) -> Metrics:
+        """Return the mean of each metric; NaN where nothing counts."""
+        names = np.array(self.metrics)
+        means: Metrics = {}
+        for name in sorted(set(self.metrics)):
+            values = self.values[names == name]
+            counted = values[~np.isnan(values)]
+            means[name] = float(counted.mean()) if len(counted) else nan
+        return means
 
 
-def held_out_rewards(
-    sources: Sequence[str], scores: ResponseScores, group_size: int
-) -> Metrics:
-    """Return val-core/<data source>/reward/mean@N, the mean score per data source.
+def core_scores(
+    sources: Sequence[str],
+    scores: ResponseScores,
+    entries: Sequence[Entries],
+    right_or_wrong: Container[str],
+    group_size: int,
+) -> CoreScores:
+    """Return what counts in val-core/<data source>/{acc,reward}/mean@N.
 
-    These scores are not confined to 0 to 1, so failed ones are left out.
+    It is an accuracy where scores are right (1) or wrong (0), and where the function
+    returns an entry `acc`. A response without one counts as wrong. Other scores may
+    have any scale, so failed ones are left out of the mean reward.
 
     Args:
         sources: Data source of each response, [rows].
         scores: Scores of the responses.
+        entries: What the function returned beside them, [rows].
+        right_or_wrong: Data sources whose scores are accuracies.
         group_size: Number of responses per prompt.
     """
-    names = np.array(sources)
+    with_accuracy = {
+        source
+        for source, row in zip(sources, entries, strict=True)
+        if isinstance(row.get(ACCURACY), float)
+    }
+    metrics = []
+    values = np.where(scores.ok, scores.score, nan).astype(np.float64)
+    for row, source in enumerate(sources):
+        kind = REWARD
+        if source in right_or_wrong:
+            kind = ACCURACY
+            values[row] = np.nan_to_num(values[row])
+        elif source in with_accuracy:
+            kind = ACCURACY
+            accuracy = entries[row].get(ACCURACY)
+            values[row] = accuracy if isinstance(accuracy, float) else 0.0
+        metrics.append(f"{HELD_OUT}{source}/{kind}/mean@{group_size}")
+    return CoreScores(metrics, values)
 
-    metrics: Metrics = {}
-    for name in sorted(set(sources)):
-        values = scores.score[(names == name) & scores.ok]
-        mean = nan
-        if len(values):
-            mean = float(values.mean())
-        metrics[metric_name(name, group_size, right_or_wrong=False)] = mean
-    return metrics
+
+def held_out_rewards(
+    sources: Sequence[str], scores: ResponseScores, core: CoreScores, group_size: int
+) -> Metrics:
+    """Return val-aux/<data source>/reward/mean@N where the main metric is another.
+
+    It is the mean score; failed ones are left out.
+
+    Args:
+        sources: Data source of each response, [rows].
+        scores: Scores of the responses.
+        core: What counts in the main metrics.
+        group_size: Number of responses per prompt.
+    """
+    values = np.where(scores.ok, scores.score, nan).astype(np.float64)
+    is_core = np.array([f"/{REWARD}/mean@" in name for name in core.metrics])
+    if not len(values) or is_core.all():
+        return {}
+    names = [f"val-aux/{source}/{REWARD}/mean@{group_size}" for source in sources]
+    others = np.flatnonzero(~is_core)
+    aside = CoreScores([names[row] for row in others], values[others])
+    return aside.means()
 
 
 def preference_metrics(chosen: Float64s, rejected: Float64s) -> Metrics:

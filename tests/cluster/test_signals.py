@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,13 @@ def until(condition):
 """
 
 
-def run(code: str, *sent: signal.Signals) -> subprocess.CompletedProcess[str]:
-    """Run a process and send it signals, each after one more line of its output."""
+def run(
+    code: str, *sent: signal.Signals, pause_s: float = 0.0
+) -> subprocess.CompletedProcess[str]:
+    """Run a process and send it signals, each after one more line of its output.
+
+    Before each signal there is a pause, since those of a second are one.
+    """
     with subprocess.Popen(
         [sys.executable, "-c", BEGIN + code], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         # The tests themselves may run under nohup
@@ -46,6 +52,7 @@ def run(code: str, *sent: signal.Signals) -> subprocess.CompletedProcess[str]:
         lines = ""
         for number in sent:
             lines += process.stdout.readline()
+            time.sleep(pause_s)
             process.send_signal(number)
         out, err = process.communicate(timeout=100)
     return subprocess.CompletedProcess(code, process.returncode, lines + out, err)
@@ -247,3 +254,54 @@ heed_signals()
 """
     ended = run(code)
     assert (ended.stdout, ended.stderr, ended.returncode) == ("7\n", "", 0)
+
+
+def test_a_borrowed_process_is_given_back() -> None:
+    code = """
+import threading
+from verl_ray.cluster.signals import borrowing_signals
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+signal.signal(signal.SIGTERM, lambda *_: print("mine", flush=True))
+signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.set_wakeup_fd(-1)
+import verl_ray.cluster.signals as ours
+ours._forget()
+threads = threading.active_count()
+
+def block(name):
+    print(name, flush=True)
+    try:
+        with borrowing_signals(), deferring_signals(), finishing():
+            until(lambda: ours._state.received)
+            heed_signals()
+            print("saving", flush=True)
+            wait()
+    except Interrupted as stop:
+        print(stop, end="; ", flush=True)
+
+# What has to be finished is given up at the second signal, and the process lives.
+block("first")
+# A signal that nothing has heeded is a stop at the end, and goes to its owner.
+print("second", flush=True)
+try:
+    with borrowing_signals(), deferring_signals():
+        until(lambda: ours._state.received)
+except Interrupted as stop:
+    print(stop)
+print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+print(signal.set_wakeup_fd(-1), threading.active_count() - threads)
+
+def other():
+    with borrowing_signals():
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+thread = threading.Thread(target=other)
+thread.start()
+thread.join()
+"""
+    sent = (signal.SIGINT, signal.SIGINT, signal.SIGTERM)
+    ended = run(code, *sent, pause_s=1.1)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == [
+        "first", "saving", "stopped by SIGINT; second", "mine", "stopped by SIGTERM", "True", "-1 0", "True",
+    ]  # fmt: skip

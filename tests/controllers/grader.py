@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 
@@ -22,3 +23,17 @@ def sometimes(response: str, answer: str, /, **more: Any) -> float:
 
 def broken(response: str, answer: str, /, **more: Any) -> float:
     raise ValueError(f"nothing can be graded, least of all {answer!r}")
+
+
+def ranked(
+    completions: list[str],
+    level: list[int],
+    trainer_state: Any,
+    log_metric: Callable[[str, float], None],
+    **columns: Any,
+) -> list[float]:
+    """The rank of each response in its group, by its text; a batched function."""
+    log_metric("step", trainer_state.global_step)
+    log_metric("size", len(completions) + level[0])
+    ranks = sorted(range(len(completions)), key=lambda row: (completions[row], row))
+    return [float(ranks.index(row)) for row in range(len(completions))]

@@ -242,7 +242,7 @@ def produced(
         run.prompts.all(prompts),
         RolloutBuffer(what.group_size, staleness=0),
     )
-    run.producer.begin(asked, what, buffer)
+    run.producer.begin(asked, what, buffer, run.policy_version + 1)
     return run.producer.take(asked, buffer, run.policy_version, timers or Timers())
 
 

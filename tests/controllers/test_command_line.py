@@ -15,9 +15,10 @@ import pytest
 
 import configs
 from controllers.bench import SUITES
-from controllers.command_line import _stoppable, main
+from controllers.command_line import main
 from controllers.commands import multirun
 from controllers.commands.resume_hint import command_to_resume
+from verl_ray.cluster.signals import stoppable
 
 
 @pytest.mark.parametrize(
@@ -255,7 +256,7 @@ def test_an_error_without_a_signal_is_an_error() -> None:
         raise SystemError("of another origin")
 
     with pytest.raises(SystemError, match="of another origin"):
-        _stoppable(broken)
+        stoppable(broken)
 
 
 def test_versions_are_told_without_an_import(

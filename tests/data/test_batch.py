@@ -193,7 +193,8 @@ def test_a_column_that_does_not_fit_is_refused(
 def test_a_ragged_column_of_another_number_of_rows_is_refused() -> None:
     with pytest.raises(DataError, match=r"Scores.detail: 1 rows, expected 2"):
         Scores(offsets=np.zeros(3, np.int64), score=np.zeros(2, np.float32), health=np.zeros(2, np.int8),
-               detail=Ragged.of_texts(["x"]), rescored=np.zeros(2, bool))  # fmt: skip
+               detail=Ragged.of_texts(["x"]), rescored=np.zeros(2, bool), has_entries=np.zeros(2, bool),
+               entries=Ragged.of_texts(["", ""]))  # fmt: skip
 
 
 def test_rows_that_are_not_there_are_refused() -> None:
@@ -217,9 +218,9 @@ def test_parts_must_agree_on_optional_columns() -> None:
 def test_row_columns_are_what_a_driver_plans_on() -> None:
     texts = Ragged.of_texts(["a", "b"])
     prompts = Prompts(
-        offsets=offsets_of([1, 1]), group_id=np.array([4, 5]), tokens=np.zeros(2, np.int32), messages=texts,
-        data_source=texts, answer=texts, extra=texts,
+        offsets=offsets_of([1, 1]), group_id=np.array([4, 5]), has_answer=np.array([True, False]),
+        tokens=np.zeros(2, np.int32), messages=texts, data_source=texts, answer=texts, extra=texts,
     )  # fmt: skip
     assert {
         name: values.tolist() for name, values in prompts.row_columns().items()
-    } == {"group_id": [4, 5]}
+    } == {"group_id": [4, 5], "has_answer": [True, False]}

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from verl_ray.data.batch import Ragged
 from verl_ray.data.cursor import Cursor, drawn_rows, fingerprint
+from verl_ray.data.mixture import Mixture
 from verl_ray.data.stages import Prompts
 from verl_ray.errors import CheckpointError, DataError
 
@@ -20,12 +21,17 @@ def prompts(count: int, answer: str = "1") -> Prompts:
     return Prompts(
         offsets=np.arange(count + 1),
         group_id=np.arange(count),
+        has_answer=np.ones(count, np.bool_),
         tokens=np.arange(count, dtype=np.int32),
         messages=texts,
         data_source=texts,
         answer=texts,
         extra=texts,
     )
+
+
+def rows_of(count: int, answer: str = "1") -> tuple[Mixture, str]:
+    return Mixture((count,), (1.0,)), fingerprint(prompts(count, answer))
 
 
 @given(
@@ -37,15 +43,15 @@ def prompts(count: int, answer: str = "1") -> Prompts:
 def test_any_cut_and_any_resume_draws_the_same_sequence(
     rows: int, seed: int, shuffle: bool, draws: list[tuple[int, bool]]
 ) -> None:
-    data = prompts(rows)
+    data = rows_of(rows)
     total = sum(count for count, _ in draws)
-    expected = Cursor(data, seed=seed, shuffle=shuffle).draw(total)
-    cursor = Cursor(data, seed=seed, shuffle=shuffle)
+    expected = Cursor(*data, seed=seed, shuffle=shuffle).draw(total)
+    cursor = Cursor(*data, seed=seed, shuffle=shuffle)
     drawn = []
     for count, resume in draws:
         if resume:
             state = json.loads(json.dumps(cursor.state()))
-            cursor = Cursor(data, seed=seed, shuffle=shuffle)
+            cursor = Cursor(*data, seed=seed, shuffle=shuffle)
             cursor.load_state(state)
         drawn += cursor.draw(count).tolist()
     assert drawn == expected.tolist()
@@ -62,7 +68,7 @@ def test_every_epoch_is_a_permutation(
     rows: int, seed: int, epochs: int, shuffle: bool
 ) -> None:
     drawn = (
-        Cursor(prompts(rows), seed=seed, shuffle=shuffle)
+        Cursor(*rows_of(rows), seed=seed, shuffle=shuffle)
         .draw(rows * epochs)
         .reshape(epochs, rows)
     )
@@ -72,29 +78,29 @@ def test_every_epoch_is_a_permutation(
 
 
 def test_epochs_and_seeds_differ_in_their_order() -> None:
-    first = Cursor(prompts(100), seed=0, shuffle=True).draw(200)
-    other = Cursor(prompts(100), seed=1, shuffle=True).draw(100)
+    first = Cursor(*rows_of(100), seed=0, shuffle=True).draw(200)
+    other = Cursor(*rows_of(100), seed=1, shuffle=True).draw(100)
     assert (first[:100] != first[100:]).any()
     assert (first[:100] != other).any()
 
 
 def test_a_draw_may_span_several_epochs() -> None:
-    cursor = Cursor(prompts(3), seed=0, shuffle=False)
+    cursor = Cursor(*rows_of(3), seed=0, shuffle=False)
     assert cursor.draw(8).tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
     assert (cursor.epoch, cursor.position, cursor.drawn) == (2, 2, 8)
     assert cursor.draw(2).tolist() == [2, 0]
 
 
 def test_resuming_on_changed_data_names_what_changed() -> None:
-    state = Cursor(prompts(4), seed=0, shuffle=True).state()
+    state = Cursor(*rows_of(4), seed=0, shuffle=True).state()
     with pytest.raises(DataError, match=r"rows was 4, is 5.*data\.train_path"):
-        Cursor(prompts(5), seed=0, shuffle=True).load_state(state)
+        Cursor(*rows_of(5), seed=0, shuffle=True).load_state(state)
     with pytest.raises(DataError, match="fingerprint was"):
-        Cursor(prompts(4, answer="2"), seed=0, shuffle=True).load_state(state)
+        Cursor(*rows_of(4, answer="2"), seed=0, shuffle=True).load_state(state)
     with pytest.raises(DataError, match=r"\(seed was 0, is 1\)"):
-        Cursor(prompts(4), seed=1, shuffle=True).load_state(state)
+        Cursor(*rows_of(4), seed=1, shuffle=True).load_state(state)
     with pytest.raises(DataError, match=r"\(shuffle was 1, is 0\)"):
-        Cursor(prompts(4), seed=0, shuffle=False).load_state(state)
+        Cursor(*rows_of(4), seed=0, shuffle=False).load_state(state)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +116,7 @@ def test_resuming_on_changed_data_names_what_changed() -> None:
     ],
 )
 def test_a_place_that_contradicts_itself_is_refused(changes: dict[str, int]) -> None:
-    cursor = Cursor(prompts(10), seed=0, shuffle=True)
+    cursor = Cursor(*rows_of(10), seed=0, shuffle=True)
     cursor.draw(11)
     state = cursor.state()
     assert (state["drawn"], state["epoch"], state["position"]) == (
@@ -118,13 +124,38 @@ def test_a_place_that_contradicts_itself_is_refused(changes: dict[str, int]) -> 
         1,
         1,
     ) and drawn_rows(state) == 11
-    again = Cursor(prompts(10), seed=0, shuffle=True)
+    again = Cursor(*rows_of(10), seed=0, shuffle=True)
     with pytest.raises(
         CheckpointError,
-        match=r"contradicts itself \(rows = 10, .*drawn = epoch \* rows \+ position",
+        match=r"contradicts itself \(rows = 10, .*drawn \+ passed = epoch \* rows",
     ):
         again.load_state({**state, **changes})
     assert again.drawn == 0
+
+
+def test_rows_that_are_passed_over_count_apart() -> None:
+    cursor = Cursor(*rows_of(5), seed=0, shuffle=False)
+    assert cursor.draw(4).tolist() == [0, 1, 2, 3]
+    cursor.pass_over(3)
+    assert (cursor.drawn, cursor.passed, cursor.position) == (1, 3, 4)
+    assert cursor.draw(2).tolist() == [4, 0]
+
+    state = json.loads(json.dumps(cursor.state()))
+    assert (state["drawn"], state["passed"]) == (3, 3) and drawn_rows(state) == 3
+    again = Cursor(*rows_of(5), seed=0, shuffle=False)
+    again.load_state(state)
+    assert again.draw(3).tolist() == [1, 2, 3] == cursor.draw(3).tolist()
+    with pytest.raises(CheckpointError, match="passed = 2"):
+        again.load_state({**state, "passed": 2})
+
+
+def test_other_weights_are_another_order() -> None:
+    twice = Cursor(Mixture((4,), (2.0,)), "digest", seed=0, shuffle=True)
+    once = Cursor(Mixture((4, 4), (1.0, 1.0)), "digest", seed=0, shuffle=True)
+    with pytest.raises(DataError, match=r"\(weights was '2', is None\)"):
+        once.load_state(twice.state())
+    with pytest.raises(DataError, match=r"\(weights was None, is '2'\)"):
+        twice.load_state(once.state())
 
 
 def test_fingerprint_sees_values_and_where_rows_begin() -> None:

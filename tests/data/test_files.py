@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from verl_ray.data.files import DataFiles, write_records
+from verl_ray.config.data import DataSet
+from verl_ray.data.files import DataFiles, read_rows, write_records
 from verl_ray.data.records import (
     PromptRecord,
     read_preferences,
@@ -94,11 +95,10 @@ def test_supervised_records(tmp_path: Path) -> None:
     ]
     with pytest.raises(
         DataError,
-        match=r"line 1: no field 'response'; the fields found are 'prompt', 'reponse'; rename",
+        match=r"line 2: no field 'response'; the fields found are 'prompt', 'reponse'; rename",
     ):
-        read_supervised(lines(tmp_path, {"prompt": "1+1=", "reponse": "2"}))
-    with pytest.raises(DataError, match="line 1: no field 'prompt' or 'messages'"):
-        read_supervised(lines(tmp_path, {"response": "2"}))
+        pair = {"prompt": "1+1=", "response": "2"}
+        read_supervised(lines(tmp_path, pair, {"prompt": "1+1=", "reponse": "2"}))
     with pytest.raises(DataError, match="no assistant turn"):
         read_supervised(lines(tmp_path, {"messages": CHAT}))
 
@@ -151,13 +151,11 @@ def test_what_is_no_preference(tmp_path: Path) -> None:
     listed = {"chosen": [*CHAT, two], "rejected": [*CHAT, three]}
     expected = "sums.jsonl, line 2: no field 'rejected'; the fields found are 'prompt', 'chosen', 'rejectd'; rename"
     assert expected in refusal(text, {"prompt": "1+1=", "chosen": "2", "rejectd": "3"})
-    assert "line 1: no field 'prompt'" in refusal({"chosen": "2", "rejected": "3"})
+    assert "line 1: chosen and rejected have no beginning in common" in refusal(
+        {"chosen": "2", "rejected": "3"}
+    )
     assert "line 1: rejected is str '3', expected a list of chat messages" in refusal(
         {**listed, "rejected": "3"}
-    )
-    assert (
-        "line 1: no field 'rejected'; the fields found are 'chosen', 'rejectd'; rename 'rejectd'"
-        in refusal({"chosen": [*CHAT, two], "rejectd": [*CHAT, three]})
     )
     assert "line 1: rejected is list" in refusal({**text, "rejected": [three]})
     assert "line 2: chosen and rejected differ before their last message" in refusal(
@@ -168,7 +166,7 @@ def test_what_is_no_preference(tmp_path: Path) -> None:
     )
     assert (
         "line 1: rejected holds the response alone, expected the whole conversation"
-        in refusal({"prompt": CHAT, **listed, "rejected": [three]})
+        in refusal({**listed, "rejected": [three]})
     )
     assert "line 1: found field 'margins', expected 'margin'" in refusal(
         {**text, "margins": 1}
@@ -195,8 +193,8 @@ def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     assert "found field 'data_sources', expected 'data_source'" in refusal(
         tmp_path, {**good, "data_sources": "x"}
     )
-    assert "answer is int '2', expected text" in refusal(
-        tmp_path, {**good, "answer": 2}
+    assert "answer is nan, expected a text or a number" in refusal(
+        tmp_path, {**good, "answer": float("nan")}
     )
     assert "extra is str 'x', expected an object" in refusal(
         tmp_path, {**good, "extra": "x"}
@@ -211,8 +209,9 @@ def test_misspelt_and_missing_fields(tmp_path: Path) -> None:
     assert "ends with an assistant message" in refusal(
         tmp_path, {**good, "prompt": ends}
     )
-    # A field that no one knows is somebody else's, and stays unread.
-    assert read_prompts(lines(tmp_path, {**good, "level": 3}))[0].extra == "{}"
+    assert "line 2: found an answer, which the first record" in refusal(
+        tmp_path, {"prompt": "1+1="}, good
+    )
 
 
 def test_a_null_is_named(tmp_path: Path) -> None:
@@ -220,7 +219,7 @@ def test_a_null_is_named(tmp_path: Path) -> None:
     assert "sums.jsonl, line 2: answer is null" in refusal(
         tmp_path, good, {**good, "answer": None}
     )
-    assert "line 1: prompt is null" in refusal(tmp_path, {**good, "prompt": None})
+    assert "line 2: prompt is null" in refusal(tmp_path, good, {**good, "prompt": None})
     spoken = [*CHAT, {"role": "user", "content": None}]
     assert "line 1, prompt, message 3: content is null" in refusal(
         tmp_path, {**good, "prompt": spoken}
@@ -229,10 +228,9 @@ def test_a_null_is_named(tmp_path: Path) -> None:
     absent = {**good, "data_source": None, "extra": None}
     (record,) = read_prompts(lines(tmp_path, absent))
     assert (record.data_source, record.extra) == ("sums", "{}")
-    with pytest.raises(DataError, match="line 1: rejected is null"):
-        read_preferences(
-            lines(tmp_path, {"prompt": "1", "chosen": "2", "rejected": None})
-        )
+    pair = {"prompt": "1", "chosen": "2", "rejected": "3"}
+    with pytest.raises(DataError, match="line 2: rejected is null"):
+        read_preferences(lines(tmp_path, pair, {**pair, "rejected": None}))
 
 
 def test_half_a_surrogate_pair_is_named(tmp_path: Path) -> None:
@@ -313,26 +311,6 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     assert "sums: not a folder saved by Hugging Face" in refusal_of(files.folder)
 
 
-def test_a_folder_names_the_files_in_it(tmp_path: Path) -> None:
-    files = write_records([{"prompt": "1", "answer": "2"}], tmp_path / "data", "sums")
-    message = refusal_of(tmp_path)
-    assert f"take one of its files: {files.jsonl}, {files.parquet}" in message
-
-
-def test_names_of_other_data_sets(tmp_path: Path) -> None:
-    for record, hint in (
-        ({"question": "1", "answer": "2"}, "rename 'question' to 'prompt'"),
-        ({"prompt": "1", "solution": "2"}, "rename 'solution' to 'answer'"),
-        (
-            {"prompt": "1", "reward_model": {"ground_truth": "2"}},
-            "put reward_model.ground_truth into 'answer': these are verl's fields",
-        ),
-        ({"prompt": "1", "reward_model": "2"}, "add 'answer' to every record"),
-        ({"prompt": [{"from": "user", "value": "2"}]}, "rename 'from' to 'role'"),
-    ):
-        assert refusal(tmp_path, record).endswith(f"; {hint}")
-
-
 def refusal_of(path: Path) -> str:
     with pytest.raises(DataError) as caught:
         read_prompts(path)
@@ -342,24 +320,115 @@ def refusal_of(path: Path) -> str:
 def test_what_cannot_be_read_says_what_can(tmp_path: Path) -> None:
     import datasets
 
-    (tmp_path / "sums.csv").write_text("prompt,answer\n")
-    assert "suffix '.csv', expected a .jsonl file, a .parquet file" in refusal_of(
-        tmp_path / "sums.csv"
+    (tmp_path / "sums.txt").write_text("1+1=2")
+    assert "suffix '.txt', expected a .jsonl, .json, .csv or .parquet" in refusal_of(
+        tmp_path / "sums.txt"
     )
     (tmp_path / "torn.parquet").write_bytes(b"PAR1")
     assert "torn.parquet: cannot be read as Parquet" in refusal_of(
         tmp_path / "torn.parquet"
     )
     (tmp_path / "folder").mkdir()
-    assert "folder: not a folder saved by Hugging Face datasets" in refusal_of(
-        tmp_path / "folder"
-    )
+    assert "folder holds no data files" in refusal_of(tmp_path / "folder")
+
+    both = tmp_path / "both"
     split = datasets.Dataset.from_list([{"prompt": "1+1=", "answer": "2"}])
-    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(
-        str(tmp_path / "both")
+    datasets.DatasetDict({"train": split, "test": split}).save_to_disk(str(both))
+    choice = f"point data.train_path at one of them: {both / 'train'}"
+    assert f"several splits; {choice}" in refusal_of(both)
+    assert len(read_prompts(DataSet(str(both), split="test"))) == 1
+    assert len(read_prompts(both / "train")) == 1
+    for path, split, message in (
+        (both, "dev", f"no split 'dev'; {choice}"),
+        (both / "train", "test", "a single split; leave out split=test"),
+        (tmp_path / "torn.parquet", "train", "leave out split=train"),
+    ):
+        with pytest.raises(DataError, match=message):
+            read_prompts(DataSet(str(path), split=split))
+
+
+SUMS = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "2+1=", "answer": "3"}]
+
+
+def pairs(path: Path | DataSet) -> list[tuple[object, str | None]]:
+    return [(record.prompt, record.answer) for record in read_prompts(path)]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("list.json", json.dumps(SUMS, indent=1)),
+        ("lines.json", "".join(json.dumps(record) + "\n" for record in SUMS)),
+        ("data.json", json.dumps({"version": "1", "data": SUMS})),
+        ("sums.csv", "prompt,answer\n1+1=,2\n2+1=,3\n"),
+        ("index.csv", '\ufeff,prompt,answer\r\n0,"1+1=",2\r\n\r\n1,2+1=,3\r\n'),
+    ],
+)
+def test_forms_of_json_and_csv(tmp_path: Path, name: str, text: str) -> None:
+    (tmp_path / name).write_text(text, encoding="utf-8", newline="")
+    assert pairs(tmp_path / name) == [("1+1=", "2"), ("2+1=", "3")]
+
+
+def test_a_csv_value_may_have_lines_and_be_empty(tmp_path: Path) -> None:
+    path = tmp_path / "sums.csv"
+    path.write_text('prompt,answer,hint\n"1\n+1=",2,\n2+1=,,x\n')
+    rows = list(read_rows(path))
+    assert rows[0] == (
+        f"{path}, line 2",
+        {"prompt": "1\n+1=", "answer": "2", "hint": None},
     )
-    assert (
-        f"several splits; point data.train_path at one of them: {tmp_path / 'both' / 'train'}"
-        in refusal_of(tmp_path / "both")
+    assert refusal_of(path).startswith(f"{path}, line 4: answer is null")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.csv", "", "line 1: no values; expected the names of the columns"),
+        ("a.csv", "1+1=,2\n", "value 2 is '2'; expected the names of the columns"),
+        ("a.csv", "prompt,prompt\n", "'prompt' stands twice"),
+        ("a.csv", "prompt,answer\n1,000,2\n", "line 2: found 3 values, expected 2"),
+        ("a.csv", 'prompt,answer\n"1"+1=,2\n', "line 2: not CSV"),
+        ("a.json", '[{"prompt": "1"\n', "Expecting ',' delimiter at the end of the file"),
+        ("a.json", "[1]", "record 1: found int, expected a JSON object"),
+        ("a.json", "3", "found int, expected a list of JSON objects"),
+        ("a.json", '{"prompt": "1"}\n{"prompt"\n', "line 2: not JSON"),
+    ],
+)  # fmt: skip
+def test_what_is_no_json_or_csv(
+    tmp_path: Path, name: str, text: str, message: str
+) -> None:
+    (tmp_path / name).write_text(text)
+    assert message in refusal_of(tmp_path / name)
+
+
+def test_folders_and_globs_are_read_in_the_order_of_names(tmp_path: Path) -> None:
+    for number in (2, 1, 0):
+        record = {"prompt": f"{number}+1=", "answer": str(number + 1)}
+        path = tmp_path / "parts" / f"train-{number}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps(record) + "\n")
+    expected = [("0+1=", "1"), ("1+1=", "2"), ("2+1=", "3")]
+    assert pairs(tmp_path / "parts") == expected
+    assert pairs(tmp_path / "parts" / "*.jsonl") == expected
+    assert pairs(tmp_path / "**" / "train-[12].jsonl") == expected[1:]
+    assert pairs(tmp_path / "parts" / "**1.jsonl") == expected[1:2]
+    (record, _, _) = read_prompts(tmp_path / "parts" / "*.jsonl")
+    assert record.data_source == "parts"
+    assert "parts/*.json matches no file" in refusal_of(tmp_path / "parts" / "*.json")
+    assert f"take one of its files: {tmp_path}/parts/train-0.jsonl" in refusal_of(
+        tmp_path
     )
-    assert len(read_prompts(tmp_path / "both" / "train")) == 1
+
+    # A held-out part in the same folder is not to be learned from.
+    held_out = {"prompt": "9+1=", "answer": "10"}
+    (tmp_path / "parts" / "test.jsonl").write_text(json.dumps(held_out))
+    assert "parts holds several splits" in refusal_of(tmp_path / "parts")
+    parts = str(tmp_path / "parts")
+    assert pairs(DataSet(parts, split="test")) == [("9+1=", "10")]
+    with pytest.raises(DataError, match="holds no file of the split 'dev'"):
+        read_prompts(DataSet(parts, split="dev"))
+
+    (tmp_path / "parts" / "test.jsonl").rename(tmp_path / "parts" / "more.json")
+    assert "files of several formats (.json, .jsonl); take one" in refusal_of(
+        tmp_path / "parts"
+    )

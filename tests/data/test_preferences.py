@@ -23,6 +23,8 @@ TWO, THREE, NOTHING = (
 FILES = {
     "train_path": "-",
     "validation_path": None,
+    "columns": None,
+    "stream_above_gib": 1.0,
     "overlong": "refuse",
     "shuffle": False,
 }

@@ -36,6 +36,8 @@ def config(**changes: object) -> DataConfig:
         "max_prompt_tokens": 64,
     }
     values |= {
+        "columns": None,
+        "stream_above_gib": 1.0,
         "overlong": "refuse",
         "shuffle": True,
         "apply_chat_template": False,
@@ -148,11 +150,11 @@ def test_overlong_prompts_are_refused_or_counted(
     source = PromptSource(
         path, characters, config(max_prompt_tokens=4, overlong="skip"), seed=0
     )
-    assert (source.skipped, len(source)) == (2, 2)
+    assert (source.skipped, len(source)) == ({"too_long": 2}, 2)
     assert texts(source.all(), characters) == ["1+1=", "1+2="]
-    assert (
-        PromptSource(path, characters, config(max_prompt_tokens=8), seed=0).skipped == 0
-    )
+    assert PromptSource(
+        path, characters, config(max_prompt_tokens=8), seed=0
+    ).skipped == {"too_long": 0}
     with pytest.raises(
         DataError, match=r"4 of 4 rows are longer .*Set data\.max_prompt_tokens=8$"
     ):

@@ -58,7 +58,13 @@ def sentencepiece() -> Any:
 
 
 def config(kind: Any, special_tokens: str, chat: bool = True, **more: Any) -> Any:
-    files = {"train_path": "-", "validation_path": None, "overlong": "refuse"}
+    files = {
+        "train_path": "-",
+        "validation_path": None,
+        "columns": None,
+        "stream_above_gib": 1.0,
+        "overlong": "refuse",
+    }
     values = {"shuffle": False, "apply_chat_template": chat, **files, **more}
     return kind.model_validate({**values, "special_tokens": special_tokens})
 

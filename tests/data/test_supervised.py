@@ -40,6 +40,8 @@ def config(**changes: object) -> DataConfig:
         "max_prompt_tokens": 64,
     }
     values |= {
+        "columns": None,
+        "stream_above_gib": 1.0,
         "overlong": "refuse",
         "shuffle": False,
         "apply_chat_template": False,
@@ -183,7 +185,7 @@ def test_same_cursor_contract(tmp_path: Path, characters: Any) -> None:
     second = source(tmp_path, characters, *records, shuffle=True)
     second.load_state(state)
     assert second.next_batch(9).tokens.tolist() == kept.tokens.tolist()
-    assert (second.epoch, len(second), second.skipped) == (2, 7, 0)
+    assert (second.epoch, len(second), second.skipped) == (2, 7, {"too_long": 0})
     with pytest.raises(DataError, match="the data differ"):
         source(tmp_path, characters, *records[:6], shuffle=True).load_state(state)
 
@@ -201,7 +203,7 @@ def test_length_limit_counts_prompt_and_response(
     ):
         source(tmp_path, characters, *records, max_tokens=6)
     kept = source(tmp_path, characters, *records, max_tokens=6, overlong="skip")
-    assert (len(kept), kept.skipped) == (1, 1)
+    assert (len(kept), kept.skipped) == (1, {"too_long": 1})
 
 
 def test_what_cannot_be_learnt_is_refused(tmp_path: Path, characters: Any) -> None:

@@ -90,6 +90,15 @@ def test_chat_template(tmp_path: Path) -> None:
         DataError, match=r"data\.apply_chat_template = true, .* has no chat template"
     ):
         require_chat_template(plain)
+
+    # What the template leaves out would vanish without a word.
+    silent: dict[str, object] = {"role": "assistant", "content": "2"}
+    thought = [[*conversations[0], {**silent, "reasoning_content": "1 and 1"}]]
+    with pytest.raises(DataError, match=r"^0: a message has reasoning_content, which"):
+        render(tokenizer, thought, add_generation_prompt=False, where=str)
+    tokenizer.chat_template += "{# reasoning_content #}"
+    render(tokenizer, thought, add_generation_prompt=False, where=str)
+
     tokenizer.chat_template = "{{ raise_exception('no system messages') }}"
     with pytest.raises(
         DataError,

@@ -8,7 +8,6 @@ from pathlib import Path
 from verl_ray.data.records import read_prompts, read_supervised
 from verl_ray.data.tokenizers import encode, train_bpe
 from verl_ray.data.word_problems import (
-    DATA_SOURCE,
     VOCABULARY,
     sample_texts,
     write_word_problems,
@@ -41,8 +40,7 @@ def test_the_records(tmp_path: Path) -> None:
                 second,
             )
             assert int(match[4]) - result in (0, 1) and match[4] == match[5]
-            settings = {"prompt": "", "data_source": DATA_SOURCE, "extra": {}}
-            scores.append(gsm8k(response, problem.answer, **settings))
+            scores.append(gsm8k(response, problem.answer))
             assert scores[-1] == float(int(match[4]) == result)
         operands.append(pairs)
         if part is files.validation:

@@ -7,20 +7,23 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from controllers.commands.check_data import print_readings
 from controllers.compose.composition import compose
 from tests.preflight.configs import settled
 from verl_ray.config.schema import Config
 from verl_ray.data.tokenizers import train_bpe
 from verl_ray.errors import DataError, Problem
 from verl_ray.preflight import data_files, reward_trial
-from verl_ray.preflight.data_files import examine_data
+from verl_ray.preflight.data_files import DataFile, examine_data
 from verl_ray.preflight.file_errors import problem_of
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+from verl_ray.preflight.tokenizer_trial import policy_tokenizer
 
 GOOD = [{"prompt": f"{i} + {i} = ", "answer": str(2 * i)} for i in range(40)]
 ARGUMENTS = "(response, answer, *, prompt, data_source, extra)"
@@ -73,6 +76,23 @@ def test_of_a_large_file_the_beginning_is_read(
     monkeypatch.setattr(data_files, "SAMPLE_RECORDS", 40)
     (file,) = examine_data(config_of(tokenizer, path)).files
     assert (file.num_examples, file.is_whole) == (40, False)
+
+
+def test_how_a_set_was_read_is_said(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = [{"question": "1 + 1 = ", "answer": "two", "n": 2}] * 40
+    path = write(tmp_path, records).with_name("rec*.jsonl")
+    named = "data.columns={answer: n}"
+    (file,) = examine_data(config_of(tokenizer, path, named)).files
+    assert file.prompts is not None and file.prompts.answer.texts() == ["2"] * 40
+    (recognised,) = examine_data(config_of(tokenizer, path)).files
+    (own,) = examine_data(config_of(tokenizer, write(tmp_path, GOOD))).files
+    print_readings([file, recognised, own], sys.stdout)
+    assert capsys.readouterr().out.splitlines() == [
+        "data.train_path read as data.columns: prompt from question, answer from n",
+        "data.train_path read as columns question, answer",
+    ]
 
 
 def test_a_step_that_is_larger_than_the_data_is_a_warning(
@@ -148,14 +168,14 @@ def test_files_that_make_a_run_measure_nothing_are_a_warning(
     whole_epoch, same_file = examine_data(config).warnings
     assert "as many as a step takes, so every step is a whole epoch" in whole_epoch
     assert same_file.startswith(
-        "data.train_path and data.validation_path are the same file"
+        "data.train_path and data.validation_path name the same file"
     )
     # A single evaluation learns nothing from the other file.
     assert examine_data(config, evaluates=True).warnings == []
 
 
 def test_an_evaluation_reads_its_file_once(tokenizer: Path, tmp_path: Path) -> None:
-    path = write(tmp_path, [{"prompt": "no answer"}])
+    path = write(tmp_path, [{"sum": "no prompt"}])
     config = config_of(tokenizer, path, f"data.validation_path={path}")
     (found,) = examine_data(config, evaluates=True).problems
     assert found.key == "data.validation_path"
@@ -216,12 +236,61 @@ def test_a_function_scores_an_own_answer_and_an_empty_one(
     assert "and an empty response the same score, 1" in same.warnings[0]
 
 
+def without_answers(config: Config) -> list[DataFile]:
+    """The data files of a run, as if their records had no answers."""
+    files = []
+    for file in examine_data(config).files:
+        assert file.prompts is not None
+        has_answer = np.zeros(file.prompts.num_rows, bool)
+        files.append(replace(file, prompts=file.prompts.replace(has_answer=has_answer)))
+    return files
+
+
+@pytest.mark.processes
+def test_records_without_answers_are_tried_with_their_prompts(
+    tokenizer: Path, tmp_path: Path
+) -> None:
+    script = tmp_path / "own.py"
+    script.write_text(
+        "def f(response, num_tokens, answer=None): return num_tokens\n"
+        "def compared(solution_str, ground_truth): return 1.0\n"
+        "def batched(completions, trainer_state, **columns):\n"
+        "    return [len(completions) + trainer_state.global_step] * len(completions)\n"
+    )
+    path = write(tmp_path, GOOD)
+
+    def tried(spec: str) -> TrialFindings:
+        config = config_of(tokenizer, path, f"reward.functions={{default: {spec}}}")
+        return try_rewards(config, without_answers(config))
+
+    # The end token counts, so the empty response has one token.
+    (found,) = tried(f"{script}:f").trials
+    (length,) = policy_tokenizer(config_of(tokenizer, path))(
+        [GOOD[0]["prompt"]], add_special_tokens=False, return_length=True
+    )["length"]
+    assert (found.own.value, found.empty.value) == (length + 1, 1.0)
+    assert not found.has_answer
+    # A batched function gets both responses in one call.
+    findings = tried(f"{script}:batched")
+    (found,) = findings.trials
+    assert (found.own.value, found.empty.value) == (3.0, 3.0)
+    assert (findings.problems, findings.warnings) == ([], [])
+
+    (problem,) = tried(f"{script}:compared").problems
+    assert problem.rule.endswith("but the function has a parameter 'ground_truth'")
+    assert "fails on a record's own prompt of data source" in problem.rule
+    assert problem.fix.startswith("Set data.columns={answer: NAME} to the column of")
+    (problem,) = tried("exact_match").problems
+    assert problem.rule == "record 1 has no answer, which exact_match compares with"
+    assert problem.key == "data.train_path"
+
+
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("body", "rule"),
     [
         ("import nowhere_at_all", "No module named 'nowhere_at_all' ("),
-        ("def f(response): return 1.0", "does not take the arguments"),
+        ("def f(response, scale): return 1.0", "parameter 'scale' has no default"),
         (f"def f{ARGUMENTS}: return 'good'", "returned str 'good'"),
         (f"def f{ARGUMENTS}: return float('nan')", "the function returned nan"),
         (
@@ -351,4 +420,10 @@ def test_every_answer_is_tried_on_a_built_in_function(
     )
     (found,) = try_rewards(config, examine_data(config).files).problems
     assert found.key == "data.train_path"
-    assert found.rule.startswith("record 41 cannot be graded by reward.functions")
+    assert found.rule.startswith("record 41 of data source 'records' cannot be graded")
+
+    # As it stands, the function follows from the data source.
+    of_gsm8k = [*records, {"prompt": "a", "answer": "x", "data_source": "openai/gsm8k"}]
+    config = config_of(tokenizer, write(tmp_path, of_gsm8k))
+    (found,) = try_rewards(config, examine_data(config).files).problems
+    assert found.rule.startswith("record 42 of data source 'openai/gsm8k' cannot be")

@@ -60,7 +60,8 @@ def test_the_question_of_the_shipped_template() -> None:
         == "You grade an answer.\n\nQuestion: 5+7?\n\nAnswer to grade: 12\nCorrect answer: 12\n"
     )
     assert '"Score: N"' in tail and tail.endswith("10 (right in every respect).")
-    without = Judgement(judge()).question(replace(REQUEST, response="12", answer=""))
+    unknown = replace(REQUEST, response="12", answer=None)
+    without = Judgement(judge()).question(unknown)
     assert question.replace("Correct answer: 12\n", "") == without
 
 

@@ -13,7 +13,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,7 +24,7 @@ from verl_ray.rewards.health import ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.scoring_process import ScoringProcess
-from verl_ray.rewards.wire import Item
+from verl_ray.rewards.units import Unit
 
 pytestmark = pytest.mark.processes
 
@@ -231,7 +231,7 @@ def test_messages_larger_than_a_socket_holds(functions: str) -> None:
         (
             "text",
             ScoreHealth.EXCEPTION,
-            "TypeError: the function returned str '1.0', expected float or None",
+            "TypeError: the function returned str '1.0', expected a number",
         ),
         ("os._exit", ScoreHealth.EXCEPTION, twice("exited with status 7")),
         (
@@ -349,7 +349,7 @@ def test_a_rescored_item_has_its_deadline_again(functions: str, tmp_path: Path) 
 
 def test_the_deadline_is_that_of_one_item(functions: str, tmp_path: Path) -> None:
     with ScoringPool({"default": f"{functions}:act"}, 1, 2.0) as pool:
-        pool._item_s = (
+        pool._unit_s = (
             1e-6  # items are known to be quick: all of these travel in one message
         )
         scores = pool.score(
@@ -527,18 +527,20 @@ def test_quick_items_travel_together(
     monkeypatch: pytest.MonkeyPatch, item_s: float, messages: list[int]
 ) -> None:
     handed: list[int] = []
-    send_items = ScoringProcess.send_items
+    send_units = ScoringProcess.send_units
 
-    def counted(process: ScoringProcess, indices: list[int], items: list[Item]) -> None:
-        handed.append(len(items))
-        send_items(process, indices, items)
+    def counted(
+        process: ScoringProcess, units: list[Unit], requests: Sequence[ScoreRequest]
+    ) -> None:
+        handed.append(len(units))
+        send_units(process, units, requests)
 
-    monkeypatch.setattr(ScoringProcess, "send_items", counted)
+    monkeypatch.setattr(ScoringProcess, "send_units", counted)
     monkeypatch.setattr(
-        ScoringPool, "_update_item_time", lambda pool, took_s: None
+        ScoringPool, "_update_unit_time", lambda pool, took_s: None
     )  # what items take stays as it is set here
     with ScoringPool({"default": "exact_match"}, 2, PATIENCE_S) as pool:
-        pool._item_s = item_s
+        pool._unit_s = item_s
         scores = pool.score(
             [ScoreRequest("12", "12", "7+5=", "arithmetic", {}) for _ in range(128)]
         )

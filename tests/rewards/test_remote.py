@@ -261,7 +261,7 @@ def test_a_host_name_that_only_the_client_refuses() -> None:
     assert url_problem(url, "reward.url") is None
     with pytest.raises(
         ConfigError,
-        match=r"reward\.components\.x\.url = 'http://999\.1\.1\.1/score': is no URL",
+        match=r"reward\.components\.x\.url = http://999\.1\.1\.1/score\n.*rule: is no URL",
     ):
         RemoteScorer(config(url), key="reward.components.x")
 

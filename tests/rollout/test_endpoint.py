@@ -657,7 +657,7 @@ def test_a_token_is_asked_for(
     monkeypatch.delenv("CLIENTS_TOKEN", raising=False)
     with pytest.raises(
         ConfigError,
-        match=r"rollout\.endpoint\.token_env = 'CLIENTS_TOKEN': there is no such",
+        match=r"rollout\.endpoint\.token_env = CLIENTS_TOKEN\n.*rule: there is no such",
     ):
         start()
     monkeypatch.setenv("CLIENTS_TOKEN", "s3cret")

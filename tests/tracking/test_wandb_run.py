@@ -32,6 +32,7 @@ SAMPLE = Sample(
     data_source="sums",
     score=0.0,
     truncated=True,
+    entries={"n": 1.0},
 )
 
 
@@ -98,8 +99,9 @@ def test_an_offline_run_reads_back_and_a_resumed_one_continues_its_id(
             "data_source",
             "score",
             "truncated",
+            "entries",
         ],
-        "data": [[0, "1+1=", "3", "2", "sums", 0.0, True]],
+        "data": [[0, "1+1=", "3", "2", "sums", 0.0, True, '{"n": 1.0}']],
     }
     everything = records(session)
     (start,) = [record["run"] for record in everything if record["type"] == "run"]
@@ -241,7 +243,7 @@ def test_online_without_credentials_is_a_configuration_error(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("NETRC", str(tmp_path / "no-netrc"))
     with pytest.raises(
-        ConfigError, match=r"tracking.wandb.mode = 'online'.*WANDB_API_KEY"
+        ConfigError, match=r"(?s)tracking.wandb.mode = online\n.*WANDB_API_KEY"
     ):
         WandbTracker(ONLINE, tmp_path, "run", {}, {})
 

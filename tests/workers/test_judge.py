@@ -72,7 +72,7 @@ def worker(folder: Path) -> Iterator[JudgeWorker]:
         num_replicas=1, tensor_parallel=1, dtype="float32", kv_cache_gib=0.03125, vllm_args={}
     )  # fmt: skip
     config = JudgeReward.model_validate({
-        "kind": "judge", "model": {"path": str(folder / "judge")}, "engine": engine,
+        "kind": "judge", "model": {"path": str(folder / "judge"), "revision": None}, "engine": engine,
         "template": "{{ prompt }} {{ response }} {{ extra.hint }}", "verdict": r"(\d)", "lowest": 0.0, "highest": 6.0,
         "max_prompt_tokens": LIMIT, "max_response_tokens": ANSWER, "temperature": 0.0, "normalise": "none",
         "clip": None, "max_failed_fraction": 1.0,
@@ -165,7 +165,7 @@ def test_scores_are_the_verdicts_in_what_the_model_says(
     folder: Path, worker: JudgeWorker, says: Says
 ) -> None:
     expected = [read(says(row.question)) for row in ROWS]
-    scores = worker.score(rows_of(folder, ROWS))
+    scores = worker.score(rows_of(folder, ROWS), 1)
     assert verdicts(scores) == expected
     assert healths(scores) == [
         ScoreHealth.UNPARSED if score is None else ScoreHealth.OK
@@ -183,7 +183,9 @@ def test_scores_are_the_verdicts_in_what_the_model_says(
 def test_a_question_too_long_costs_its_own_score_alone(
     folder: Path, worker: JudgeWorker, says: Says
 ) -> None:
-    scores = worker.score(rows_of(folder, [ROWS[4], Row("7" * LIMIT, "How?"), ROWS[9]]))
+    scores = worker.score(
+        rows_of(folder, [ROWS[4], Row("7" * LIMIT, "How?"), ROWS[9]]), 1
+    )
     first, (score, detail), last = verdicts(scores)
     assert (
         [first, last]
@@ -199,7 +201,7 @@ def test_a_question_too_long_costs_its_own_score_alone(
     # The longest question that fits, with its longest answer, is one that the engine
     # takes.
     longest = Row("7" * (LIMIT - int(found[1]) + LIMIT), "How?")
-    assert verdicts(worker.score(rows_of(folder, [longest]))) == [
+    assert verdicts(worker.score(rows_of(folder, [longest]), 1)) == [
         read(says(longest.question))
     ]
 
@@ -208,13 +210,13 @@ def test_a_question_that_cannot_be_asked_costs_its_own_score_alone(
     folder: Path, worker: JudgeWorker, says: Says, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     good = read(says(ROWS[9].question))
-    scores = worker.score(rows_of(folder, [ROWS[9], Row("1", "How?", hint=None)]))
+    scores = worker.score(rows_of(folder, [ROWS[9], Row("1", "How?", hint=None)]), 1)
     assert verdicts(scores)[0] == good
     assert (
         healths(scores)[1] is ScoreHealth.EXCEPTION
         and "has no attribute 'hint'" in scores.detail.texts()[1]
     )
-    assert healths(worker.score(rows_of(folder, [Row("1", "How?", hint=None)]))) == [
+    assert healths(worker.score(rows_of(folder, [Row("1", "How?", hint=None)]), 1)) == [
         ScoreHealth.EXCEPTION
     ]
 
@@ -223,7 +225,9 @@ def test_a_question_that_cannot_be_asked_costs_its_own_score_alone(
         + worker._judge_tokenizer.chat_template
     )
     monkeypatch.setattr(worker._judge_tokenizer, "chat_template", refuses)
-    scores = worker.score(rows_of(folder, [Row("x", "How?"), ROWS[9], Row("1", "x")]))
+    scores = worker.score(
+        rows_of(folder, [Row("x", "How?"), ROWS[9], Row("1", "x")]), 1
+    )
     assert verdicts(scores)[1] == good
     assert healths(scores) == [
         ScoreHealth.EXCEPTION,
@@ -235,7 +239,7 @@ def test_a_question_that_cannot_be_asked_costs_its_own_score_alone(
     monkeypatch.setattr(worker._judge_tokenizer, "chat_template", None)
     bare = Judgement(worker._config.model_copy(update={"template": "{{ response }}"}))
     monkeypatch.setattr(worker, "_judgement", bare)
-    scores = worker.score(rows_of(folder, [Row("", ""), Row("5", "")]))
+    scores = worker.score(rows_of(folder, [Row("", ""), Row("5", "")]), 1)
     assert (
         healths(scores)[0] is ScoreHealth.EXCEPTION
         and healths(scores)[1] is not ScoreHealth.EXCEPTION
@@ -253,7 +257,7 @@ def test_prompts_are_those_of_the_data_set(
         {"role": "system", "content": "Be exact."},
         {"role": "user", "content": "Twice 9?"},
     ]
-    scores = worker.score(rows_of(folder, [Row("18", chat), Row("18", "Twice 9?")]))
+    scores = worker.score(rows_of(folder, [Row("18", chat), Row("18", "Twice 9?")]), 1)
     assert verdicts(scores) == [
         read(says("Be exact.\n\nTwice 9? 18 ")),
         read(says("Twice 9? 18 ")),
@@ -269,7 +273,7 @@ def test_a_response_cannot_write_the_judges_answer(
     assert says(plain._replace(response=forged).question) != says(
         plain.question
     )  # the tokens that it spells would do
-    scores = worker.score(rows_of(folder, [plain, plain._replace(response=forged)]))
+    scores = worker.score(rows_of(folder, [plain, plain._replace(response=forged)]), 1)
     assert verdicts(scores) == [read(says(plain.question))] * 2
 
 
@@ -278,9 +282,9 @@ def test_an_answer_depends_on_its_question_and_its_seed_alone(
 ) -> None:
     monkeypatch.setattr(worker, "_sampling", replace(worker._sampling, temperature=1.0))
     rows = rows_of(folder, [ROWS[0]] * 6 + ROWS[:6])
-    together = verdicts(worker.score(rows))
+    together = verdicts(worker.score(rows, 1))
     assert len(set(together[:6])) > 3  # six seeds
-    assert verdicts(worker.score(rows.select(np.arange(12)[::-1])))[::-1] == together
+    assert verdicts(worker.score(rows.select(np.arange(12)[::-1]), 1))[::-1] == together
     assert [
-        verdicts(worker.score(rows.select([row])))[0] for row in range(4, 8)
+        verdicts(worker.score(rows.select([row]), 1))[0] for row in range(4, 8)
     ] == together[4:8]

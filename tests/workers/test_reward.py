@@ -30,6 +30,12 @@ def grade(response, answer, /, *, prompt, data_source, extra):
     if extra["kind"] == "raise":
         raise ValueError("no grade for " + response)
     return extra["weight"] * (prompt == "1+2=") + (response == answer)
+
+def described(response, num_tokens, finish_reason, step, answer="none"):
+    return {"score": num_tokens, "finish": finish_reason, "step": step, "answer": answer}
+
+def batched(completions, completion_ids, prompts):
+    return [len(completions) + 10 * len(ids) for ids in completion_ids]
 """
 
 
@@ -40,7 +46,10 @@ def worker(tmp_path: Path) -> Iterator[RewardWorker]:
     config = FunctionReward(
         kind="function", num_ranks=1, processes_per_rank=2, deadline_s=20.0, max_failed_fraction=1.0,
         normalise="none", clip=None,
-        functions={"default": "exact_match", "mine": f"{tmp_path}/own.py:grade"},
+        functions={"default": "exact_match"} | {
+            source: f"{tmp_path}/own.py:{name}"
+            for source, name in (("mine", "grade"), ("described", "described"), ("batched", "batched"))
+        },
     )  # fmt: skip
     context = WorkerContext("reward", 0, 1, "cpu", False, 1, tmp_path / "log", 1)
     found = RewardWorker(context, config, str(tmp_path / "tokenizer"))
@@ -88,13 +97,43 @@ def test_each_row_is_graded_by_the_function_of_its_data_source(
         ("1+3=", "4", "3", "mine", '{"kind": "", "weight": 0.5}'),
         ("1+2=", "77", "3", "mine", '{"kind": "raise"}'),
     ])  # fmt: skip
-    scores = worker.score(rows)
+    scores = worker.score(rows, 1)
     assert scores.score[:4].tolist() == [1.0, 0.0, 1.5, 0.0]
     assert np.isnan(scores.score[4])
     assert scores.health.tolist() == [ScoreHealth.OK] * 4 + [ScoreHealth.EXCEPTION]
     assert scores.detail.texts()[:4] == [""] * 4
     assert "no grade for 77" in scores.detail.texts()[4]
     assert scores.num_rows == 5 and scores.num_tokens == 0
+    assert not scores.has_entries.any() and worker.needs_groups()
+
+
+@pytest.mark.processes
+def test_a_function_gets_what_is_known_about_a_row(worker: RewardWorker) -> None:
+    rows = rows_of(worker, [
+        ("1+2=", "3", "3", "described", "{}"),
+        ("1+2=", "45", "", "described", "{}"),
+        ("1+2=", "3", "", "sums", "{}"),
+        ("1+2=", "4", "3", "batched", "{}"),
+        ("1+2=", "123", "3", "batched", "{}"),
+        ("2+2=", "4", "3", "batched", "{}"),
+    ])  # fmt: skip
+    scores = worker.score(
+        rows.replace(
+            has_answer=np.array([True, False, False, True, True, True]),
+            finish=np.array([0, 1, 0, 0, 0, 0], np.int8),
+            group_id=np.array([0, 0, 0, 7, 7, 8]),
+        ),
+        5,
+    )
+    # The end token counts; groups of two and of one response.
+    assert scores.score[[0, 1, 3, 4, 5]].tolist() == [2.0, 3.0, 22.0, 42.0, 21.0]
+    assert scores.health[2] == ScoreHealth.EXCEPTION
+    assert scores.detail.texts()[2].startswith("the record has no answer")
+    first, second, *others = scores.entries.texts()
+    assert json.loads(first) == {"finish": "stop", "step": 5.0, "answer": "3"}
+    assert json.loads(second) == {"finish": "length", "step": 5.0, "answer": "none"}
+    assert scores.has_entries.tolist() == [True, True, False, False, False, False]
+    assert others == [""] * 4
 
 
 @pytest.mark.parametrize("role", ["evaluation", "reward.components.right"])
@@ -156,7 +195,8 @@ def test_a_service_grades_the_texts(worker: RewardWorker, tmp_path: Path) -> Non
     try:
         rows = rows_of(worker, [("1+2=", "3", "3", "sums", "{}"), ("9+9=", "", "18", "sums", "{}"),
                                 ("1+9=", "100", "10", "mine", '{"k": 1}')])  # fmt: skip
-        scores = service.score(rows)
+        known = np.array([True, False, True])
+        scores = service.score(rows.replace(has_answer=known), 1)
     finally:
         service.close()
         server.shutdown()
@@ -166,3 +206,4 @@ def test_a_service_grades_the_texts(worker: RewardWorker, tmp_path: Path) -> Non
     assert asked["1+9="] == {
         "prompt": "1+9=", "response": "100", "answer": "10", "data_source": "mine", "extra": {"k": 1},
     }  # fmt: skip
+    assert asked["9+9="]["answer"] is None

@@ -125,7 +125,7 @@ def test_scores_are_those_of_transformers(
     )
     rows = rollouts(load_tokenizer(policy), ROWS)
     close(
-        grader(model, policy.name).score(rows),
+        grader(model, policy.name).score(rows, 1),
         transformers_scores(model, lists(Ragged(rows.tokens, rows.offsets))),
     )
 
@@ -150,7 +150,7 @@ def test_lengths_that_a_trainer_left_in_a_tokenizer_make_it_no_other(
     tokens = rows.tokens.copy()
     tokens[-3] = policy.convert_tokens_to_ids("<|im_start|>")
     close(
-        grader(model, "chatml").score(rows.replace(tokens=tokens)),
+        grader(model, "chatml").score(rows.replace(tokens=tokens), 1),
         transformers_scores(model, [tokens.tolist()]),
     )
 
@@ -166,7 +166,7 @@ def test_a_score_is_read_where_transformers_reads_it(
     )
     rows = rollouts(load_tokenizer(folder / "chatml"), ROWS)
     tokens = lists(Ragged(rows.tokens, rows.offsets))
-    scores = grader(model, "chatml").score(rows)
+    scores = grader(model, "chatml").score(rows, 1)
     close(scores, transformers_scores(model, tokens))
     bare = transformers_scores(
         model, [row[:-1] if row[-1] == end else row for row in tokens]
@@ -331,7 +331,7 @@ def test_scores_by_another_tokenizer_are_those_of_transformers(
     rows = rollouts(load_tokenizer(folder / policy), ROWS)
     own = load_tokenizer(model)
     close(
-        grader(model, policy).score(rows),
+        grader(model, policy).score(rows, 1),
         transformers_scores(model, [conversation(own, *row) for row in ROWS]),
     )
 
@@ -341,7 +341,9 @@ def test_a_rank_without_rows_answers_with_none(
     tokenizer: str, folder: Path, reward_model: Make, grader: Grader
 ) -> None:
     rows = rollouts(load_tokenizer(folder / "chatml"), ROWS[:1]).select([])
-    assert grader(reward_model("qwen3", tokenizer), "chatml").score(rows).num_rows == 0
+    assert (
+        grader(reward_model("qwen3", tokenizer), "chatml").score(rows, 1).num_rows == 0
+    )
 
 
 # ----------------------------------------------------------------------------- failures
@@ -354,7 +356,7 @@ def test_rows_that_are_too_long_have_no_score_and_the_others_do(
     rows = rollouts(load_tokenizer(folder / "chatml"), ROWS)
     long, limit = rows.lengths > np.median(rows.lengths), int(np.median(rows.lengths))
     expected = transformers_scores(model, lists(Ragged(rows.tokens, rows.offsets)))
-    scores = grader(model, "chatml", cap=limit).score(rows)
+    scores = grader(model, "chatml", cap=limit).score(rows, 1)
     assert 0 < long.sum() < len(long)
     assert (
         scores.health.tolist()
@@ -376,7 +378,7 @@ def test_the_models_positions_are_a_limit_too(
 ) -> None:
     model = reward_model("qwen3", "same", name="short", max_position_embeddings=10)
     scores = grader(model, "chatml").score(
-        rollouts(load_tokenizer(folder / "chatml"), ROWS[:1])
+        rollouts(load_tokenizer(folder / "chatml"), ROWS[:1]), 1
     )
     assert scores.health.tolist() == [ScoreHealth.TOO_LONG] and np.isnan(
         scores.score[0]
@@ -391,7 +393,7 @@ def test_a_score_that_is_no_number_is_a_failure(
 ) -> None:
     model = reward_model("qwen3", "same", name="broken", scale=math.nan)
     scores = grader(model, "chatml").score(
-        rollouts(load_tokenizer(folder / "chatml"), ROWS)
+        rollouts(load_tokenizer(folder / "chatml"), ROWS), 1
     )
     assert scores.health.tolist() == [ScoreHealth.NONFINITE] * len(ROWS)
     assert (
@@ -405,7 +407,7 @@ def test_a_conversation_that_the_template_refuses_is_a_failure_of_its_row(
 ) -> None:
     model = reward_model("qwen3", "no_system")
     rows = rollouts(load_tokenizer(folder / "chatml"), ROWS)
-    scores = grader(model, "chatml").score(rows)
+    scores = grader(model, "chatml").score(rows, 1)
     refused = [not isinstance(prompt, str) for prompt, *_ in ROWS]
     assert (
         scores.health.tolist()
@@ -436,14 +438,15 @@ def test_a_score_depends_neither_on_other_rows_nor_on_the_micro_batch(
         [*ROWS, (SUM, "So many words. " * 20, Finish.STOP), *ROWS[::-1]],
     )
     wide = grader(model, "chatml")
-    whole = wide.score(rows).score
+    whole = wide.score(rows, 1).score
     assert whole[: len(ROWS)] == pytest.approx(whole[len(ROWS) + 1 :][::-1], abs=EXACT)
     order = np.random.default_rng(0).permutation(rows.num_rows)
-    assert wide.score(rows.select(order)).score == pytest.approx(
+    assert wide.score(rows.select(order), 1).score == pytest.approx(
         whole[order], abs=EXACT
     )
     alone = [
-        float(wide.score(rows.select([row])).score[0]) for row in range(rows.num_rows)
+        float(wide.score(rows.select([row]), 1).score[0])
+        for row in range(rows.num_rows)
     ]
     assert whole == pytest.approx(alone, abs=EXACT)
     longest = int(
@@ -454,7 +457,7 @@ def test_a_score_depends_neither_on_other_rows_nor_on_the_micro_batch(
             ).lengths.max(),
         )
     )
-    assert grader(model, "chatml", cap=longest).score(rows).score == pytest.approx(
+    assert grader(model, "chatml", cap=longest).score(rows, 1).score == pytest.approx(
         whole, abs=EXACT
     )
     plain = Rows(

@@ -52,8 +52,9 @@ class ScriptedWorker(RolloutWorker):
 def prompts() -> Prompts:
     return Prompts(
         offsets=offsets_of([2, 3]), group_id=np.array([3, 5]), tokens=np.array([1, 2, 3, 4, 5], np.int32),
+        has_answer=np.array([False, True]),
         messages=Ragged.of_texts(['"p"', '"q"']), data_source=Ragged.of_texts(["a", "b"]),
-        answer=Ragged.of_texts(["x", "yy"]),
+        answer=Ragged.of_texts(["", "yy"]),
         extra=Ragged.of_texts(["{}", '{"k": 1}']),
     )  # fmt: skip
 
@@ -94,9 +95,10 @@ def test_rows_are_whole_however_they_finish() -> None:
     ]
     assert rows.version_spans.values.tolist() == [[2, 9], [2, 9], [3, 9], [3, 9]]
     assert (rows.answer.texts(), rows.data_source.texts()) == (
-        ["x", "x", "yy", "yy"],
+        ["", "", "yy", "yy"],
         ["a", "a", "b", "b"],
     )
+    assert rows.has_answer.tolist() == [False, False, True, True]
 
 
 def test_what_is_left_at_the_end_is_handed_on_together() -> None:

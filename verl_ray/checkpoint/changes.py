@@ -28,6 +28,8 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("task", "the state is that of another kind of run"),
     ("run.seed", "data order, sampling and new parameters follow from it"),
     ("data.train_path", _ROWS),
+    ("data.train_path.*", _ROWS),
+    ("data.columns*", _ROWS),
     ("data.overlong", _ROWS),
     ("data.shuffle", _ROWS),
     ("data.apply_chat_template", _ROWS),
@@ -43,6 +45,8 @@ FIXED: tuple[tuple[str, str], ...] = (
     ("*.epochs", _STEP),
     ("model.path", _MODEL),
     ("*.model.path", _MODEL),
+    ("model.revision", _MODEL),
+    ("*.model.revision", _MODEL),
     ("*.lora.*", _ADAPTER),
     ("algorithm.advantage", "it decides what the learned roles mean"),
     # The whole section, which is set or null.
@@ -58,6 +62,7 @@ FIXED: tuple[tuple[str, str], ...] = (
 
 FOLLOWING: tuple[tuple[str, str], ...] = (
     ("model.path", "*.model.path"),
+    ("model.revision", "*.model.revision"),
     ("actor.num_ranks", "*.num_ranks"),
     ("actor.mini_batch_size", "critic.mini_batch_size"),
     ("actor.epochs", "critic.epochs"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -114,11 +115,7 @@ class Session:
             ClusterError: This process has an open session, or there is no connection,
                 or the cluster could not be started.
         """
-        if ray.is_initialized():
-            raise ClusterError(
-                "this process is connected to a Ray cluster already; close that session"
-                " first"
-            )
+        refuse_connected()
         address = address or os.environ.get("RAY_ADDRESS") or None
         if log_dir is not None:
             ray_messages.keep_in(log_dir)
@@ -132,6 +129,7 @@ class Session:
 
     @classmethod
     def _connect(cls, address: str) -> Session:
+        before = dict(os.environ)
         try:
             with leaving_signals_to_driver():
                 context = ray.init(
@@ -151,12 +149,14 @@ class Session:
                 f" RAY_ADDRESS): {error}. If it uses token authentication, set"
                 " RAY_AUTH_MODE=token here as well"
             ) from error
-        return cls(context.address_info["gcs_address"], None, {})
+        changes = _changes_since(before)
+        return cls(context.address_info["gcs_address"], None, changes)
 
     @classmethod
     def _start(
         cls, cores: int | None, gpus: int | None, object_store_bytes: int
     ) -> Session:
+        before = dict(os.environ)
         environment = authentication.set_own_token()
         remove_ended_sessions(Path(get_default_ray_temp_dir()))
 
@@ -178,7 +178,8 @@ class Session:
         ray_pids = [child.pid for child in children if child not in children_before]
         folder = Path(context.address_info["session_dir"])
         guard = start_guard(folder, ray_pids)
-        session = cls(context.address_info["gcs_address"], guard, environment, folder)
+        address = context.address_info["gcs_address"]
+        session = cls(address, guard, _changes_since(before), folder)
 
         # If this process is killed, a later session can remove the folder.
         try:
@@ -242,6 +243,30 @@ class Session:
         The available amounts lag a release by up to about a second.
         """
         return node_resources()
+
+
+def _changes_since(before: Mapping[str, str]) -> dict[str, str | None]:
+    """Return environment variables that have changed, with their previous values."""
+    names = before.keys() | os.environ.keys()
+    return {
+        name: before.get(name)
+        for name in sorted(names)
+        if before.get(name) != os.environ.get(name)
+    }
+
+
+def refuse_connected() -> None:
+    """Refuse a process that has called `ray.init`.
+
+    Raises:
+        ClusterError: The process is connected to a cluster.
+    """
+    if ray.is_initialized():
+        raise ClusterError(
+            "this process is connected to a Ray cluster already, by ray.init or by a"
+            " run that is open. Call ray.shutdown(), or close that run. A run starts a"
+            " cluster of its own, or uses the one at ray.address"
+        )
 
 
 def _start_ray(cores: int | None, gpus: int | None, object_store_bytes: int) -> Any:

@@ -10,7 +10,8 @@ its waits ask for it (`heed_signals`).
 
 Invariant: the effect of the first signal is announced on stderr within a second,
 whatever the main thread is doing. Every wait ends with `Interrupted` unless it waits
-for something that has to be finished. A second signal ends the process at once.
+for something that has to be finished. A second signal ends the process at once; in a
+process of somebody else (`borrowing_signals`) it ends what has to be finished, too.
 Signals within a second of the first one belong to it: `timeout` signals its child, and
 then the child's process group. Deliberately not here: what is saved, and the text of
 the announcement (`controllers/run/stopping.py`).
@@ -25,11 +26,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
+from typing import TypeVar
 
+from verl_ray.cluster.signal_state import (
+    NOTHING_AT_STAKE,
+    AtomicWork,
+    Outlook,
+)
+from verl_ray.cluster.signal_state import signal_state as _state
 from verl_ray.cluster.terminals import leave_closed_outputs, remember_terminals
 from verl_ray.errors import Interrupted
+
+T = TypeVar("T")
 
 # Signals within this time of the first one belong to it.
 _ONE_SIGNAL_S = 1.0
@@ -37,86 +46,94 @@ _ONE_SIGNAL_S = 1.0
 # Longest time that the last words may take after a second signal.
 _LAST_WORDS_S = 0.5
 
-
-@dataclass(frozen=True)
-class Outlook:
-    """Effect of a signal on the run.
-
-    Attributes:
-        next: What happens after the first signal.
-        lost: What a second signal loses; empty for nothing.
-    """
-
-    next: str
-    lost: str
-
-
-NOTHING_AT_STAKE = Outlook("stopping", "")
-
-
-@dataclass(eq=False)
-class AtomicWork:
-    """Work that a stop either abandons or lets finish.
-
-    Attributes:
-        committed_at: Time at which it passed its point of no return, in seconds of the
-            monotonic clock. None while it can still be abandoned.
-    """
-
-    committed_at: float | None = None
-
-
-class _State:
-    """The signals that arrived, and how they are obeyed.
-
-    The main thread and the announcer thread write it, one value at a time.
-
-    Attributes:
-        received: First signal that arrived.
-        announced_at: Time of its announcement, in seconds of the monotonic clock.
-        announced: Set after the announcement.
-        disturbed: True once a signal raised an exception wherever the main thread was.
-        deferring: Number of open blocks in which a signal is only recorded.
-        finishing: Number of open blocks that have to be finished first.
-        work: The innermost open `all_or_nothing`.
-        outlook: Function that returns the present outlook.
-        way_on: Function that returns what to do after a second signal, in words.
-        announcer: Thread that announces signals.
-        handles_forks: True once forked children reset their state.
-    """
-
-    received: signal.Signals | None = None
-    announced_at: float | None = None
-    announced = threading.Event()
-    disturbed = False
-    deferring = 0
-    finishing = 0
-    work: AtomicWork | None = None
-    outlook: Callable[[], Outlook] = staticmethod(lambda: NOTHING_AT_STAKE)
-    way_on: Callable[[], str] = staticmethod(lambda: "")
-    announcer: threading.Thread | None = None
-    handles_forks = False
-
-
-_state = _State()
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 # -------------------------------------------------------------------- for every program
 
 
 def stop_on_signals() -> None:
-    """Obey SIGINT, SIGTERM and SIGHUP from now on; call it from the main thread.
+    """Obey SIGINT, SIGTERM and SIGHUP from now on.
 
     SIGHUP is not obeyed where it is ignored, as under `nohup`. Call the function again
-    after `ray.init`, which installs a handler that exits without a message.
+    after `ray.init`, which installs a handler that exits without a message. Python
+    handles signals in the main thread alone, so in any other one nothing is done.
     """
     heed_signals()
+    if threading.current_thread() is not threading.main_thread():
+        return
+
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _on_signal)
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         signal.signal(signal.SIGHUP, _on_signal)
     if _state.announcer is None:
         _start_announcer()
+
+
+@contextlib.contextmanager
+def borrowing_signals() -> Iterator[None]:
+    """Obey signals within the block, in a process that belongs to somebody else.
+
+    All is then as it was before: the handlers, and no signal is remembered. SIGTERM and
+    SIGHUP are then sent again, to whoever handled them before. A second signal does not
+    end the process: waits end although something had to be finished. In a thread that
+    is not the main one, no signal is obeyed.
+
+    Raises:
+        Interrupted: A signal arrived, and nothing in the block has heeded it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    assert _state.announcer is None, "no other block obeys signals already"
+    handlers = {number: signal.getsignal(number) for number in _STOPPING}
+    # Only the call says which descriptor was set.
+    descriptor = signal.set_wakeup_fd(-1)
+    _state.borrowing = True
+    stop_on_signals()
+    announcer = _state.announcer
+    assert announcer is not None
+    try:
+        yield
+        heed_signals()
+    finally:
+        for number, handler in handlers.items():
+            # A handler that was not installed by Python is unknown to it.
+            if handler is not None:
+                signal.signal(number, handler)
+        # The announcer ends with its input.
+        os.close(signal.set_wakeup_fd(descriptor))
+        announcer.join(_ONE_SIGNAL_S)
+        _state.borrowing = False
+        received = _state.received
+        _forget()
+        # Whoever ends the process wants more than the end of this block.
+        if received not in (None, signal.SIGINT):
+            signal.raise_signal(received)
+
+
+def was_disturbed() -> bool:
+    """Whether a signal raised an exception wherever the main thread was.
+
+    Any error after that may be a consequence of it.
+    """
+    return _state.disturbed
+
+
+def stoppable(work: Callable[[], T]) -> T:
+    """Do the work, and turn a failure that a signal caused into a stop.
+
+    A signal raises an exception in the middle of something. Compiled calls of Ray
+    swallow it or turn it into others, so what fails afterwards is part of the stop.
+    """
+    try:
+        return work()
+    except Exception:
+        if _state.disturbed:
+            heed_signals()
+        raise
 
 
 def _start_announcer() -> None:
@@ -143,21 +160,15 @@ def heed_signals() -> None:
 
     Every wait calls this function.
     """
-    if _state.received is not None and not _state.finishing:
+    if _state.received is None:
+        return
+    if _state.insisted or not _state.finishing:
         raise Interrupted(f"stopped by {_state.received.name}")
 
 
 def stop_requested() -> bool:
     """Whether a signal arrived that is obeyed now or later."""
     return _state.received is not None
-
-
-def was_disturbed() -> bool:
-    """Whether a signal raised an exception wherever the main thread was.
-
-    Any error after that may be a consequence of it.
-    """
-    return _state.disturbed
 
 
 # ----------------------------------------------------------- for code with work in hand
@@ -286,15 +297,16 @@ def _on_signal(number: int, frame: FrameType | None) -> None:
 
 def _announce_all(reading: int) -> None:
     # Consumes the numbers of the signals that arrive. Waits for the next one. Ends with
-    # the process.
+    # the process, or when the other end of the pipe is closed.
     while numbers := os.read(reading, 1):
         # Other signals may be handled in Python as well; some of them have no name.
         with contextlib.suppress(ValueError):
             _announce(signal.Signals(numbers[0]))
+    os.close(reading)
 
 
 def _announce(number: signal.Signals) -> None:
-    if number not in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    if number not in _STOPPING:
         return
 
     leave_closed_outputs()
@@ -304,7 +316,11 @@ def _announce(number: signal.Signals) -> None:
         _state.announced_at = now
         _announce_first(number, outlook)
         _state.announced.set()
-    elif now - _state.announced_at >= _ONE_SIGNAL_S:
+    elif now - _state.announced_at < _ONE_SIGNAL_S:
+        return
+    elif _state.borrowing:
+        _state.insisted = True
+    else:
         _exit_at_once(number, outlook)
 
 
@@ -346,7 +362,16 @@ def _reset_in_child() -> None:
     """Forget the parent's signals and its announcer in a forked child."""
     if _state.announcer is not None:
         signal.set_wakeup_fd(-1)
-        _state.announcer = None
-        _state.received = None
-        _state.announced_at = None
-        _state.announced = threading.Event()
+        _forget()
+
+
+def _forget() -> None:
+    """Forget the signals that arrived, and the announcer."""
+    if _state.received is not None:
+        _state.outlook = lambda: NOTHING_AT_STAKE
+    _state.announcer = None
+    _state.received = None
+    _state.announced_at = None
+    _state.announced = threading.Event()
+    _state.disturbed = False
+    _state.insisted = False

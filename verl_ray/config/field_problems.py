@@ -17,11 +17,14 @@ from pydantic_core import ErrorDetails
 
 from verl_ray.config.advice import advice_on
 from verl_ray.config.keys import known_fields, value_keys
+from verl_ray.config.paths import UNKNOWN_PART
 from verl_ray.config.suggest import closest, either
 from verl_ray.errors import Problem
 
 # The names of these sections are the user's own, so no field is declared for them.
 _NAMED_SECTIONS = re.compile(r"^(reward\.components)\.[^.]+")
+
+_ITEM_NUMBER = re.compile(r"\.\d+(?=\.)")
 
 _BOUND_ERRORS = {"greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SECTION_ERRORS = {"model_type", "model_attributes_type", "dict_type"}
@@ -103,6 +106,9 @@ def _problem(
         expected = _expected_list(key, kind)
         return Problem(key, value, "this list has the wrong length", f"Use {expected}.")
 
+    if error_type == UNKNOWN_PART:
+        return Problem(key, value, first["ctx"]["rule"], first["ctx"]["fix"])
+
     if error_type == "missing":
         fix = "Set it; the YAML holds every value."
         return Problem(key, None, "this key has no value", fix)
@@ -119,7 +125,9 @@ def _problem(
             return Problem(
                 key, value, rule, f"Leave it out, or choose another {section}."
             )
-        return Problem(key, value, "no such key", advice_on(key, known))
+        # An item of a list is numbered, and all items have the same keys.
+        unnumbered = _ITEM_NUMBER.sub("", key)
+        return Problem(key, value, "no such key", advice_on(unnumbered, known))
 
     if error_type in _CHOICE_ERRORS:
         # A section without a kind comes without the list of kinds.
@@ -161,6 +169,8 @@ def _broken_rule(value: object, alternatives: Sequence[ErrorDetails]) -> str:
 
     if "finite_number" in error_types:
         return "this is not a finite number"
+    if "too_short" in error_types:
+        return "this list is empty"
     if error_types & _BOUND_ERRORS:
         return "this number is out of range"
     if "literal_error" in error_types and isinstance(value, str):
@@ -228,8 +238,12 @@ def _expected_value(error: ErrorDetails) -> str:
             return "true or false"
         case "string_type":
             return "a text"
-        case "dict_type":
+        case "dict_type" | "model_type" | "model_attributes_type":
             return "a section of keys"
+        case "list_type":
+            return "a list"
+        case "too_short":
+            return "a list that is not empty"
         case "none_required":
             return "null"
         case _:

@@ -47,12 +47,12 @@ _DTYPES = (
     " engine."
 )
 _FUNCTION = (
-    "Name your function as reward.functions.default=FILE.py:FUNCTION; it gets response,"
-    " answer, prompt, data_source and extra."
+    "Name your function as reward.functions.default=FILE.py:FUNCTION or"
+    " MODULE:FUNCTION. Functions written for verl and TRL are called as there."
 )
 _FIELDS = (
-    "Nothing to set: a record has the fields prompt and answer, and data_source where"
-    " rewards differ."
+    "Usual columns are recognised; for others there is"
+    " 'data.columns={prompt: COLUMN, answer: COLUMN}'."
 )
 _VALUE = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
 _STD = (
@@ -296,11 +296,11 @@ _ANSWERS: tuple[tuple[str, str], ...] = (
     ),
     # ------------------------------------------------------------- models and backends
     (
-        "model.path, a folder on this machine, is it here.",
+        "model.path, a folder or an id of the hub, is it here.",
         "pretrain model_name model_id",
     ),
-    ("model.path, a folder on this machine, is it here.", "model_name_or_path"),
-    ("model.path, a folder on this machine, is it here.", "model.name"),
+    ("model.path, a folder or an id of the hub, is it here.", "model_name_or_path"),
+    ("model.path, a folder or an id of the hub, is it here.", "model.name"),
     ("The tokenizer is the one in the folder model.path.", "tokenizer tokenizer_path"),
     ("critic.model.path", "critic_pretrain critic_model_path"),
     (

@@ -23,6 +23,7 @@ Where several keys became one, the new key takes the value of the first of them.
 ADDED: dict[str, Any] = {
     "rollout.staleness": 0,
     "data.special_tokens": "allow",
+    "data.columns": None,
     "run.total_epochs": None,
     "run.best_metric": None,
     "run.best_is": None,
@@ -66,7 +67,25 @@ def migrated(tree: Mapping[str, Any]) -> dict[str, Any]:
         if section is not None:
             section.setdefault(name, value)
 
+    # Any role may have a model, which was a folder.
+    for section in model_sections(result).values():
+        section.setdefault("revision", None)
+
     return result
+
+
+def model_sections(
+    tree: Mapping[str, Any], prefix: str = ""
+) -> dict[str, dict[str, Any]]:
+    """Return the sections of a plain tree that name a model, by their keys."""
+    sections = {}
+    for name, node in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(node, dict):
+            if name == "model" and "path" in node:
+                sections[key] = node
+            sections |= model_sections(node, f"{key}.")
+    return sections
 
 
 def _split(tree: dict[str, Any], key: str) -> tuple[dict[str, Any] | None, str]:

@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from verl_ray.config.paths import FunctionPath
 from verl_ray.config.roles import ModelConfig, ModelRole
 from verl_ray.config.rollout import RolloutEngineConfig
 from verl_ray.config.section import (
@@ -107,10 +108,16 @@ class FunctionReward(GraderConfig):
     """Killable processes per actor: responses scored at the same time."""
     deadline_s: PositiveFloat
     """Longest time to score one response, after which its process is killed and the
-    failure counted."""
-    functions: Annotated[dict[str, str], Field(examples=["{default: exact_match}"])]
-    """Data source -> exact_match, gsm8k, or path/to/file.py:function; `default` serves
-    the other data sources."""
+    failure counted; a batched function has as much for each response of the group."""
+    functions: Annotated[
+        dict[str, FunctionPath], Field(examples=["{default: exact_match}"])
+    ]
+    """Data source -> by_data_source, exact_match, gsm8k, path/to/file.py:function or
+    package.module:function, which may be a class, too; `default` serves the other data
+    sources. A function names what it gets: response, answer, prompt, data_source,
+    extra, num_tokens, finish_reason, step. Those of verl (solution_str) and TRL
+    (completions) are called as there. It returns a number, None, or a dict with `score`
+    and entries that become metrics."""
 
     @property
     def named_functions(self) -> dict[str, str] | None:

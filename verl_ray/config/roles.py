@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl_ray.backends import Backend
+from verl_ray.config.paths import HubPath
 from verl_ray.config.section import (
     Fraction,
     NonNegative,
@@ -19,13 +20,29 @@ from verl_ray.config.section import (
     PositiveFloat,
     Section,
 )
+from verl_ray.hub.names import COMMIT, is_hub_id, snapshot_of
 
 
 class ModelConfig(Section):
     """The model of a role."""
 
-    path: str
-    """Directory of a Hugging Face model: config.json, safetensors, tokenizer."""
+    path: HubPath
+    """Directory of a Hugging Face model (config.json, safetensors, tokenizer), or the
+    id of one on the hub, such as Qwen/Qwen3-0.6B."""
+    revision: str | None
+    """Commit, tag or branch of a model on the hub; null = that of model.path where the
+    path is the same, else the newest. The run records the commit."""
+
+    @property
+    def folder(self) -> str:
+        """Directory of the model's files, which are in the cache if it is on the hub.
+
+        The id itself until its commit is known.
+        """
+        commit = self.revision or ""
+        if not is_hub_id(self.path) or COMMIT.fullmatch(commit) is None:
+            return self.path
+        return str(snapshot_of(self.path, commit, "model").folder)
 
 
 class OptimizerConfig(Section):

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from verl_ray.config.paths import LocalPath
 from verl_ray.config.section import (
     Auto,
     NonNegative,
@@ -98,7 +99,7 @@ class SyncConfig(Section):
     replicas keep. merged: it is merged into the weights. auto: alone, unless the
     replicas free their weights while the trainer works.
     """
-    folder: str
+    folder: LocalPath
     """Folder of the files of transport=disk; all nodes must see it."""
     probe_every: Positive | Auto
     """Syncs from one comparison of log-probs of fixed tokens with the trainer's to the

@@ -105,14 +105,14 @@ class RolloutTaskConfig(Config):
         # Most runs set model.path, which actor.model.path refers to; a message names
         # the key that the user has to change.
         key = "actor.model.path"
-        if self.actor.model.path == self.model.path:
+        if self.actor.model.folder == self.model.folder:
             key = "model.path"
 
         policy = ServedModel(
             config=self.rollout,
             section="rollout",
             key=key,
-            path=self.actor.model.path,
+            path=self.actor.model.folder,
             max_prompt_tokens=self.data.max_prompt_tokens,
             max_response_tokens=self.rollout.max_response_tokens,
         )

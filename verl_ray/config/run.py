@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
+from verl_ray.config.paths import CheckpointPath, LocalPath
 from verl_ray.config.section import (
     Auto,
     NonNegative,
@@ -37,7 +38,7 @@ class RunConfig(Section):
 
     name: str
     """Name of the run, of its folder, and of the run in W&B."""
-    dir: str
+    dir: LocalPath
     """Folder of everything that the run writes."""
     seed: Seed
     """Root of every random stream: data order, sampling, new parameters."""
@@ -69,7 +70,7 @@ class RunConfig(Section):
     early_stop: Positive | None
     """End the run after N evaluations in a row that brought no improvement of that
     metric; null = never."""
-    resume: str
+    resume: CheckpointPath
     """auto = from the newest checkpoint in run.dir if there is one; none = refuse a
     run.dir that has one; or the path of a checkpoint."""
     threads_per_rank: Positive | Threads | Auto

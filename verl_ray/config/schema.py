@@ -204,7 +204,7 @@ class Config(Section):
                 config=judge.engine,
                 section=f"{name}.engine",
                 key=f"{name}.model.path",
-                path=judge.model.path,
+                path=judge.model.folder,
                 max_prompt_tokens=judge.max_prompt_tokens,
                 max_response_tokens=judge.max_response_tokens,
             )

@@ -16,8 +16,8 @@ import numpy as np
 
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Int64, Ragged, offsets_of
-from verl_ray.data.prompts import as_messages
-from verl_ray.data.records import Content, Message
+from verl_ray.data.contents import Content
+from verl_ray.data.field_values import Message, as_messages
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Bool
 from verl_ray.data.tokenizers import render, require_chat_template
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def tokenize(
-    contents: Sequence[Content],
+    contents: Sequence[Content | str],
     where: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     *,
@@ -37,6 +37,9 @@ def tokenize(
     responses: Literal["all", "last"],
 ) -> tuple[Ragged, Bool]:
     """Turn contents into rows of prompt and response; a row ends with a response.
+
+    A content that is a single text is a response from its second token on, since
+    nothing predicts the first. No chat template is applied to it.
 
     Args:
         where: The name of each content, for errors.
@@ -52,15 +55,28 @@ def tokenize(
             prompt has no tokens.
     """
     spelled = SpelledTokens(tokenizer, special_tokens)
-    guarded = [
-        _guarded(content, place, spelled)
-        for content, place in zip(contents, where, strict=True)
-    ]
-    if apply_chat_template:
-        require_chat_template(tokenizer)
-        tokens, mask = _tokenize_chat(guarded, where, tokenizer, spelled, responses)
-    else:
-        tokens, mask = _tokenize_text(guarded, where, tokenizer, spelled)
+    texts: dict[int, str] = {}
+    answered: dict[int, Content] = {}
+    for row, (content, place) in enumerate(zip(contents, where, strict=True)):
+        if isinstance(content, str):
+            texts[row] = spelled.guard(content, place)
+        else:
+            answered[row] = _guarded(content, place, spelled)
+
+    tokens, mask = _tokenize_single(
+        list(texts.values()), [where[row] for row in texts], tokenizer, spelled
+    )
+    if answered:
+        guarded = list(answered.values())
+        places = [where[row] for row in answered]
+        if apply_chat_template:
+            require_chat_template(tokenizer)
+            others = _tokenize_chat(guarded, places, tokenizer, spelled, responses)
+        else:
+            others = _tokenize_text(guarded, places, tokenizer, spelled)
+        # Rows go back to the places of their contents.
+        order = np.argsort([*texts, *answered])
+        tokens, mask = _concat((tokens, mask), others, order)
 
     # A model predicts a token from those before it: the first response token needs one.
     starts_with_response = mask[tokens.offsets[:-1]]
@@ -90,7 +106,31 @@ def _guarded(content: Content, place: str, spelled: SpelledTokens) -> Content:
     )
 
 
+def _concat(
+    first: tuple[Ragged, Bool], second: tuple[Ragged, Bool], order: Int64
+) -> tuple[Ragged, Bool]:
+    """Join rows of tokens with their masks, and put the rows in an order."""
+    tokens = Ragged.concat([first[0], second[0]])
+    mask = Ragged(np.concatenate([first[1], second[1]]), tokens.offsets)
+    return tokens.select(order), mask.select(order).values
+
+
 # -------------------------------------------------------------------------- plain texts
+
+
+def _tokenize_single(
+    texts: Sequence[str],
+    where: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    spelled: SpelledTokens,
+) -> tuple[Ragged, Bool]:
+    end = tokenizer.eos_token
+    ended = [text if text.endswith(end) else text + end for text in texts]
+    tokens = spelled.encode(ended, special=True, where=where.__getitem__)
+    # Each row has its end at least, so that it has a first token.
+    mask = np.ones(len(tokens.values), np.bool_)
+    mask[tokens.offsets[:-1]] = False
+    return tokens, mask
 
 
 def _tokenize_text(

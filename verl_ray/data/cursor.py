@@ -1,8 +1,9 @@
-"""Place in a data set: which rows come next, in an order that a resumed run repeats.
+"""Place in the data: which rows come next, in an order that a resumed run repeats.
 
-Invariant: row number k of all draws depends on (seed, number of rows, k) alone, however
-the draws were cut into batches and however often the run was resumed. Every epoch is a
-permutation of all rows. Deliberately not here: the rows.
+Invariant: row number k of all draws depends on (seed, mixture of the sets, k) alone,
+however the draws were cut into batches and however often the run was resumed. Every
+epoch of a single set is a permutation of its rows. Deliberately not here: the rows, and
+the order of an epoch (`mixture.py`).
 """
 
 from __future__ import annotations
@@ -13,9 +14,13 @@ from collections.abc import Mapping
 import numpy as np
 
 from verl_ray.data.batch import Batch, Int64, Ragged
+from verl_ray.data.mixture import Mixture
 from verl_ray.errors import CheckpointError, DataError
 
 CursorState = dict[str, int | str]
+
+_OPTIONAL_IDENTITY = ("weights",)
+"""What only some states say of the rows and their order."""
 
 
 def fingerprint(batch: Batch) -> str:
@@ -44,23 +49,30 @@ def drawn_rows(state: Mapping[str, int | str]) -> int:
     """Return how many rows had been drawn when `state` was taken from a cursor.
 
     Raises:
-        CheckpointError: `drawn`, `epoch` and `position` do not lead to the same row of
-            a data set of `rows` rows.
+        CheckpointError: `drawn`, `passed`, `epoch` and `position` do not lead to the
+            same row of an epoch of `rows` rows.
     """
-    place = {name: state.get(name) for name in ("rows", "drawn", "epoch", "position")}
-    rows = place["rows"]
-    drawn = place["drawn"]
+    names = ("rows", "drawn", "passed", "epoch", "position")
+    # Only a run that streams its data passes rows over.
+    place = {name: state.get(name) for name in names if name in state}
+    rows = place.get("rows")
+    drawn = place.get("drawn")
+    passed = place.get("passed", 0)
 
-    if isinstance(rows, int) and isinstance(drawn, int) and rows > 0 and drawn >= 0:
-        expected = divmod(drawn, rows)
-        if (place["epoch"], place["position"]) == expected:
+    numbers = (rows, drawn, passed)
+    if all(isinstance(number, int) and number >= 0 for number in numbers):
+        assert isinstance(rows, int)
+        assert isinstance(drawn, int)
+        assert isinstance(passed, int)
+        expected = divmod(drawn + passed, rows) if rows else None
+        if (place.get("epoch"), place.get("position")) == expected:
             return drawn
 
     listed = ", ".join(f"{name} = {value!r}" for name, value in place.items())
     raise CheckpointError(
         f"the data cursor of the checkpoint contradicts itself ({listed}); expected"
-        " drawn = epoch * rows + position. Rows would be used twice or left out, so"
-        " continue from another checkpoint: run.resume=PATH"
+        " drawn + passed = epoch * rows + position. Rows would be used twice or left"
+        " out, so continue from another checkpoint: run.resume=PATH"
     )
 
 
@@ -70,14 +82,25 @@ class Cursor:
     The tail of an epoch is not dropped: a batch may end one epoch and begin the next.
     """
 
-    def __init__(self, rows: Batch, *, seed: int, shuffle: bool) -> None:
-        self._count = rows.num_rows
+    def __init__(
+        self, mixture: Mixture, digest: str, *, seed: int, shuffle: bool
+    ) -> None:
+        """Stand at the first row of the first epoch.
+
+        Args:
+            mixture: The data sets.
+            digest: A digest of their rows, such as their `fingerprint`.
+        """
+        self._mixture = mixture
+        self._rows_per_epoch = mixture.rows_per_epoch
         self._identity: CursorState = {
-            "rows": rows.num_rows,
-            "fingerprint": fingerprint(rows),
+            "rows": self._rows_per_epoch,
+            "fingerprint": digest,
             "seed": seed,
             "shuffle": int(shuffle),
         }
+        if any(weight != 1 for weight in mixture.weights):
+            self._identity["weights"] = ", ".join(f"{w:g}" for w in mixture.weights)
         self._seed = seed
         self._shuffle = shuffle
         # The order of one epoch is cached, since many batches are drawn from it.
@@ -85,16 +108,18 @@ class Cursor:
         self._order = np.empty(0, dtype=np.int64)
         self.drawn = 0
         """Rows drawn since the start of the run: the running number of the next row."""
+        self.passed = 0
+        """Rows passed over since then, because the run cannot use them."""
 
     @property
     def epoch(self) -> int:
         """Completed passes over the rows."""
-        return self.drawn // self._count
+        return (self.drawn + self.passed) // self._rows_per_epoch
 
     @property
     def position(self) -> int:
-        """Rows drawn in the current epoch."""
-        return self.drawn % self._count
+        """Rows drawn or passed over in the current epoch."""
+        return (self.drawn + self.passed) % self._rows_per_epoch
 
     def draw(self, count: int) -> Int64:
         """Return the next row numbers, int64 [count], across the ends of epochs."""
@@ -110,11 +135,19 @@ class Cursor:
 
         return np.concatenate(parts) if parts else np.empty(0, dtype=np.int64)
 
+    def pass_over(self, count: int) -> None:
+        """Count rows of the last draw as passed over: the run cannot use them."""
+        assert count <= self.drawn, "only rows that were drawn can be passed over"
+        self.drawn -= count
+        self.passed += count
+
     def state(self) -> CursorState:
         """State for `load_state`, as plain JSON values."""
+        passed: CursorState = {"passed": self.passed} if self.passed else {}
         return {
             **self._identity,
             "drawn": self.drawn,
+            **passed,
             "epoch": self.epoch,
             "position": self.position,
         }
@@ -127,10 +160,11 @@ class Cursor:
             CheckpointError: the state contradicts itself.
         """
         # In other rows, or another order, the same place would lead to other records.
+        names = dict.fromkeys((*self._identity, *_OPTIONAL_IDENTITY))
         changed = [
-            f"{name} was {state.get(name)!r}, is {value!r}"
-            for name, value in self._identity.items()
-            if state.get(name) != value
+            f"{name} was {state.get(name)!r}, is {self._identity.get(name)!r}"
+            for name in names
+            if state.get(name) != self._identity.get(name)
         ]
         if changed:
             raise DataError(
@@ -139,15 +173,15 @@ class Cursor:
                 " tokenizer and data.*, or start anew in another run.dir"
             )
         self.drawn = drawn_rows(state)
+        passed = state.get("passed", 0)
+        assert isinstance(passed, int), "drawn_rows has looked at it"
+        self.passed = passed
 
     def _order_of(self, epoch: int) -> Int64:
         """Order of the rows in an epoch, int64 [rows]."""
         if epoch != self._ordered_epoch:
-            if self._shuffle:
-                # Any epoch's order can be computed without the earlier ones.
-                random = np.random.default_rng([self._seed, epoch])
-                self._order = random.permutation(self._count)
-            else:
-                self._order = np.arange(self._count)
+            self._order = self._mixture.order(
+                epoch, seed=self._seed, shuffle=self._shuffle
+            )
             self._ordered_epoch = epoch
         return self._order

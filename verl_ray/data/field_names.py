@@ -9,62 +9,28 @@ from __future__ import annotations
 import difflib
 import functools
 
-from verl_ray.data.files import Fields
+from verl_ray.data.file_formats import Fields
 from verl_ray.errors import DataError
 
-_SYNONYMS = {
-    "prompt": ("question", "problem", "instruction", "query", "input"),
-    "answer": (
-        "solution", "ground_truth", "target", "label", "final_answer", "completion",
-        "output", "response", "reward_model.ground_truth",
-    ),
-    "response": (
-        "completion", "output", "answer", "solution", "target", "chosen",
-        "extra_info.answer",
-    ),
-    "messages": ("conversation", "conversations"),
-    "chosen": ("chosen_response", "preferred", "winner", "response_chosen"),
-    "rejected": ("rejected_response", "dispreferred", "loser", "response_rejected"),
-    "role": ("from",),
-    "content": ("value", "text"),
-}  # fmt: skip
-"""Field -> what other systems and data sets call it, the usual names first.
 
-A name with a point is a field of an object, as in the records of verl.
-"""
-
-
-def missing_field(names: tuple[str, ...], fields: Fields) -> str:
+def missing_field(name: str, fields: Fields) -> str:
     """Return a text about a field that is missing or null, with what to do about it.
 
     Args:
-        names: The fields, of which one is enough.
+        name: The field, or the path of one in an object.
         fields: The record.
     """
-    nulls = [name for name in names if name in fields]
-    if nulls:
-        return f"{nulls[0]} is null; expected a value, or no such record"
+    section, _, inner = name.rpartition(".")
+    outer = fields.get(section)
+    if name in fields or (isinstance(outer, dict) and inner in outer):
+        return f"{name} is null; expected a value, or no such record"
 
-    expected = " or ".join(repr(name) for name in names)
-    present = ", ".join(repr(name) for name in fields) or "none"
-    hints = (hint for name in names if (hint := _hint(name, fields)) is not None)
-    hint = next(hints, f"add {expected} to every record")
-    return f"no field {expected}; the fields found are {present}; {hint}"
-
-
-def _hint(name: str, fields: Fields) -> str | None:
-    """Return what to do with the field that stands for a missing one, if there is."""
+    present = ", ".join(repr(other) for other in fields) or "none"
     similar = difflib.get_close_matches(name, fields, n=1)
-    for other in (*similar, *_SYNONYMS.get(name, ())):
-        section, _, inner = other.rpartition(".")
-        if not section and fields.get(other) is not None:
-            return f"rename {other!r} to {name!r}"
-
-        # Parquet has every object of verl's records, and JSON may have something else.
-        outer = fields.get(section)
-        if isinstance(outer, dict) and outer.get(inner) is not None:
-            return f"put {other} into {name!r}: these are verl's fields"
-    return None
+    hint = f"add {name!r} to every record"
+    if similar:
+        hint = f"rename {similar[0]!r} to {name!r}"
+    return f"no field {name!r}; the fields found are {present}; {hint}"
 
 
 def refuse_misspelt(

@@ -8,20 +8,22 @@ generation. Deliberately not here: record fields (`records.py`), the tokens of a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from verl_ray.config.data import PreferenceDataConfig
+from verl_ray.config.data import DataSet, PreferenceDataConfig
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Batch, Ragged, ragged, row
+from verl_ray.data.contents import Content
 from verl_ray.data.conversations import alternate, tokenize
-from verl_ray.data.cursor import Cursor, CursorState
+from verl_ray.data.file_formats import Fields
 from verl_ray.data.prompts import fitting_rows
-from verl_ray.data.records import Content, PreferenceRecord, read_preferences
+from verl_ray.data.records import PreferenceRecord, Reading, preference_reading
+from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import Bool, Float32, TrainingBatch
 from verl_ray.data.tokenizers import strip_special_tokens
 from verl_ray.errors import DataError
@@ -41,22 +43,19 @@ class _Pairs(Batch):
     margin: Float32 | None = row(np.float32, optional=True)
 
 
-class PreferenceSource:
-    """A data set of preference pairs, as token columns in memory.
+class PreferenceSource(RowSource[PreferenceRecord, _Pairs]):
+    """Data sets of preference pairs.
 
-    It has the same cursor contract as `PromptSource`.
+    `skipped` has the reasons `equal` (the two responses are the same), `empty` (a
+    response has no text) and `too_long` (a response is longer than
+    preference.max_tokens).
     """
 
-    skipped: dict[str, int]
-    """Pairs left out, by the reason.
-
-    `equal`: the two responses are the same. `empty`: a response has no text.
-    `too_long`: a response is longer than preference.max_tokens.
-    """
+    unit = "pair of responses"
 
     def __init__(
         self,
-        path: str,
+        data_sets: DataSets,
         tokenizer: PreTrainedTokenizerBase,
         config: PreferenceDataConfig,
         *,
@@ -64,94 +63,92 @@ class PreferenceSource:
         seed: int,
         margin: float | Literal["record"],
         most_records: int | None = None,
+        may_stream: bool = False,
     ) -> None:
-        """Read and tokenize the pairs.
+        """Read and tokenize the pairs, or open the sets that stay on disk.
 
         Args:
             max_tokens: Limit of prompt and response together, on either side
                 (preference.max_tokens).
             margin: Margin of every pair, or "record": each record has its own.
-            most_records: Number of records to read at most; None reads all of them.
+            most_records: Number of records to read of each set at most; None reads all
+                of them.
+            may_stream: Whether large sets may stay on disk.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 pair remains.
         """
-        records = _read_records(path, most_records)
-        if margin == "record":
-            _require_margins(records)
-        # Empty responses are found as texts, equal ones as tokens: different texts may
-        # have the same tokens.
-        is_empty = _has_empty_response(records)
-        nonempty = [records[index] for index in np.flatnonzero(~is_empty)]
-        chosen = _tokenize(nonempty, "chosen", tokenizer, config)
-        rejected = _tokenize(nonempty, "rejected", tokenizer, config)
-        is_equal = _equal_rows(chosen, rejected)
-        _refuse_unusable(records, is_empty, is_equal, config.unusable)
-
-        # A pair fits if its longer side does.
-        distinct = np.flatnonzero(~is_equal)
-        fitting = fitting_rows(
-            np.maximum(chosen.lengths, rejected.lengths)[distinct],
-            [nonempty[index].where for index in distinct],
-            limit=max_tokens,
-            limit_key="preference.max_tokens",
-            overlong=config.overlong,
-        )
-
-        self.skipped = {
-            "equal": int(is_equal.sum()),
-            "empty": int(is_empty.sum()),
-            "too_long": len(distinct) - len(fitting),
-        }
+        self._tokenizer = tokenizer
+        self._config = config
+        self._max_tokens = max_tokens
         self._margin = margin
-        pairs = _Pairs(
-            offsets=np.zeros(len(nonempty) + 1, dtype=np.int64),
-            chosen=chosen,
-            rejected=rejected,
-            margin=_margins(nonempty) if margin == "record" else None,
+        super().__init__(
+            data_sets, config, seed, most_records=most_records, may_stream=may_stream
         )
-        # The cursor counts usable pairs alone.
-        self._pairs = pairs.select(distinct[fitting])
-        self._cursor = Cursor(self._pairs, seed=seed, shuffle=config.shuffle)
-
-    def __len__(self) -> int:
-        """Number of pairs, of two rows each."""
-        return self._pairs.num_rows
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the pairs."""
-        return self._cursor.epoch
 
     def next_batch(self, pairs: int) -> TrainingBatch:
         """Return the next `pairs` pairs, two rows each.
 
         `loss_weight` makes the loss the mean over the pairs of the batch.
         """
-        return self._rows(self._pairs.select(self._cursor.draw(pairs)))
+        return self._rows(self._draw(pairs))
 
     def all(self, limit_pairs: int | None = None) -> TrainingBatch:
-        """Return the first `limit_pairs` pairs in the file's order, equally weighted.
+        """Return the first `limit_pairs` pairs, equally weighted.
 
-        The cursor does not move.
+        They are in the order of the files. The cursor does not move.
         """
-        return self._rows(self._pairs.select(np.arange(len(self))[:limit_pairs]))
+        return self._rows(self._first_rows(limit_pairs))
 
-    def state(self) -> CursorState:
-        """State of the cursor, which counts pairs, and a fingerprint of the data.
+    def _reading(
+        self, data_set: DataSet, first: Fields, where: str
+    ) -> Reading[PreferenceRecord]:
+        return preference_reading(data_set, first, where)
 
-        All values are plain JSON.
-        """
-        return self._cursor.state()
+    def _encode(
+        self, records: Sequence[PreferenceRecord], *, is_all: bool
+    ) -> Encoded[_Pairs]:
+        config = self._config
+        if self._margin == "record":
+            _require_margins(records)
+        # Empty responses are found as texts, equal ones as tokens: different texts may
+        # have the same tokens.
+        is_empty = _has_empty_response(records)
+        nonempty = np.flatnonzero(~is_empty)
+        with_texts = [records[index] for index in nonempty]
+        chosen = _tokenize(with_texts, "chosen", self._tokenizer, config)
+        rejected = _tokenize(with_texts, "rejected", self._tokenizer, config)
+        is_equal = _equal_rows(chosen, rejected)
+        _refuse_unusable(
+            records, is_empty, is_equal, config.unusable, may_be_empty=not is_all
+        )
 
-    def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continue behind the last batch drawn before `state()`.
+        # A pair fits if its longer side does.
+        distinct = np.flatnonzero(~is_equal)
+        fitting = fitting_rows(
+            np.maximum(chosen.lengths, rejected.lengths)[distinct],
+            [with_texts[index].where for index in distinct],
+            limit=self._max_tokens,
+            limit_key="preference.max_tokens",
+            overlong=config.overlong,
+            may_be_empty=not is_all,
+        )
 
-        Raises:
-            DataError: the data have changed.
-        """
-        self._cursor.load_state(state)
+        has_margins = self._margin == "record"
+        pairs = _Pairs(
+            offsets=np.zeros(len(with_texts) + 1, dtype=np.int64),
+            chosen=chosen,
+            rejected=rejected,
+            margin=_margins(with_texts) if has_margins else None,
+        )
+        usable = distinct[fitting]
+        skipped = {
+            "equal": int(is_equal.sum()),
+            "empty": int(is_empty.sum()),
+            "too_long": len(distinct) - len(fitting),
+        }
+        return Encoded(pairs.select(usable), nonempty[usable], skipped)
 
     def _rows(self, pairs: _Pairs) -> TrainingBatch:
         tokens = alternate(pairs.chosen, pairs.rejected)
@@ -169,15 +166,6 @@ class PreferenceSource:
             loss_weight=np.full(num_rows, weight, dtype=np.float32),
             margin=np.repeat(margin, 2),
         )
-
-
-def _read_records(path: str, most: int | None) -> list[PreferenceRecord]:
-    records = read_preferences(path, most)
-    if not records:
-        raise DataError(
-            f"{path} holds no records; expected at least one pair of responses"
-        )
-    return records
 
 
 def _require_margins(records: Sequence[PreferenceRecord]) -> None:
@@ -200,6 +188,8 @@ def _refuse_unusable(
     is_empty: Bool,
     is_equal: Bool,
     unusable: Literal["refuse", "skip"],
+    *,
+    may_be_empty: bool,
 ) -> None:
     """Raise DataError for pairs that teach nothing, unless they are to be skipped.
 
@@ -208,13 +198,14 @@ def _refuse_unusable(
         is_equal: Pairs of equal responses, bool [records that are not empty].
         unusable: The setting data.unusable. Without a usable pair there is nothing to
             learn from, whatever the setting.
+        may_be_empty: Whether no pair may remain.
     """
     is_unusable = is_empty.copy()
     is_unusable[~is_empty] = is_equal
     num_unusable = int(is_unusable.sum())
     if not num_unusable:
         return
-    if unusable == "skip" and num_unusable < len(records):
+    if unusable == "skip" and (may_be_empty or num_unusable < len(records)):
         return
 
     num_empty = int(is_empty.sum())

@@ -2,22 +2,24 @@
 
 Invariant: prompt number g of the run (its `group_id`) is the same whatever the batch
 sizes and resumes before it. Deliberately not here: record fields (`records.py`) and the
-order (`cursor.py`).
+order (`row_source.py`, `cursor.py`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from verl_ray.config.data import DataConfig
+from verl_ray.config.data import DataConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64, Ragged
-from verl_ray.data.cursor import Cursor, CursorState
-from verl_ray.data.records import Message, PromptRecord, read_prompts
+from verl_ray.data.field_values import Message, as_messages
+from verl_ray.data.file_formats import Fields
+from verl_ray.data.records import PromptRecord, Reading, prompt_reading
+from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.special_tokens import SpelledTokens
 from verl_ray.data.stages import Prompts
 from verl_ray.data.tokenizers import render, require_chat_template
@@ -27,42 +29,76 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class PromptSource:
-    """A data set of prompts, as token columns in memory."""
+class PromptSource(RowSource[PromptRecord, Prompts]):
+    """Data sets of prompts."""
+
+    unit = "prompt"
 
     def __init__(
         self,
-        path: str,
+        data_sets: DataSets,
         tokenizer: PreTrainedTokenizerBase,
         config: DataConfig,
         seed: int,
         most_records: int | None = None,
+        *,
+        may_stream: bool = False,
     ) -> None:
-        """Read and tokenize the prompts.
+        """Read and tokenize the prompts, or open the sets that stay on disk.
 
         Args:
-            most_records: Number of records to read at most; None reads all of them.
+            most_records: Number of records to read of each set at most; None reads all
+                of them.
+            may_stream: Whether large sets may stay on disk.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 prompt remains.
         """
-        records = read_prompts(path, most_records)
-        if not records:
-            raise DataError(f"{path} holds no records; expected at least one prompt")
+        self._tokenizer = tokenizer
+        self._config = config
+        super().__init__(
+            data_sets, config, seed, most_records=most_records, may_stream=may_stream
+        )
 
+    def next_batch(self, count: int) -> Prompts:
+        """Return the next `count` prompts.
+
+        `group_id` is the running number of a prompt in the run.
+        """
+        # A resumed run continues the numbers, as the cursor does.
+        first = self.drawn
+        rows = self._draw(count)
+        group_id = np.arange(first, first + count, dtype=np.int64)
+        return rows.replace(group_id=group_id)
+
+    def all(self, limit: int | None = None) -> Prompts:
+        """Return the first `limit` prompts in the order of the files, for evaluation.
+
+        `group_id` is the number of the record in the files. The cursor does not move.
+        """
+        return self._first_rows(limit)
+
+    def _reading(
+        self, data_set: DataSet, first: Fields, where: str
+    ) -> Reading[PromptRecord]:
+        return prompt_reading(data_set, first, where)
+
+    def _encode(
+        self, records: Sequence[PromptRecord], *, is_all: bool
+    ) -> Encoded[Prompts]:
+        config = self._config
         chat = resolved(config.apply_chat_template)
-        spelled = SpelledTokens(tokenizer, config.special_tokens)
-        tokens = _tokenize(records, tokenizer, spelled, apply_chat_template=chat)
-        rows = fitting_rows(
+        spelled = SpelledTokens(self._tokenizer, config.special_tokens)
+        tokens = _tokenize(records, self._tokenizer, spelled, apply_chat_template=chat)
+        fitting = fitting_rows(
             tokens.lengths,
             [record.where for record in records],
             limit=config.max_prompt_tokens,
             limit_key="data.max_prompt_tokens",
             overlong=config.overlong,
+            may_be_empty=not is_all,
         )
-        self.skipped = len(records) - len(rows)
-        """Prompts left out because they are longer than data.max_prompt_tokens."""
 
         messages = [json.dumps(record.prompt, ensure_ascii=False) for record in records]
         prompts = Prompts(
@@ -71,49 +107,14 @@ class PromptSource:
             tokens=tokens.values,
             messages=Ragged.of_texts(messages),
             data_source=Ragged.of_texts(record.data_source for record in records),
-            answer=Ragged.of_texts(record.answer for record in records),
+            answer=Ragged.of_texts(record.answer or "" for record in records),
+            has_answer=np.array(
+                [record.answer is not None for record in records], np.bool_
+            ),
             extra=Ragged.of_texts(record.extra for record in records),
         )
-        self._prompts = prompts.select(rows)
-        self._cursor = Cursor(self._prompts, seed=seed, shuffle=config.shuffle)
-
-    def __len__(self) -> int:
-        return self._prompts.num_rows
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the prompts."""
-        return self._cursor.epoch
-
-    def next_batch(self, count: int) -> Prompts:
-        """Return the next `count` prompts.
-
-        `group_id` is the running number of a prompt in the run.
-        """
-        # A resumed run continues the numbers, as the cursor does.
-        first = self._cursor.drawn
-        rows = self._cursor.draw(count)
-        group_id = np.arange(first, first + count, dtype=np.int64)
-        return self._prompts.select(rows).replace(group_id=group_id)
-
-    def all(self, limit: int | None = None) -> Prompts:
-        """Return the first `limit` prompts in the file's order, for evaluation.
-
-        `group_id` is the number of the record in the file. The cursor does not move.
-        """
-        return self._prompts.select(np.arange(len(self))[:limit])
-
-    def state(self) -> CursorState:
-        """State of the cursor and a fingerprint of the data, as plain JSON values."""
-        return self._cursor.state()
-
-    def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continue behind the last batch drawn before `state()`.
-
-        Raises:
-            DataError: the data have changed.
-        """
-        self._cursor.load_state(state)
+        skipped = {"too_long": len(records) - len(fitting)}
+        return Encoded(prompts.select(fitting), fitting, skipped)
 
 
 def fitting_rows(
@@ -123,6 +124,7 @@ def fitting_rows(
     limit: int,
     limit_key: str,
     overlong: Literal["refuse", "skip"],
+    may_be_empty: bool = False,
 ) -> Int64:
     """Return the numbers of the rows with at most `limit` tokens, int64.
 
@@ -131,6 +133,7 @@ def fitting_rows(
         where: The name of each row, for errors.
         limit_key: The setting that `limit` comes from, for errors.
         overlong: Whether longer rows are refused or left out (data.overlong).
+        may_be_empty: Whether no row may remain.
 
     Raises:
         DataError: a row has no tokens, rows are too long and may not be skipped, or no
@@ -145,7 +148,8 @@ def fitting_rows(
     # Skipping must leave a row, or there would be nothing to draw.
     rows = np.flatnonzero(lengths <= limit)
     num_too_long = len(lengths) - len(rows)
-    if num_too_long and (overlong == "refuse" or not len(rows)):
+    leaves_none = not len(rows) and not may_be_empty
+    if num_too_long and (overlong == "refuse" or leaves_none):
         longest = int(np.argmax(lengths))
         skip = ", or set data.overlong=skip to leave them out"
         if overlong == "skip":
@@ -188,13 +192,6 @@ def _tokenize(
         for prompt, record in zip(prompts, records, strict=True)
     ]
     return spelled.encode(texts, special=True, where=where)
-
-
-def as_messages(prompt: str | list[Message]) -> list[Message]:
-    """Return a prompt as messages: a plain text is the message of a user."""
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": prompt}]
-    return prompt
 
 
 def prompt_text(messages: str) -> str:

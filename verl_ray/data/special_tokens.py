@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 from verl_ray.config.data import SpecialTokens
 from verl_ray.data.batch import Ragged
-from verl_ray.data.records import Message, texts_in
+from verl_ray.data.field_values import Message, texts_in
 from verl_ray.data.tokenizers import encode
 from verl_ray.errors import DataError
 

@@ -87,6 +87,8 @@ class Prompts(Batch):
 
     # Running number of the prompt in the run.
     group_id: Int64 = row(np.int64)
+    # False where the record has no answer; `answer` is empty there.
+    has_answer: Bool = row(np.bool_)
     # Token ids after the chat template.
     tokens: Array = token(np.int32)
     # UTF-8 JSON: the prompt as the data set has it, a text or a list of messages.
@@ -133,7 +135,8 @@ class Rollouts(Rows):
     oldest_version: Int64 = row(np.int64)
     # Policy version of the row's last response token; -1 without response tokens.
     newest_version: Int64 = row(np.int64)
-    # The same four texts as in Prompts.
+    # The same column and the same four texts as in Prompts.
+    has_answer: Bool = row(np.bool_)
     messages: Ragged = ragged(np.uint8)
     data_source: Ragged = ragged(np.uint8)
     answer: Ragged = ragged(np.uint8)
@@ -210,18 +213,25 @@ class Scores(Batch):
     detail: Ragged = ragged(np.uint8)
     # True where the first process that scored the row died.
     rescored: Bool = row(np.bool_)
+    # True where the grader returned more than a score.
+    has_entries: Bool = row(np.bool_)
+    # UTF-8 JSON object: what it returned beside the score; empty where nothing.
+    entries: Ragged = ragged(np.uint8)
 
     @classmethod
     def ok(cls, score: Float32) -> Scores:
         """Scores of which none failed; `score` float32 [rows]."""
         num_rows = len(score)
         no_tokens = np.zeros(num_rows + 1, np.int64)
+        no_texts = Ragged(np.empty(0, np.uint8), no_tokens)
         return cls(
             offsets=no_tokens,
             score=score,
             health=np.zeros(num_rows, np.int8),
-            detail=Ragged(np.empty(0, np.uint8), no_tokens),
+            detail=no_texts,
             rescored=np.zeros(num_rows, np.bool_),
+            has_entries=np.zeros(num_rows, np.bool_),
+            entries=no_texts,
         )
 
 

@@ -2,80 +2,104 @@
 
 Invariant: the loss of a batch is the mean over all its response tokens, whichever rows
 they are in. Deliberately not here: record fields (`records.py`), the tokens of a row
-(`conversations.py`) and the order (`cursor.py`).
+(`conversations.py`) and the order (`row_source.py`, `cursor.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from verl_ray.config.data import DataFilesConfig
+from verl_ray.config.data import DataFilesConfig, DataSet
 from verl_ray.config.section import resolved
 from verl_ray.data.conversations import tokenize
-from verl_ray.data.cursor import Cursor, CursorState
+from verl_ray.data.file_formats import Fields
 from verl_ray.data.prompts import fitting_rows
-from verl_ray.data.records import read_supervised
+from verl_ray.data.records import Reading, SupervisedRecord, supervised_reading
+from verl_ray.data.row_source import DataSets, Encoded, RowSource
 from verl_ray.data.stages import TrainingBatch
-from verl_ray.errors import DataError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-class SupervisedSource:
-    """A data set of demonstrations, as token columns in memory.
+class SupervisedSource(RowSource[SupervisedRecord, TrainingBatch]):
+    """Data sets of demonstrations."""
 
-    It has the same cursor contract as `PromptSource`.
-    """
+    unit = "demonstration"
 
     def __init__(
         self,
-        path: str,
+        data_sets: DataSets,
         tokenizer: PreTrainedTokenizerBase,
         config: DataFilesConfig,
         *,
         max_tokens: int,
         seed: int,
         most_records: int | None = None,
+        may_stream: bool = False,
     ) -> None:
-        """Read and tokenize the demonstrations.
+        """Read and tokenize the demonstrations, or open the sets that stay on disk.
 
         Args:
             max_tokens: Limit of prompt and response together (sft.max_tokens).
-            most_records: Number of records to read at most; None reads all of them.
+            most_records: Number of records to read of each set at most; None reads all
+                of them.
+            may_stream: Whether large sets may stay on disk.
 
         Raises:
             DataError: the records, the chat template or the lengths do not fit, or no
                 demonstration remains.
         """
-        records = read_supervised(path, most_records)
-        if not records:
-            raise DataError(
-                f"{path} holds no records; expected at least one demonstration"
-            )
+        self._tokenizer = tokenizer
+        self._config = config
+        self._max_tokens = max_tokens
+        super().__init__(
+            data_sets, config, seed, most_records=most_records, may_stream=may_stream
+        )
 
+    def next_batch(self, count: int) -> TrainingBatch:
+        """Return the next `count` rows.
+
+        `loss_weight` makes the loss the mean over all response tokens of the batch.
+        """
+        return _with_mean_weights(self._draw(count))
+
+    def all(self, limit: int | None = None) -> TrainingBatch:
+        """Return the first `limit` rows in the order of the files, equally weighted.
+
+        The cursor does not move.
+        """
+        return _with_mean_weights(self._first_rows(limit))
+
+    def _reading(
+        self, data_set: DataSet, first: Fields, where: str
+    ) -> Reading[SupervisedRecord]:
+        return supervised_reading(data_set, first, where)
+
+    def _encode(
+        self, records: Sequence[SupervisedRecord], *, is_all: bool
+    ) -> Encoded[TrainingBatch]:
         where = [record.where for record in records]
         tokens, mask = tokenize(
             [record.content for record in records],
             where,
-            tokenizer,
-            apply_chat_template=resolved(config.apply_chat_template),
-            special_tokens=config.special_tokens,
+            self._tokenizer,
+            apply_chat_template=resolved(self._config.apply_chat_template),
+            special_tokens=self._config.special_tokens,
             responses="all",
         )
         # Every turn of the assistant is a response, so a row is one conversation.
-        rows = fitting_rows(
+        fitting = fitting_rows(
             tokens.lengths,
             where,
-            limit=max_tokens,
+            limit=self._max_tokens,
             limit_key="sft.max_tokens",
-            overlong=config.overlong,
+            overlong=self._config.overlong,
+            may_be_empty=not is_all,
         )
-        self.skipped = len(records) - len(rows)
-        """Demonstrations left out because they are longer than sft.max_tokens."""
 
         demonstrations = TrainingBatch(
             offsets=tokens.offsets,
@@ -84,42 +108,8 @@ class SupervisedSource:
             # A weight depends on the batch: `_with_mean_weights` sets it.
             loss_weight=np.zeros(len(records), dtype=np.float32),
         )
-        self._rows = demonstrations.select(rows)
-        self._cursor = Cursor(self._rows, seed=seed, shuffle=config.shuffle)
-
-    def __len__(self) -> int:
-        return self._rows.num_rows
-
-    @property
-    def epoch(self) -> int:
-        """Completed passes over the demonstrations."""
-        return self._cursor.epoch
-
-    def next_batch(self, count: int) -> TrainingBatch:
-        """Return the next `count` rows.
-
-        `loss_weight` makes the loss the mean over all response tokens of the batch.
-        """
-        return _with_mean_weights(self._rows.select(self._cursor.draw(count)))
-
-    def all(self, limit: int | None = None) -> TrainingBatch:
-        """Return the first `limit` rows in the file's order, equally weighted.
-
-        The cursor does not move.
-        """
-        return _with_mean_weights(self._rows.select(np.arange(len(self))[:limit]))
-
-    def state(self) -> CursorState:
-        """State of the cursor and a fingerprint of the data, as plain JSON values."""
-        return self._cursor.state()
-
-    def load_state(self, state: Mapping[str, int | str]) -> None:
-        """Continue behind the last batch drawn before `state()`.
-
-        Raises:
-            DataError: the data have changed.
-        """
-        self._cursor.load_state(state)
+        skipped = {"too_long": len(records) - len(fitting)}
+        return Encoded(demonstrations.select(fitting), fitting, skipped)
 
 
 def _with_mean_weights(rows: TrainingBatch) -> TrainingBatch:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from verl_ray.data.batch import Ragged, offsets_of
-from verl_ray.data.records import Message
+from verl_ray.data.field_values import Message
 from verl_ray.errors import DataError, ModelError
 from verl_ray.profiling.phases import PHASES
 
@@ -229,6 +229,24 @@ def require_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
+_PARTS_OF_TURNS = ("tool_calls", "reasoning_content")
+"""Parts of an assistant's turn that only some templates write."""
+
+
+def _refuse_unwritten(
+    conversation: Sequence[Message], names: Sequence[str], where: str
+) -> None:
+    """Raise DataError if a message has a part that the chat template leaves out."""
+    for message in conversation:
+        for name in names:
+            if message.get(name):
+                raise DataError(
+                    f"{where}: a message has {name}, which the chat template of the"
+                    " model does not write; take a model whose template does, or"
+                    f" records without {name}"
+                )
+
+
 def render(
     tokenizer: PreTrainedTokenizerBase,
     conversations: Sequence[list[Message]],
@@ -246,9 +264,12 @@ def render(
     Raises:
         DataError: the template fails on a conversation.
     """
+    template = str(tokenizer.chat_template)
+    unwritten = [name for name in _PARTS_OF_TURNS if name not in template]
     texts = []
     for index, conversation in enumerate(conversations):
         PHASES.tick()
+        _refuse_unwritten(conversation, unwritten, where(index))
         try:
             text = tokenizer.apply_chat_template(
                 conversation,

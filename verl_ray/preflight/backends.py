@@ -31,7 +31,7 @@ def backend_problems(config: Config, machine: Machine | None) -> Iterator[Proble
         yield from _package_problems(config)
 
     for name, role in config.model_roles.items():
-        path = role.model.path
+        path = role.model.folder
         model = ModelFacts(
             path=path,
             settings=settings_of(path, config),

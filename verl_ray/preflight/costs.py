@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from verl_ray.config.algebra import batch_algebra
+from verl_ray.config.data import in_words
 from verl_ray.config.schema import Config
 from verl_ray.preflight.machine import Machine
 
@@ -75,13 +76,13 @@ def _bfloat16_on_a_cpu(config: Config) -> Iterator[str]:
 def _unread_validation(config: Config) -> Iterator[str]:
     """Yield a warning if held-out problems are given and no evaluation reads them."""
     # A run that makes its problems always makes held-out ones, too.
-    path = config.data.validation_path
-    if config.run.evaluate_every or path is None or config.preparation is not None:
+    held_out = config.data.validation_sets
+    if config.run.evaluate_every or not held_out or config.preparation is not None:
         return
     yield (
-        f"run.evaluate_every=0: data.validation_path={path} is never read, and the run"
-        " ends without a result on held-out problems; set run.evaluate_every to a"
-        " number of steps, or data.validation_path=null"
+        f"run.evaluate_every=0: data.validation_path={in_words(held_out)} is never"
+        " read, and the run ends without a result on held-out problems; set"
+        " run.evaluate_every to a number of steps, or data.validation_path=null"
     )
 
 

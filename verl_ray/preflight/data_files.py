@@ -10,20 +10,24 @@ makes of their records (`reward_trial.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from verl_ray.config.data import RowFormat
+from verl_ray.config.data import DataSet, RowFormat, in_words
 from verl_ray.config.schema import Config
 from verl_ray.data.batch import Int64
+from verl_ray.data.files import size_bytes
+from verl_ray.data.mixture import shares_in_words
 from verl_ray.data.preferences import PreferenceSource
 from verl_ray.data.prompts import PromptSource
+from verl_ray.data.row_source import RowSource, are_large
 from verl_ray.data.stages import Prompts
+from verl_ray.data.stored_rows import refuse_unstreamable
 from verl_ray.data.supervised import SupervisedSource
 from verl_ray.errors import ConfigError, DataError, OverlongRows, Problem
-from verl_ray.preflight.file_errors import problem_of
+from verl_ray.preflight.file_errors import data_problem, problem_of
 from verl_ray.preflight.tokenizer_trial import policy_tokenizer
 
 if TYPE_CHECKING:
@@ -46,7 +50,11 @@ class DataFile:
     Attributes:
         key: Setting that names the file.
         path: Path of the file.
+        names: Path of each data set.
+        read_as: Schema of each data set, and which columns were taken for what.
         is_whole: Whether the whole file was read, and not only its beginning.
+        shares: What each data set contributes to an epoch, in words; empty for one
+            set that is used once.
         num_examples: Prompts, demonstrations, or pairs that the run can use.
         lengths: Tokens of each row, int64 [rows]; see `RowFormat` for what a row is.
         skipped: Records that the run leaves out.
@@ -56,7 +64,10 @@ class DataFile:
 
     key: str
     path: str
+    names: tuple[str, ...]
+    read_as: tuple[str, ...]
     is_whole: bool
+    shares: tuple[str, ...]
     num_examples: int
     lengths: Int64
     skipped: int
@@ -93,13 +104,13 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
         return findings
 
     overlong: dict[str, OverlongRows] = {}
-    for key, path in _paths(config, evaluates):
+    for key, data_sets in _data_sets(config, evaluates):
         try:
-            file = _read(key, path, tokenizer, row_format, config)
+            file = _read(key, data_sets, tokenizer, row_format, config)
         except OverlongRows as error:
-            overlong[path] = error
+            overlong[in_words(data_sets)] = error
         except DataError as error:
-            findings.problems.append(problem_of(key, path, error))
+            findings.problems.append(data_problem(key, data_sets, error))
         else:
             findings.files.append(file)
             if not evaluates:
@@ -115,65 +126,84 @@ def examine_data(config: Config, *, evaluates: bool = False) -> DataFindings:
 
 def _same_files(config: Config, evaluates: bool) -> Iterator[str]:
     """Yield a warning if the problems to learn from are the held-out ones, too."""
-    paths = dict(_paths(config, evaluates))
-    files = {Path(path).resolve() for path in paths.values()}
-    if len(files) < len(paths) and not evaluates:
+    named = dict(_data_sets(config, evaluates))
+    files = [
+        {(Path(each.path).resolve(), each.subset, each.split) for each in data_sets}
+        for data_sets in named.values()
+    ]
+    if len(files) > 1 and set.intersection(*files) and not evaluates:
         yield (
-            f"{' and '.join(paths)} are the same file, so the evaluation measures what"
+            f"{' and '.join(named)} name the same file, so the evaluation measures what"
             " the run has learned by heart"
         )
 
 
-def _paths(config: Config, evaluates: bool) -> Iterator[tuple[str, str]]:
-    """Yield the setting and the path of each file that the run reads."""
-    validation = config.data.validation_path
+def _data_sets(
+    config: Config, evaluates: bool
+) -> Iterator[tuple[str, tuple[DataSet, ...]]]:
+    """Yield each setting that names data which the run reads, with its data sets."""
+    data = config.data
     # An evaluation without training data names its own in their place.
-    if not evaluates or config.data.train_path != validation:
-        yield "data.train_path", config.data.train_path
+    if not evaluates or data.train_path != data.validation_path:
+        yield "data.train_path", data.train_sets
 
-    if validation is not None and (config.run.evaluate_every or evaluates):
-        yield "data.validation_path", validation
+    if data.validation_sets and (config.run.evaluate_every or evaluates):
+        yield "data.validation_path", data.validation_sets
 
 
 def _read(
     key: str,
-    path: str,
+    data_sets: Sequence[DataSet],
     tokenizer: PreTrainedTokenizerBase,
     row_format: RowFormat,
     config: Config,
 ) -> DataFile:
-    """Read a file, or its beginning.
+    """Read data sets, or their beginnings.
 
     Raises:
-        DataError: The run would refuse the file.
+        DataError: The run would refuse one of them.
     """
-    is_whole = _size_bytes(Path(path)) <= WHOLE_BYTES
+    if key == "data.train_path" and are_large(data_sets, config.data):
+        for data_set in data_sets:
+            refuse_unstreamable(data_set)
+
+    is_whole = sum(map(size_bytes, data_sets)) <= WHOLE_BYTES
     most = None if is_whole else SAMPLE_RECORDS
-    source = _source(path, tokenizer, row_format, config, most)
+    source = _source(data_sets, tokenizer, row_format, config, most)
 
     rows = source.all()
     examples = tuple(
         str(tokenizer.decode(rows.tokens[rows.offsets[i] : rows.offsets[i + 1]]))
         for i in range(min(NUM_EXAMPLES, rows.num_rows))
     )
-    skipped = source.skipped
-    if not isinstance(skipped, int):
-        skipped = sum(skipped.values())
-
     return DataFile(
         key=key,
-        path=path,
+        path=in_words(data_sets),
+        read_as=tuple(source.read_as),
+        names=tuple(data_set.path for data_set in data_sets),
         is_whole=is_whole,
+        shares=_shares(source, data_sets, is_whole=is_whole),
         num_examples=len(source),
         lengths=rows.lengths,
-        skipped=skipped,
+        skipped=sum(source.skipped.values()),
         examples=examples,
         prompts=rows if isinstance(rows, Prompts) else None,
     )
 
 
+def _shares(
+    source: RowSource[Any, Any], data_sets: Sequence[DataSet], *, is_whole: bool
+) -> tuple[str, ...]:
+    is_plain = len(data_sets) == 1 and data_sets[0].weight == 1
+    # Of the beginnings of large sets, the shares would mean nothing.
+    if is_plain or not is_whole:
+        return ()
+    paths = [data_set.path for data_set in data_sets]
+    return tuple(shares_in_words(source.mixture, paths))
+
+
 def _source(
-    path: str,
+    data_sets: Sequence[DataSet],
     tokenizer: PreTrainedTokenizerBase,
     row_format: RowFormat,
     config: Config,
@@ -186,16 +216,16 @@ def _source(
 
     if row_format.kind == "prompt":
         assert config.rollout_task is not None, "prompts are read to generate rollouts"
-        return PromptSource(path, tokenizer, config.rollout_task.data, seed, most)
+        return PromptSource(data_sets, tokenizer, config.rollout_task.data, seed, most)
 
     if row_format.kind == "supervised":
         return SupervisedSource(
-            path, tokenizer, data, max_tokens=limit, seed=seed, most_records=most
+            data_sets, tokenizer, data, max_tokens=limit, seed=seed, most_records=most
         )
 
     assert row_format.preference is not None, "pairs have settings of their own"
     return PreferenceSource(
-        path,
+        data_sets,
         tokenizer,
         row_format.preference,
         max_tokens=limit,
@@ -203,13 +233,6 @@ def _source(
         margin=row_format.margin,
         most_records=most,
     )
-
-
-def _size_bytes(path: Path) -> int:
-    """Return the size of a file, or of all files in a folder."""
-    if path.is_dir():
-        return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-    return path.stat().st_size
 
 
 def _warnings(file: DataFile, config: Config) -> Iterator[str]:

@@ -124,7 +124,7 @@ def judge_problems(config: Config) -> Iterator[Problem]:
     """Yield judges whose question and reply do not fit their model."""
     for name, judge in config.judges.items():
         longest = judge.max_prompt_tokens + judge.max_response_tokens
-        positions = config_json(judge.model.path).get("max_position_embeddings")
+        positions = config_json(judge.model.folder).get("max_position_embeddings")
         if not isinstance(positions, int) or longest <= positions:
             continue
 

@@ -36,7 +36,7 @@ def facts_of(
         checkpoint: Path of the newest checkpoint of the run, if it has any.
         learns: Whether the run trains. False stands for an evaluation alone.
     """
-    path = config.model_roles[config.evaluated_role].model.path
+    path = config.model_roles[config.evaluated_role].model.folder
     # The tokenizer that a run makes has single characters, and no template.
     is_made = made_model(path, config) is not None
     has_template = not is_made and has_chat_template(path)
@@ -90,7 +90,7 @@ def has_chat_template(directory: str) -> bool:
 
     A file that cannot be read counts as none; it is reported where models are checked.
     """
-    folder = Path(directory).expanduser()
+    folder = Path(directory)
     templates = [
         folder / "chat_template.jinja",
         *folder.glob("additional_chat_templates/*.jinja"),

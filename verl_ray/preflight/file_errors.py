@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
+from verl_ray.config.data import DataSet, in_words
 from verl_ray.errors import (
     CheckpointError,
     DataError,
+    HubError,
     ModelError,
     OverlongRows,
     Problem,
@@ -32,10 +35,21 @@ def problem_of(
         value: Its value, the path of the file or of a folder around it.
         error: What is wrong with the file.
     """
+    if isinstance(error, HubError):
+        return Problem(key, value, error.rule, error.fix)
     message = str(error).removeprefix(value).lstrip(":, ")
     if isinstance(error, OverlongRows):
         return _problem(error.key, error.limit, message)
     return _problem(key, value, message)
+
+
+def data_problem(key: str, data_sets: Sequence[DataSet], error: DataError) -> Problem:
+    """Return an error about one of several data sets as a problem of their setting."""
+    # An error begins with the path of its file.
+    paths = [
+        data_set.path for data_set in data_sets if str(error).startswith(data_set.path)
+    ]
+    return problem_of(key, paths[0] if paths else in_words(data_sets), error)
 
 
 def _problem(key: str, value: object, message: str) -> Problem:

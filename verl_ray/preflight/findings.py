@@ -22,9 +22,11 @@ from pathlib import Path
 from verl_ray.config.resolve import resolve
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
-from verl_ray.config.suggest import either
 from verl_ray.config.versions import problem_of
+from verl_ray.data.file_formats import READERS
+from verl_ray.data.files import FORMATS, files_at, is_glob
 from verl_ray.errors import Problem
+from verl_ray.hub.names import is_hub_id
 from verl_ray.paths import in_ray_package, nearest_existing, path_suggestion
 from verl_ray.preflight.backends import backend_problems
 from verl_ray.preflight.costs import cost_warnings
@@ -32,12 +34,10 @@ from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import model_problems
 from verl_ray.preflight.resources import resource_problems, resource_warnings
-from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.remote import url_problem
+from verl_ray.rewards.specs import spec_problems
 from verl_ray.rollout.vllm_core import installed_version
 from verl_ray.tracking.wandb_run import credentials_problem
-
-DATA_SUFFIXES = (".jsonl", ".parquet")
 
 INPUTS_STARTED = "made-by-verl_ray"
 """Marker in run.dir/inputs: a run made this folder and may delete it."""
@@ -112,10 +112,7 @@ def _grader_problems(config: Config, machine: Machine | None) -> Iterator[Proble
     """Yield functions that cannot be found, and services with a wrong URL or token."""
     for key, grader in config.active_graders(learns=True).items():
         functions = grader.named_functions or {}
-        for source, spec in functions.items():
-            problem = spec_problem(spec, f"{key}.functions.{source}")
-            if problem is not None:
-                yield problem
+        yield from spec_problems(functions, f"{key}.functions")
 
         service = grader.as_service
         if service is not None:
@@ -144,23 +141,23 @@ def _data_problems(config: Config) -> Iterator[Problem]:
     if config.preparation is not None:
         return
 
-    paths = {
-        "data.train_path": config.data.train_path,
-        "data.validation_path": config.data.validation_path,
-    }
-    suffixes = either(DATA_SUFFIXES)
-    for key, path in paths.items():
-        if path is None:
+    data = config.data
+    paths = [("data.train_path", data_set.path) for data_set in data.train_sets]
+    paths += [("data.validation_path", other.path) for other in data.validation_sets]
+    for key, path in paths:
+        # What is wrong with a data set of the hub is known once it is read.
+        if is_hub_id(path):
             continue
-
-        file = Path(path).expanduser()
-        if not file.exists():
-            hint = f"Give a {suffixes} file, or a folder saved by datasets."
+        file = Path(path)
+        fix = f"Give {FORMATS}."
+        if not file.exists() and is_glob(file):
+            if not files_at(file):
+                yield Problem(key, path, "the glob matches no file", fix)
+        elif not file.exists():
             rule = "there is no such file or folder"
-            yield Problem(key, path, rule, path_suggestion(file, hint))
-        elif file.is_file() and file.suffix not in DATA_SUFFIXES:
+            yield Problem(key, path, rule, path_suggestion(file, fix))
+        elif file.is_file() and file.suffix not in READERS:
             rule = f"a file of this kind ({file.suffix or 'no suffix'}) cannot be read"
-            fix = f"Use {suffixes}, or a folder saved by datasets."
             yield Problem(key, path, rule, fix)
 
 
@@ -291,7 +288,7 @@ def _run_dir_problems(config: Config) -> Iterator[Problem]:
     if resume in ("auto", "none"):
         return
 
-    checkpoint = Path(resume).expanduser()
+    checkpoint = Path(resume)
     if not checkpoint.exists():
         rule = "there is no such checkpoint"
         fix = path_suggestion(

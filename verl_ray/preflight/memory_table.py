@@ -34,7 +34,7 @@ def print_tables(*tables: RenderableType) -> None:
     """Print tables, and lines that are as long as they are, to stdout."""
     # rich measures a terminal itself, and reads COLUMNS.
     knows_width = sys.stdout.isatty() or "COLUMNS" in os.environ
-    console = Console(width=None if knows_width else _WIDTH)
+    console = Console(force_jupyter=False, width=None if knows_width else _WIDTH)
     for table in tables:
         # A path that is not cut can be copied.
         console.print(table, soft_wrap=isinstance(table, str), highlight=False)

@@ -23,6 +23,7 @@ from verl_ray.models.tensor_shapes import described_tensors
 from verl_ray.preflight.model_files import (
     config_json,
     damaged_weights,
+    is_awaited,
     raw_config_json,
     tensor_shapes,
     tensor_types,
@@ -75,12 +76,14 @@ def _file_problems(
     key: str, path: str, *, head: HeadKind, is_judge: bool
 ) -> Iterator[Problem]:
     """Yield a problem if weights or tokenizer are missing, or of another model."""
-    directory = Path(path).expanduser()
-    if not any(directory.glob("*.safetensors")):
+    directory = Path(path)
+    # Weights that the hub still has are looked at once they are here.
+    are_awaited = is_awaited(path)
+    if not are_awaited and not any(directory.glob("*.safetensors")):
         rule = "this directory has no *.safetensors"
         yield Problem(key, path, rule, "Save the weights as safetensors.")
 
-    damage = damaged_weights(path)
+    damage = None if are_awaited else damaged_weights(path)
     if damage is not None:
         rule = f"the weights cannot be loaded: {damage}"
         yield Problem(key, path, rule, "Copy or save the model again.")

@@ -1,6 +1,6 @@
 """Requirements of a configuration on the directories of its models.
 
-Invariant: no tensor is read, nothing is looked up on a hub, and torch is not needed.
+Invariant: no tensor is read, no hub is asked (`verl_ray/hub`), and torch is not needed.
 Nothing is concluded from a missing file, except that it is missing.
 
 Deliberately not here: whether the files of a directory belong together
@@ -20,6 +20,7 @@ from verl_ray.config.roles import ModelRole
 from verl_ray.config.rules.rule import value_of
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
+from verl_ray.hub.names import is_hub_id
 from verl_ray.models.families import VALUE_HEAD, WITH_EXPERTS
 from verl_ray.paths import path_suggestion
 from verl_ray.preflight.engine_models import engine_problems, judge_problems
@@ -68,8 +69,8 @@ def _model_paths(config: Config) -> dict[str, str]:
 
     paths: dict[str, str] = {}
     for name, role in roles.items():
-        path = role.model.path
-        if path != config.model.path:
+        path = role.model.folder
+        if path != config.model.folder:
             paths[f"{name}.model.path"] = path
         elif not is_made:
             paths["model.path"] = path
@@ -81,11 +82,17 @@ def _model_paths(config: Config) -> dict[str, str]:
 
 def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
     """Yield what a model directory lacks."""
-    directory = Path(path).expanduser()
+    # What the hub says about it is a problem already.
+    if is_hub_id(path):
+        return
+
+    directory = Path(path)
     if not directory.is_dir():
-        rule = "there is no such directory (nothing is looked up on a hub)"
+        rule = "there is no such directory"
         fix = path_suggestion(
-            directory, "Give a directory that `save_pretrained` wrote."
+            directory,
+            "Give a directory that `save_pretrained` wrote, or the id of a model on the"
+            " hub (owner/name).",
         )
         yield Problem(key, path, rule, fix)
         return
@@ -123,7 +130,7 @@ def _head_of(path: str, config: Config) -> HeadKind:
     heads = {
         config.head_of(name)
         for name, role in config.model_roles.items()
-        if role.model.path == path
+        if role.model.folder == path
     }
     return "value" if heads == {"value"} else "policy"
 
@@ -155,7 +162,7 @@ def _position_problems(
 def _expert_problems(config: Config) -> Iterator[Problem]:
     """Yield settings for experts of models that have none."""
     for name, role in config.model_roles.items():
-        path = role.model.path
+        path = role.model.folder
         settings = settings_of(path, config)
         if not settings or role.as_learner is None:
             continue
@@ -176,7 +183,7 @@ def _adapter_problems(config: Config) -> Iterator[Problem]:
         if role.adapter is None:
             continue
 
-        path = role.model.path
+        path = role.model.folder
         linear = {
             tensor.split(".")[-2]
             for tensor, shape in shapes_of(path, config).items()
@@ -208,12 +215,12 @@ def _value_head_problems(config: Config) -> Iterator[Problem]:
             continue
 
         key = f"{name}.model.path"
-        path = role.model.path
+        path = role.model.folder
         shapes = tensor_shapes(path)
         if VALUE_HEAD not in shapes:
             # Missing files are reported above. A model that the run itself makes has
             # no files yet, and no such head.
-            is_checked = bool(shapes) or path == config.model.path
+            is_checked = bool(shapes) or path == config.model.folder
             if role.scores_rollouts and is_checked:
                 rule = f"this model has no {VALUE_HEAD}: it is no reward model"
                 yield Problem(key, path, rule, fix)
@@ -234,10 +241,10 @@ def _token_problems(config: Config) -> Iterator[Problem]:
     A model that grades has a tokenizer of its own.
     """
     writer = config.evaluated_role
-    writer_path = config.model_roles[writer].model.path
+    writer_path = config.model_roles[writer].model.folder
 
     for name, role in config.model_roles.items():
-        path = role.model.path
+        path = role.model.folder
         if path == writer_path or role.scores_rollouts:
             continue
 

@@ -10,7 +10,7 @@ Deliberately not here: what is required of a model (`model_directories.py`).
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,16 @@ from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.data import word_problems
 from verl_ray.data.arithmetic import ALPHABET
-from verl_ray.models.families import LANGUAGE_HEAD, WITH_EXPERTS
+from verl_ray.hub.names import snapshot_at
+from verl_ray.models.families import (
+    EMBEDDINGS,
+    LANGUAGE_HEAD,
+    VALUE_HEAD,
+    WITH_EXPERTS,
+)
 from verl_ray.models.names import INDEX
 from verl_ray.models.settings import wrong_value
+from verl_ray.models.tensor_shapes import described_tensors
 
 
 def made_vocabulary(preparation: PrepareConfig) -> int:
@@ -34,7 +41,7 @@ def made_vocabulary(preparation: PrepareConfig) -> int:
 def made_model(path: str, config: Config) -> TinyModelConfig | None:
     """Return the model that the run makes in this directory; None if it makes none."""
     preparation = config.preparation
-    if preparation is None or path != config.model.path:
+    if preparation is None or path != config.model.folder:
         return None
     return preparation.model
 
@@ -91,8 +98,44 @@ def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
 
 
 def tensor_shapes(path: str) -> dict[str, list[int]]:
-    """Return the shape of every tensor in a directory's safetensors by its name."""
+    """Return the shape of every tensor in a directory's safetensors by its name.
+
+    Where the hub still has weights of it, they are those that config.json describes.
+    """
+    if is_awaited(path):
+        return _described_shapes(config_json(path))
     return {name: tensor["shape"] for name, tensor in _tensors(path)}
+
+
+def _described_shapes(settings: Mapping[str, object]) -> dict[str, list[int]]:
+    """Return the shape of every tensor that a config.json describes."""
+    shapes = dict(described_tensors(settings))
+    # A head for scores takes the place of a language head.
+    if "ForSequenceClassification" in str(settings.get("architectures")):
+        shapes.pop(LANGUAGE_HEAD, None)
+        labels = settings.get("id2label")
+        number = len(labels) if isinstance(labels, dict) else 2
+        shapes[VALUE_HEAD] = [number, *shapes.get(EMBEDDINGS, [0, 0])[1:]]
+    return shapes
+
+
+def is_awaited(path: str) -> bool:
+    """Return whether a directory is one of the hub's cache that lacks weights."""
+    return snapshot_at(path) is not None and absent_weights(path)
+
+
+def absent_weights(path: str) -> bool:
+    """Return whether a directory has no weights, or not all that its index names."""
+    directory = Path(path)
+    return bool(_missing_files(directory)) or not any(directory.glob("*.safetensors"))
+
+
+def _missing_files(directory: Path) -> list[str]:
+    """Return the files of weights that the index of a directory names in vain."""
+    weight_map = json_object(directory / INDEX).get("weight_map", {})
+    files = weight_map.values() if isinstance(weight_map, dict) else ()
+    names = {str(file) for file in files}
+    return sorted(name for name in names if not (directory / name).is_file())
 
 
 def tensor_types(path: str) -> set[str]:
@@ -105,11 +148,8 @@ def damaged_weights(path: str) -> str | None:
 
     Only the headers and the sizes of the files are read.
     """
-    directory = Path(path).expanduser()
-    weight_map = json_object(directory / INDEX).get("weight_map", {})
-    files = weight_map.values() if isinstance(weight_map, dict) else ()
-    names = {str(file) for file in files}
-    missing = sorted(name for name in names if not (directory / name).is_file())
+    directory = Path(path)
+    missing = _missing_files(directory)
     if missing:
         others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         return f"{INDEX} names {missing[0]}{others}, which is not there"
@@ -141,7 +181,7 @@ def _tensors(path: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Only the headers of the files are read.
     """
-    for file in Path(path).expanduser().glob("*.safetensors"):
+    for file in Path(path).glob("*.safetensors"):
         try:
             _, tensors = _read_header(file)
         except (OSError, ValueError):
@@ -201,7 +241,7 @@ def raw_config_json(path: str) -> dict[str, object]:
 
     It is empty if it cannot be read.
     """
-    return json_object(Path(path).expanduser() / "config.json")
+    return json_object(Path(path) / "config.json")
 
 
 def has_experts(path: str) -> bool:
@@ -214,7 +254,7 @@ def token_ids(path: str) -> dict[str, int]:
 
     The dictionary is empty if the file does not contain them.
     """
-    tokenizer = json_object(Path(path).expanduser() / "tokenizer.json")
+    tokenizer = json_object(Path(path) / "tokenizer.json")
     ids: dict[str, int] = {}
 
     model = tokenizer.get("model")

@@ -1,8 +1,8 @@
 """A trial of the reward functions on records of the run, in processes of their own.
 
 Each data source's function scores one record twice: with the record's own answer as the
-response, and with an empty response. A function that fails is not tried on other
-sources.
+response, or its prompt if it has no answer, and with an empty response. A batched
+function gets both in one call. A function that fails is not tried on other sources.
 
 Invariant: user's code runs in a process that is killed at its deadline, never in this
 one. Deliberately not here: what can be tried of graders that are models
@@ -11,24 +11,27 @@ one. Deliberately not here: what can be tried of graders that are models
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.schema import Config
-from verl_ray.data.prompts import prompt_text
-from verl_ray.data.stages import Prompts
 from verl_ray.errors import ConfigError, DataError, Problem
 from verl_ray.preflight.data_files import DataFile
-from verl_ray.preflight.tokenizer_trial import model_grader_problems
+from verl_ray.preflight.tokenizer_trial import (
+    model_grader_problems,
+    policy_tokenizer,
+)
+from verl_ray.preflight.trial_requests import pair_of, requests_of
 from verl_ray.profiling.phases import blocking
-from verl_ray.rewards.functions import REWARD_FUNCTIONS, last_cause
+from verl_ray.rewards.functions import REWARD_FUNCTIONS, function_of
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.pool import ScoringPool
 from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.signatures import LACKS
+from verl_ray.rewards.tracebacks import last_cause
 
 START_DEADLINE_S = 60.0
 """Longest time in which the files of reward functions may be imported."""
@@ -50,20 +53,23 @@ class Trial:
         key: Setting of the function.
         function: The function.
         data_source: Data source of the record.
-        own: Score of the record's own answer.
+        has_answer: Whether the record has an answer.
+        own: Score of the record's own answer; of its prompt if it has none.
         empty: Score of an empty response.
     """
 
     key: str
     function: str
     data_source: str
+    has_answer: bool
     own: Score
     empty: Score
 
     @property
     def failure(self) -> tuple[str, Score] | None:
         """The response that it fails on, in words, and its score; None for none."""
-        responses = {"a record's own answer": self.own, "an empty response": self.empty}
+        own = "a record's own answer" if self.has_answer else "a record's own prompt"
+        responses = {own: self.own, "an empty response": self.empty}
         for response, score in responses.items():
             # A function may leave a response without a score on purpose.
             if score.health not in (ScoreHealth.OK, ScoreHealth.NONE):
@@ -95,20 +101,20 @@ def try_rewards(
         scored = _scored_files(config, key, files, evaluates=evaluates)
         functions = grader.named_functions
         if functions is None:
-            own = list(_requests(scored, {}).values())
+            own = list(requests_of(scored, {}).values())
             findings.problems += model_grader_problems(key, grader, own, config)
             continue
 
         section = f"{key}.functions"
         findings.problems += _answer_problems(section, functions, scored)
-        requests = _requests(scored, functions)
+        requests = requests_of(scored, functions)
         findings.problems += _unserved(section, functions, requests)
         if not requests or findings.problems:
             continue
 
         try:
             with blocking(f"trying {section} on the records"):
-                trials = _try(section, functions, grader, requests)
+                trials = _try(section, functions, grader, requests, config)
         except ConfigError as error:
             findings.problems += error.problems
             continue
@@ -144,28 +150,6 @@ def _scored_files(
     ]
 
 
-def _requests(
-    files: Sequence[DataFile], functions: Mapping[str, str]
-) -> dict[str, ScoreRequest]:
-    """Return one request for each data source, with the record's answer as response.
-
-    The first source of each function comes before the second one of any.
-    """
-    requests: dict[str, ScoreRequest] = {}
-    for file in files:
-        assert file.prompts is not None, "only files of prompts are scored"
-        for source, request in _first_requests(file.prompts).items():
-            requests.setdefault(source, request)
-
-    counts: Counter[str | None] = Counter()
-    turns = {}
-    for source in requests:
-        function = functions.get(source, functions.get("default"))
-        turns[source] = counts[function]
-        counts[function] += 1
-    return dict(sorted(requests.items(), key=lambda item: turns[item[0]]))
-
-
 def _unserved(
     section: str, functions: Mapping[str, str], requests: Mapping[str, ScoreRequest]
 ) -> Iterator[Problem]:
@@ -177,32 +161,10 @@ def _unserved(
         yield Problem(section, dict(functions), rule, fix)
 
 
-def _first_requests(prompts: Prompts) -> dict[str, ScoreRequest]:
-    """Return a request for the first row of each data source."""
-    rows: dict[str, int] = {}
-    for row, source in enumerate(prompts.data_source.texts()):
-        rows.setdefault(source, row)
-
-    # A column is decoded as a whole, so once for all data sources.
-    answers = prompts.answer.texts()
-    messages = prompts.messages.texts()
-    extras = prompts.extra.texts()
-    return {
-        source: ScoreRequest(
-            response=answers[row],
-            answer=answers[row],
-            prompt=prompt_text(messages[row]),
-            data_source=source,
-            extra=json.loads(extras[row]),
-        )
-        for source, row in rows.items()
-    }
-
-
 def _answer_problems(
     section: str, functions: Mapping[str, str], files: Sequence[DataFile]
 ) -> Iterator[Problem]:
-    """Yield the first answer of each file that a built-in function cannot grade.
+    """Yield the first record of each file that a built-in function cannot grade.
 
     Built-in functions are fast, so all answers are tried.
     """
@@ -210,17 +172,27 @@ def _answer_problems(
         assert file.prompts is not None, "only files of prompts are scored"
         sources = file.prompts.data_source.texts()
         answers = file.prompts.answer.texts()
-        for number, (source, answer) in enumerate(
-            zip(sources, answers, strict=True), start=1
-        ):
+        rows = zip(sources, answers, file.prompts.has_answer.tolist(), strict=True)
+        for number, (source, answer, has_answer) in enumerate(rows, start=1):
             spec = functions.get(source, functions.get("default", ""))
-            function = REWARD_FUNCTIONS.get(spec)
+            function = function_of(spec, source)
             if function is None:
                 continue
+            if not has_answer:
+                rule = f"record {number} has no answer, which {spec} compares with"
+                fix = (
+                    "Set data.columns={answer: NAME} to the column of the answers, or"
+                    f" {section} to a function that needs none."
+                )
+                yield Problem(file.key, file.path, rule, fix)
+                break
             try:
-                function("", answer, prompt="", data_source=source, extra={})
+                function("", answer)
             except DataError as error:
-                rule = f"record {number} cannot be graded by {section}: {error}"
+                rule = (
+                    f"record {number} of data source {source!r} cannot be graded by"
+                    f" {section}: {error}"
+                )
                 fix = "Correct the answer, or name another function for this source."
                 yield Problem(file.key, file.path, rule, fix)
                 break
@@ -231,12 +203,16 @@ def _try(
     functions: Mapping[str, str],
     grader: SingleReward,
     requests: Mapping[str, ScoreRequest],
+    config: Config,
 ) -> list[Trial]:
     """Score each request, and the same one with an empty response.
 
     Raises:
         ConfigError: A function cannot be imported or called.
     """
+    # Built-in functions ask for no tokens.
+    has_own = not REWARD_FUNCTIONS.keys() >= set(functions.values())
+    tokenizer = policy_tokenizer(config) if has_own else None
     assert grader.time_limit_s is not None, "functions have a deadline"
     trials: list[Trial] = []
     failed: set[str] = set()
@@ -257,7 +233,7 @@ def _try(
             count = min(PROCESSES, len(remaining))
             sources = [remaining.popleft() for _ in range(count)]
             pairs = [
-                (request, replace(request, response=""))
+                pair_of(request, tokenizer)
                 for request in sources
                 if _name(request, functions) not in failed
             ]
@@ -269,6 +245,7 @@ def _try(
                     key=f"{section}.{name}",
                     function=functions[name],
                     data_source=request.data_source,
+                    has_answer=request.answer is not None,
                     own=next(scores),
                     empty=next(scores),
                 )
@@ -292,10 +269,7 @@ def _problems(trials: Sequence[Trial]) -> Iterator[Problem]:
 
         seen.add(trial.function)
         response, score = trial.failure
-        rule = (
-            f"it fails on {response} of data source {trial.data_source!r}:"
-            f" {last_cause(score.detail)}"
-        )
+        cause = last_cause(score.detail)
         fix = (
             "Return a finite number for every response, or None to leave it without a"
             " score."
@@ -303,8 +277,11 @@ def _problems(trials: Sequence[Trial]) -> Iterator[Problem]:
         if score.health is ScoreHealth.TIMEOUT:
             section = trial.key.partition(".functions.")[0]
             fix = f"Make it faster, or raise {section}.deadline_s."
+        elif score.detail.startswith(LACKS):
+            cause, _, fix = score.detail.partition(". ")
         elif score.rescored:
             fix = "Let it return a number or raise; it may not end its process."
+        rule = f"it fails on {response} of data source {trial.data_source!r}: {cause}"
         yield Problem(trial.key, trial.function, rule, fix)
 
 
@@ -313,7 +290,7 @@ def _warnings(trials: Sequence[Trial]) -> Iterator[str]:
     sources: dict[tuple[str, str, float], list[str]] = {}
     for trial in trials:
         scored = (trial.own.health, trial.empty.health) == (ScoreHealth.OK,) * 2
-        if scored and trial.own.value == trial.empty.value:
+        if scored and trial.has_answer and trial.own.value == trial.empty.value:
             kind = (trial.key, trial.function, trial.own.value)
             sources.setdefault(kind, []).append(trial.data_source)
 

@@ -120,7 +120,7 @@ def memory_by_role(
 def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
     """Return the size of a role's model, with the head that it has in this role."""
     adapted_layers = role.adapter.targets if role.adapter is not None else ()
-    return size_of(role.model.path, config, config.head_of(name), adapted_layers)
+    return size_of(role.model.folder, config, config.head_of(name), adapted_layers)
 
 
 def sent_bytes(config: RolloutTaskConfig) -> int:

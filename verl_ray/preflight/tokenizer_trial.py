@@ -11,13 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from verl_ray.config.reward import JudgeReward, SingleReward
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
-from verl_ray.data.records import Message
+from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import load_tokenizer, render, strip_special_tokens
 from verl_ray.errors import ConfigError, DataError, ModelError, Problem
 from verl_ray.preflight.file_errors import problem_of
@@ -49,7 +48,7 @@ def policy_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     """
     role = config.evaluated_role
     applies = resolved(config.data.apply_chat_template)
-    path = config.model_roles[role].model.path
+    path = config.model_roles[role].model.folder
     tokenizer = _tokenizer(role, path, config, applies_template=applies)
     if applies and not tokenizer.chat_template:
         rule = f"the tokenizer in {path} has no chat template"
@@ -72,9 +71,9 @@ def _tokenizer(
     Raises:
         ConfigError: The tokenizer cannot be loaded, or its template writes no question.
     """
-    key = "model.path" if path == config.model.path else f"{role}.model.path"
+    key = "model.path" if path == config.model.folder else f"{role}.model.path"
     try:
-        tokenizer = load_tokenizer(Path(path).expanduser())
+        tokenizer = load_tokenizer(path)
     except ModelError as error:
         raise ConfigError([problem_of(key, path, error)]) from error
 
@@ -132,7 +131,7 @@ def model_grader_problems(
         return
 
     # A grader uses a chat template wherever it has one.
-    path = role.model.path
+    path = role.model.folder
     try:
         tokenizer = _tokenizer(key, path, config, applies_template=True)
     except ConfigError as error:
@@ -168,7 +167,7 @@ def _question_problem(
             (tokens,) = question_tokens([question], tokenizer, key)
         except DataError as error:
             fix = "Take another judge, or correct its tokenizer."
-            return Problem(f"{key}.model.path", judge.model.path, str(error), fix)
+            return Problem(f"{key}.model.path", judge.model.folder, str(error), fix)
 
     # The last question has an empty response.
     if len(tokens) <= judge.max_prompt_tokens:

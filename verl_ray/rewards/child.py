@@ -1,39 +1,41 @@
-"""Program of a scoring process: runs reward functions on items, one after the other.
+"""Program of a scoring process: runs reward functions on units, one after the other.
 
-Invariant: one score per item, in order, sent before the next item begins; whatever a
-function raises, returns or prints cannot break the stream. Deliberately not here:
-deadlines, which only another process can keep (`pool.py`).
+Invariant: one score per item, in order, and those of a unit are sent before the next
+unit begins; whatever a function raises, returns or prints cannot break the stream. A
+coroutine that misses its deadline is cancelled, and costs its own score alone.
+Deliberately not here: the deadlines of functions that block, which only another process
+can keep (`pool.py`).
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import dataclasses
+import inspect
 import json
 import math
 import pickle
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
-from typing import SupportsFloat, cast
+from collections.abc import Awaitable, Mapping, Sequence
+from pathlib import Path
+from typing import cast
 
 from verl_ray.errors import ConfigError
-from verl_ray.rewards.functions import RewardFunction, resolve, short_traceback
+from verl_ray.rewards import wire
+from verl_ray.rewards.arguments import GroupLog, group_values, response_values
 from verl_ray.rewards.guard import stand_guard
-from verl_ray.rewards.health import ScoreHealth
-from verl_ray.rewards.wire import (
-    BROKEN,
-    READY,
-    STARTED,
-    Item,
-    Start,
-    frame,
-    read_message,
-)
+from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.request import RequestRow, ScoreRequest
+from verl_ray.rewards.results import score_of
+from verl_ray.rewards.signatures import MissingValue, Style
+from verl_ray.rewards.specs import LoadedFunction, load
+from verl_ray.rewards.tracebacks import short_traceback
 
-# Frames of this file mean nothing to the author of a function.
-_OUR_FILES = (__file__,)
+# Frames of these files mean nothing to the author of a function.
+_OUR_FILES = (str(Path(__file__).parent), asyncio.__path__[0])
 
 
 def main(descriptor: int) -> None:
@@ -48,77 +50,171 @@ def main(descriptor: int) -> None:
 
 
 def _serve(connection: socket.socket) -> None:
-    def send(kind: int, value: float = math.nan, text: str = "") -> None:
-        connection.sendall(frame(kind, time.monotonic(), value, text))
+    def send(kind: int, text: str = "") -> None:
+        connection.sendall(wire.frame(kind, time.monotonic(), text))
 
     stream = connection.makefile("rb")
-    first = read_message(stream)
+    first = wire.read_message(stream)
     if first is None:
         return
-    start = cast(Start, pickle.loads(first))
+    start = cast(wire.Start, pickle.loads(first))
     sys.path[:] = start.sys_path
 
     try:
-        functions = {
-            source: resolve(spec, key=f"{start.key}.{source}")
-            for source, spec in start.functions.items()
-        }
+        functions = _load_all(start)
     except ConfigError as error:
         problem = dataclasses.asdict(error.problems[0])
-        send(BROKEN, text=json.dumps(problem))
+        send(wire.BROKEN, json.dumps(problem))
         return
-    send(READY)
+    needs = {source: _needs_of(loaded) for source, loaded in functions.items()}
+    send(wire.READY, wire.needs_text(needs))
 
-    # Each round waits for one message and scores its items; ends when the pool hangs up
+    # Each round waits for one message and scores its units; ends when the pool hangs up
+    scorer = _Scorer(start.deadline_s)
     while True:
-        body = read_message(stream)
+        body = wire.read_message(stream)
         if body is None:
             return
-        # Before the pickle is read, since reading it counts for the first item.
-        send(STARTED)
-        items = cast(list[Item], pickle.loads(body))
-        _score_all(items, functions, send)
+        # Before the pickle is read, since reading it counts for the first unit.
+        send(wire.STARTED)
+        for rows in cast(list[list[RequestRow]], pickle.loads(body)):
+            unit = [ScoreRequest(*row) for row in rows]
+            source = unit[0].data_source
+            loaded = functions.get(source) or functions["default"]
+            send(wire.SCORED, wire.scores_text(scorer.score(loaded, unit)))
 
 
-def _score_all(
-    items: list[Item],
-    functions: Mapping[str, RewardFunction],
-    send: Callable[[int, float, str], None],
-) -> None:
-    for response, answer, prompt, data_source, extra in items:
-        function = functions.get(data_source) or functions["default"]
+def _load_all(start: wire.Start) -> Mapping[str, LoadedFunction]:
+    """Return the function of each data source; each spec is loaded once."""
+    loaded: dict[str, LoadedFunction] = {}
+    for source, spec in start.functions.items():
+        if spec not in loaded:
+            loaded[spec] = load(spec, key=f"{start.key}.{source}")
+    return {source: loaded[spec] for source, spec in start.functions.items()}
+
+
+def _needs_of(loaded: LoadedFunction) -> wire.Needs:
+    signature = loaded.signature
+    is_batched = signature.style is Style.TRL
+    unit: wire.UnitKind = "concurrent" if signature.is_async else "single"
+    return wire.Needs(
+        unit="group" if is_batched else unit,
+        tokens=is_batched and signature.names("completion_ids"),
+        conversation=is_batched,
+    )
+
+
+class _Scorer:
+    """The calls of functions, and the event loop of those that are awaited."""
+
+    def __init__(self, deadline_s: float) -> None:
+        """Take the longest time of one response."""
+        self._deadline_s = deadline_s
+        # One loop for all calls: a function may hold connections that belong to it.
+        self._runner = asyncio.Runner()
+
+    def score(
+        self, loaded: LoadedFunction, requests: Sequence[ScoreRequest]
+    ) -> list[Score]:
+        """Return the scores of a unit."""
+        if loaded.signature.style is Style.TRL:
+            return self._score_group(loaded, requests)
+        if loaded.signature.is_async:
+            return self._runner.run(self._gather(loaded, requests))
+        return [self._score_response(loaded, request) for request in requests]
+
+    def _score_response(self, loaded: LoadedFunction, request: ScoreRequest) -> Score:
         try:
-            result: object = function(
-                response, answer, prompt=prompt, data_source=data_source, extra=extra
-            )
-            value = _number(result)
+            place, named = loaded.signature.bind(response_values(request))
+            result = loaded.function(*place, **named)
+            # Some decorators hide that a function is a coroutine function.
+            if not isinstance(result, float) and inspect.isawaitable(result):
+                result = self._runner.run(_awaited(result))
+            return score_of(result)
         # sys.exit() in a function is a failed score, not the end of the process
         except BaseException as error:
-            detail = short_traceback(error, _OUR_FILES)
-            send(ScoreHealth.EXCEPTION, math.nan, detail)
-            continue
+            return _failure(error)
 
-        if value is None:
-            send(ScoreHealth.NONE, math.nan, "the function returned None")
-        elif math.isfinite(value):
-            send(ScoreHealth.OK, value, "")
-        else:
-            detail = f"the function returned {value}"
-            send(ScoreHealth.NONFINITE, math.nan, detail)
+    async def _gather(
+        self, loaded: LoadedFunction, requests: Sequence[ScoreRequest]
+    ) -> list[Score]:
+        """Await the scores of all requests side by side."""
+        coroutines = [self._score_async(loaded, request) for request in requests]
+        return list(await asyncio.gather(*coroutines))
+
+    async def _score_async(
+        self, loaded: LoadedFunction, request: ScoreRequest
+    ) -> Score:
+        limit = asyncio.timeout(self._deadline_s)
+        try:
+            place, named = loaded.signature.bind(response_values(request))
+            async with limit:
+                result = await cast(Awaitable[object], loaded.function(*place, **named))
+            return score_of(result)
+        # SystemExit would end the event loop with all other responses.
+        except BaseException as error:
+            if limit.expired():
+                detail = f"no score within {self._deadline_s:g} s; it was cancelled"
+                return Score(math.nan, ScoreHealth.TIMEOUT, detail)
+            return _failure(error)
+
+    def _score_group(
+        self, loaded: LoadedFunction, requests: Sequence[ScoreRequest]
+    ) -> list[Score]:
+        log = GroupLog(len(requests))
+        try:
+            place, named = loaded.signature.bind(group_values(requests, log))
+            result = loaded.function(*place, **named)
+            if inspect.isawaitable(result):
+                result = self._runner.run(_awaited(result))
+            results = _results_of(result, len(requests))
+        except BaseException as error:
+            return [_failure(error)] * len(requests)
+        return [
+            _read(result, notes)
+            for result, notes in zip(results, log.entries, strict=True)
+        ]
 
 
-def _number(result: object) -> float | None:
-    """Return the result of a function as a number, or None.
+def _read(result: object, notes: Mapping[str, object]) -> Score:
+    """Return a result of a batched function as a score; a bad one costs no other."""
+    try:
+        return score_of(result, notes)
+    except BaseException as error:
+        return _failure(error)
+
+
+async def _awaited(result: Awaitable[object]) -> object:
+    return await result
+
+
+def _results_of(result: object, size: int) -> Sequence[object]:
+    """Return the results of a batched function, one per response.
 
     Raises:
-        TypeError: the result is neither.
+        TypeError: It returned no list.
+        ValueError: It returned too many or too few.
     """
-    if result is None:
-        return None
-    # A user's function may return anything, such as a number of NumPy.
-    if not isinstance(result, SupportsFloat):
+    # Arrays and tensors are lists for this purpose.
+    to_list = getattr(result, "tolist", None)
+    if to_list is not None:
+        result = to_list()
+    if not isinstance(result, list | tuple):
         raise TypeError(
-            f"the function returned {type(result).__name__} {result!r:.80},"
-            " expected float or None"
+            f"the function returned {type(result).__name__} {result!r:.80}, expected a"
+            f" list of {size} scores, one per completion"
         )
-    return float(result)
+    if len(result) != size:
+        raise ValueError(
+            f"the function returned {len(result)} scores for {size} completions;"
+            " expected one each"
+        )
+    return result
+
+
+def _failure(error: BaseException) -> Score:
+    """Return the failed score of a function that raised."""
+    detail = short_traceback(error, _OUR_FILES)
+    if isinstance(error, MissingValue):
+        detail = str(error)
+    return Score(math.nan, ScoreHealth.EXCEPTION, detail)

@@ -22,9 +22,10 @@ class ScoreHealth(enum.IntEnum):
     OK = 0
     """A finite score."""
     TIMEOUT = 1
-    """The deadline passed; the process was killed."""
+    """The deadline passed; the coroutine was cancelled, or the process killed."""
     EXCEPTION = 2
-    """The function raised or returned no number, or its process died twice."""
+    """The function raised or returned no number, the record lacks what it names, or its
+    process died twice."""
     NONFINITE = 3
     """The function returned NaN or an infinity."""
     NONE = 4
@@ -53,6 +54,9 @@ class Score:
     """Why it failed, a few lines at most; empty when health is OK."""
     rescored: bool = False
     """Whether the first process with this response died, so that another scored it."""
+    entries: str = ""
+    """What the function returned beside the score, a JSON object of numbers and texts;
+    empty where it returned a number alone."""
 
 
 def health_metrics(healths: Iterable[int]) -> dict[str, float]:

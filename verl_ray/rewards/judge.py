@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +18,8 @@ from jinja2 import StrictUndefined
 from jinja2.sandbox import SandboxedEnvironment
 
 from verl_ray.config.reward import JudgeReward
-from verl_ray.data.records import Message
+from verl_ray.config.rules.reward import TEMPLATE_FIELDS
+from verl_ray.data.field_values import Message
 from verl_ray.data.tokenizers import encode, render
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
@@ -48,10 +48,13 @@ class Judgement:
     def question(self, request: ScoreRequest) -> str | Score:
         """Return the question about a response, or the failure to make one.
 
-        The template fails, for example, where it needs a field that `extra` lacks.
+        A record without an answer has an empty one. The template fails, for example,
+        where it needs a field that `extra` lacks.
         """
+        shown = {name: getattr(request, name) for name in TEMPLATE_FIELDS}
+        shown["answer"] = request.answer or ""
         try:
-            return self._template.render(**asdict(request))
+            return self._template.render(shown)
         # Jinja has its own errors, and an expression may raise any other.
         except Exception as error:
             detail = f"the judge's template fails on this response: {error}"

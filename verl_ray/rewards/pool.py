@@ -1,10 +1,12 @@
 """Pool of processes that score responses and can be killed.
 
 Invariant: `score` returns a score for every item, in order and in bounded time:
-whatever a function does costs that item's score and no other. A process may also be
-killed from outside (by the kernel, when memory is short). Its item is then scored
-again, once, so that what else happens on the machine does not change what a run learns.
-Where the first responses all miss the deadline, it raises instead (`FruitlessRun`).
+whatever a function does costs the scores of its unit (`units.py`) and no other. Where
+the responses of a unit can also be scored one by one, they are, and a response costs
+its own score alone. A process may also be killed from outside (by the kernel, when
+memory is short). Its unit is then scored again, once, so that what else happens on the
+machine does not change what a run learns. Where the first responses all miss the
+deadline, it raises instead (`FruitlessRun`).
 Deliberately not a sandbox (functions run with the rights of the run), not a Ray actor,
 and not for several callers at once.
 """
@@ -16,27 +18,27 @@ import json
 import math
 import select
 import sys
-import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, DataError, Problem, RewardError
 from verl_ray.profiling.progress import advance, touch
+from verl_ray.rewards import wire
 from verl_ray.rewards.failure_limit import FruitlessRun
-from verl_ray.rewards.functions import spec_problem
 from verl_ray.rewards.health import Score, ScoreHealth
 from verl_ray.rewards.request import ScoreRequest
 from verl_ray.rewards.scoring_process import ScoringProcess
-from verl_ray.rewards.wire import BROKEN, READY, STARTED, Item, Start, message
+from verl_ray.rewards.specs import module_path, spec_problems
+from verl_ray.rewards.units import Unit, units_of
 
 # Work per message: far above the cost of sending one (about 50 us), far below what a
 # person notices.
 _MESSAGE_S = 0.002
-# Weight of the newest item in the running mean of how long items take.
+# Weight of the newest unit in the running mean of how long units take.
 _NEWEST_WEIGHT = 0.1
-_HEALTHS = tuple(ScoreHealth)
 
 
 class ScoringPool:
@@ -56,17 +58,17 @@ class ScoringPool:
         """Start the processes in parallel and wait for their imports.
 
         Args:
-            functions: Data source -> built-in name or `path/to/file.py:function`;
-                `default` serves the other sources.
+            functions: Data source -> spec (`specs.py`); `default` serves the other
+                sources.
             processes: Number of responses that are scored at the same time.
             deadline_s: How long one response may take, from the moment the function
-                has it.
+                has it; a unit of several may take as much for each.
             key: The configuration's section that `functions` is, for errors to name.
             start_deadline_s: How long the imports may take.
             max_failed_fraction: The fraction of scores that may fail. `score` raises
                 once items that take their whole deadline, or end their process, show
                 that more will. With 1 it never does.
-            warns_of_deaths: Whether to print a line if an item is scored again because
+            warns_of_deaths: Whether to print a line if a unit is scored again because
                 its process died.
 
         Raises:
@@ -75,31 +77,44 @@ class ScoringPool:
         """
         self._functions = dict(functions)
         self._key = key
-        self._refuse_bad_specs()
+        problems = spec_problems(functions, key)
+        if problems:
+            raise ConfigError(problems)
+
         self._deadline_s = deadline_s
         self._start_deadline_s = start_deadline_s
         self._max_failed_fraction = max_failed_fraction
         self._warns_of_deaths = warns_of_deaths
         self._fruitless = FruitlessRun(max_failed_fraction)
 
-        # Before any item was timed, items travel one by one.
-        self._item_s = _MESSAGE_S
-        self._prompts: list[str] = []
-        """The prompt of each item of this call."""
-        self._unassigned: deque[int] = deque()
+        # Before any unit was timed, units travel one by one.
+        self._unit_s = _MESSAGE_S
+        self._needs: dict[str, wire.Needs] = {}
+        """What the functions need, by data source."""
+        self._requests: Sequence[ScoreRequest] = ()
+        """The requests of this call."""
+        self._unassigned: deque[Unit] = deque()
         self._scores: dict[int, Score] = {}
-        self._untouched: set[int] = set()
-        """Items whose process was killed before it had begun with them."""
-        self._first_deaths: dict[int, str] = {}
-        """Items whose process died with them in hand -> how; they are scored again."""
+        self._untouched: set[Unit] = set()
+        """Units whose process was killed before it had begun with them."""
+        self._first_deaths: dict[Unit, str] = {}
+        """Units whose process died with them in hand -> how; they are scored again."""
         self._processes: list[ScoringProcess] = []
 
+        self._start(processes)
+
+    def _start(self, processes: int) -> None:
         with self._closing_on_error():
             for _ in range(processes):
                 self._processes.append(self._new_process())
             # Ends when every process is ready; a failed import raises.
             while not all(process.ready for process in self._processes):
                 self._handle_events(wait=True)
+
+    @property
+    def needs_groups(self) -> bool:
+        """Whether a function scores all responses to a prompt in one call."""
+        return any(needs.unit == "group" for needs in self._needs.values())
 
     def score(self, items: Sequence[ScoreRequest]) -> list[Score]:
         """Score `items`. Any exception closes the pool.
@@ -117,17 +132,17 @@ class ScoringPool:
             raise RewardError("the scoring pool is closed, expected an open one")
         self._refuse_unknown_sources(items)
 
-        self._prompts = [item.prompt for item in items]
-        self._unassigned.extend(range(len(items)))
+        self._requests = items
+        self._unassigned.extend(units_of(items, self._needs))
         with self._closing_on_error():
-            # Replaces processes that died since the last call, before they get items.
+            # Replaces processes that died since the last call, before they get units.
             self._handle_events(wait=False)
-            self._assign(items)
+            self._assign()
             # Each round waits for a frame, the end of a process or a deadline; the loop
-            # ends when every item has a score.
+            # ends when every unit has its scores.
             while self._unassigned or self._has_pending():
                 self._handle_events(wait=True)
-                self._assign(items)
+                self._assign()
 
         scores = [self._scores[index] for index in range(len(items))]
         self._scores.clear()
@@ -173,17 +188,6 @@ class ScoringPool:
             self.close()
             raise
 
-    # ------------------------------------------------------------------------- refusals
-
-    def _refuse_bad_specs(self) -> None:
-        problems = []
-        for source, spec in self._functions.items():
-            problem = spec_problem(spec, f"{self._key}.{source}")
-            if problem is not None:
-                problems.append(problem)
-        if problems:
-            raise ConfigError(problems)
-
     def _refuse_unknown_sources(self, items: Sequence[ScoreRequest]) -> None:
         if "default" in self._functions:
             return
@@ -195,18 +199,18 @@ class ScoringPool:
                 f" {self._key}.{source} or {self._key}.default"
             )
 
-    # ----------------------------------------------------------------- items and frames
+    # ----------------------------------------------------------------- units and frames
 
     def _new_process(self) -> ScoringProcess:
-        start = Start(sys.path, self._functions, self._key)
-        return ScoringProcess(message(start))
+        start = wire.Start(module_path(), self._functions, self._key, self._deadline_s)
+        return ScoringProcess(wire.message(start))
 
-    def _assign(self, items: Sequence[ScoreRequest]) -> None:
-        """Send each idle process its share of the unassigned items.
+    def _assign(self) -> None:
+        """Send each idle process its share of the unassigned units.
 
-        A share is at most a message's worth of work, and at least one item.
+        A share is at most a message's worth of work, and at least one unit.
         """
-        most = max(1, int(_MESSAGE_S / self._item_s))
+        most = max(1, int(_MESSAGE_S / self._unit_s))
         idle = [
             process
             for process in self._processes
@@ -216,9 +220,8 @@ class ScoringPool:
             share = math.ceil(len(self._unassigned) / (len(idle) - num_served))
             count = min(share, most)
             if count:
-                indices = [self._unassigned.popleft() for _ in range(count)]
-                batch = [_wire_item(items[index]) for index in indices]
-                process.send_items(indices, batch)
+                units = [self._unassigned.popleft() for _ in range(count)]
+                process.send_units(units, self._requests)
 
     def _handle_events(self, *, wait: bool) -> None:
         """Take the frames that have arrived, and replace dead and overdue processes.
@@ -235,6 +238,10 @@ class ScoringPool:
             poller.register(process.connection, events)
 
         wait_s = min(map(self._remaining_s, self._processes)) if wait else 0.0
+        # The deadline of a group may be longer than a worker may make no progress.
+        if wait_s > self._deadline_s and self._has_pending():
+            wait_s = self._deadline_s
+            touch()
         # None waits without a limit: every process is idle.
         timeout_ms = None if wait_s == math.inf else max(0, math.ceil(wait_s * 1000))
         ready_descriptors = dict(poller.poll(timeout_ms))
@@ -250,53 +257,46 @@ class ScoringPool:
                 self._replace(process, overdue=is_connected)
 
     def _remaining_s(self, process: ScoringProcess) -> float:
-        """Seconds until `process` must send a score, or have finished its imports.
-
-        Infinite for an idle process.
-        """
-        if process.ready and not process.pending:
-            return math.inf
-        deadline_s = self._deadline_s if process.ready else self._start_deadline_s
-        return process.waiting_since + deadline_s - time.monotonic()
+        return process.remaining_s(self._deadline_s, self._start_deadline_s)
 
     def _take_frames(self, process: ScoringProcess) -> None:
         # Consumes the complete frames; the rest of an incomplete one comes later.
-        for kind, time_s, value, text in process.frames():
-            if kind == BROKEN:
+        for kind, time_s, text in process.frames():
+            if kind == wire.BROKEN:
                 raise ConfigError([Problem(**json.loads(text))])
 
             # Any other frame is progress, also that a process is ready or has begun.
             touch()
-            if kind == READY:
+            if kind == wire.READY:
                 process.ready = True
-            elif kind == STARTED:
+                self._needs = wire.needs_from(text)
+            elif kind == wire.STARTED:
                 process.has_begun = True
             else:
-                self._record_score(process, value, _HEALTHS[kind], text)
-                self._update_item_time(time_s - process.waiting_since)
+                self._record(process, wire.scores_from(text))
+                self._update_unit_time(time_s - process.waiting_since)
             process.waiting_since = time_s
 
-    def _record_score(
-        self, process: ScoringProcess, value: float, health: ScoreHealth, detail: str
-    ) -> None:
-        """Record the score of the item that `process` has in hand."""
-        item = process.pending.popleft()
-        rescored = item in self._first_deaths
-        self._scores[item] = Score(value, health, detail, rescored=rescored)
-        advance(1, "scores")
-        if health is ScoreHealth.OK:
+    def _record(self, process: ScoringProcess, scores: list[Score]) -> None:
+        """Record the scores of the unit that `process` has in hand."""
+        unit = process.pending.popleft()
+        rescored = unit in self._first_deaths
+        for item, score in zip(unit.items, scores, strict=True):
+            self._scores[item] = replace(score, rescored=True) if rescored else score
+        advance(len(scores), "scores")
+        if any(score.health is ScoreHealth.OK for score in scores):
             self._fruitless.end()
 
-    def _update_item_time(self, item_s: float) -> None:
-        self._item_s += _NEWEST_WEIGHT * (item_s - self._item_s)
+    def _update_unit_time(self, unit_s: float) -> None:
+        self._unit_s += _NEWEST_WEIGHT * (unit_s - self._unit_s)
 
     # ------------------------------------------------------ deaths and missed deadlines
 
     def _replace(self, process: ScoringProcess, *, overdue: bool) -> None:
         """Terminate a process that is overdue or dead, and start a new one.
 
-        The item in hand has failed if the process was overdue, or if it is the second
-        process that died with this item. The other pending items are put back.
+        The unit in hand has failed if the process was overdue, or if it is the second
+        process that died with this unit. The other pending units are put back.
         """
         self._processes.remove(process)
         waiting_since = process.waiting_since
@@ -308,9 +308,7 @@ class ScoringPool:
 
         is_late = overdue and process.waiting_since == waiting_since
         if process.pending and is_late:
-            late = f"no score within {self._deadline_s:g} s; the process was killed"
-            self._record_fruitless(process, ScoreHealth.TIMEOUT, late)
-            self._update_item_time(self._deadline_s)
+            self._note_delay(process)
         elif process.pending and not overdue:
             self._note_death(process, cause)
 
@@ -320,40 +318,64 @@ class ScoringPool:
             self._unassigned = deque(sorted(self._unassigned, key=self._is_fruitless))
         self._processes.append(self._new_process())
 
+    def _note_delay(self, process: ScoringProcess) -> None:
+        """Decide what becomes of the unit that an overdue process had in hand."""
+        unit = process.pending[0]
+        limit_s = unit.limit_s(self._deadline_s)
+        self._update_unit_time(limit_s)
+        if unit.is_divisible:
+            # Any of its coroutines may have blocked all others.
+            self._divide(process, "blocked its event loop")
+            return
+        if unit.needs.unit == "concurrent":
+            limit_s = self._deadline_s
+        subject = "score" if len(unit.items) == 1 else "scores of the group"
+        late = f"no {subject} within {limit_s:g} s; the process was killed"
+        self._record_fruitless(process, ScoreHealth.TIMEOUT, late)
+
     def _note_death(self, process: ScoringProcess, cause: str) -> None:
-        """Decide whether the item that a dead process had in hand is scored again."""
+        """Decide whether the unit that a dead process had in hand is scored again."""
         # A replacement is progress; how often there can be one is bounded.
         touch()
-        item = process.pending[0]
-        if not process.has_begun and item not in self._untouched:
-            # Killed while it was idle: the item is not the cause, the first time.
-            self._untouched.add(item)
-        elif item not in self._first_deaths:
-            self._first_deaths[item] = cause
+        unit = process.pending[0]
+        if not process.has_begun and unit not in self._untouched:
+            # Killed while it was idle: the unit is not the cause, the first time.
+            self._untouched.add(unit)
+        elif unit not in self._first_deaths:
+            self._first_deaths[unit] = cause
+            if unit.is_divisible:
+                self._divide(process, cause)
             if self._warns_of_deaths:
-                warning = (
-                    f"warning: a scoring process {cause}; its item is scored again"
-                )
-                print(warning, file=sys.stderr, flush=True)
+                scored = "item is" if len(unit.items) == 1 else "items are"
+                warning = f"warning: a scoring process {cause}; its {scored} scored"
+                print(f"{warning} again", file=sys.stderr, flush=True)
         else:
-            first_cause = self._first_deaths[item]
+            first_cause = self._first_deaths[unit]
             detail = (
                 f"the scoring process died twice: it {first_cause}, and when the item"
                 f" was scored again, it {cause}"
             )
             self._record_fruitless(process, ScoreHealth.EXCEPTION, detail)
 
+    def _divide(self, process: ScoringProcess, cause: str) -> None:
+        """Put the responses of the unit in hand in its place, to be scored alone."""
+        parts = process.pending.popleft().parts()
+        self._first_deaths.update(dict.fromkeys(parts, cause))
+        process.pending.extendleft(reversed(parts))
+
     def _record_fruitless(
         self, process: ScoringProcess, health: ScoreHealth, detail: str
     ) -> None:
-        """Record an item without a score; give up after too many in a row.
+        """Record a unit without a score; give up after too many in a row.
 
         Raises:
-            RewardError: The grader is broken, as far as these items tell.
+            RewardError: The grader is broken, as far as these units tell.
         """
-        prompt = self._prompts[process.pending[0]]
-        self._record_score(process, math.nan, health, detail)
-        self._fruitless.add(prompt)
+        unit = process.pending[0]
+        failed = Score(math.nan, health, detail)
+        self._record(process, [failed] * len(unit.items))
+        for item in unit.items:
+            self._fruitless.add(self._requests[item].prompt)
 
         if self._fruitless.is_too_long:
             section = self._key.rpartition(".")[0]
@@ -366,8 +388,8 @@ class ScoringPool:
                 f" faster, or raise it"
             )
 
-    def _is_fruitless(self, item: int) -> bool:
-        return self._prompts[item] in self._fruitless.prompts
+    def _is_fruitless(self, unit: Unit) -> bool:
+        return self._requests[unit.items[0]].prompt in self._fruitless.prompts
 
     def _start_failure(self, cause: str, *, overdue: bool) -> ConfigError:
         event = cause
@@ -376,13 +398,3 @@ class ScoringPool:
         rule = f"the scoring process {event} while it imported the reward functions"
         fix = "Its last output is in the log"
         return ConfigError([Problem(self._key, self._functions, rule, fix)])
-
-
-def _wire_item(request: ScoreRequest) -> Item:
-    return (
-        request.response,
-        request.answer,
-        request.prompt,
-        request.data_source,
-        request.extra,
-    )

@@ -81,6 +81,9 @@ class RemoteScorer:
     Connections stay open between calls. The environment's proxy variables apply.
     """
 
+    needs_groups = False
+    """A service gets responses in batches of any prompts."""
+
     def __init__(self, config: HttpReward, key: str = "reward") -> None:
         """Prepare the connections; nothing is sent yet.
 

@@ -1,13 +1,15 @@
-"""One scoring process, as the pool sees it: its connection and its pending items.
+"""One scoring process, as the pool sees it: its connection and its pending units.
 
 Invariant: no call blocks but `terminate`, which is bounded; when `terminate` returns,
-the process and everything that it started are gone. Deliberately not here: deadlines
-and scores (`pool.py`), and the program that runs in the process (`child.py`).
+the process and everything that it started are gone. Deliberately not here: what follows
+from a missed deadline (`pool.py`), and the program that runs in the process
+(`child.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import socket
@@ -15,10 +17,12 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from verl_ray.rewards.wire import FRAME, Item, message
+from verl_ray.rewards.request import ScoreRequest
+from verl_ray.rewards.units import Unit
+from verl_ray.rewards.wire import FRAME, message
 
 # A guard kills within milliseconds; after this its process group is killed from here.
 _KILL_S = 5.0
@@ -34,7 +38,7 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 class ScoringProcess:
-    """One scoring process. The item in hand is the first pending one."""
+    """One scoring process. The unit in hand is the first pending one."""
 
     def __init__(self, start: bytes) -> None:
         """Start the process.
@@ -45,9 +49,9 @@ class ScoringProcess:
         self.ready = False
         """Whether the process has imported the reward functions."""
         self.has_begun = False
-        """Whether the process has begun with the items that were sent last."""
-        self.pending: deque[int] = deque()
-        """Indices of the items without a score, in the order they were sent."""
+        """Whether the process has begun with the units that were sent last."""
+        self.pending: deque[Unit] = deque()
+        """The units without scores, in the order they were sent."""
         self.outgoing = b""
         """Bytes that did not fit into the socket yet."""
         self._incoming = bytearray()
@@ -56,15 +60,15 @@ class ScoringProcess:
             self._process = _launch(its_end.fileno())
         self.connection.setblocking(False)
         self.waiting_since = time.monotonic()
-        """When the process was started, got its items, or sent its last frame."""
+        """When the process was started, got its units, or sent its last frame."""
         self._send(start)
 
-    def send_items(self, indices: list[int], items: list[Item]) -> None:
-        """Send `items`, known to the pool as `indices`; no item may be pending."""
-        self.pending.extend(indices)
+    def send_units(self, units: list[Unit], requests: Sequence[ScoreRequest]) -> None:
+        """Send units of the requests of a call; no unit may be pending."""
+        self.pending.extend(units)
         self.has_begun = False
         self.waiting_since = time.monotonic()
-        self._send(message(items))
+        self._send(message([unit.rows(requests) for unit in units]))
 
     def _send(self, data: bytes) -> None:
         self.outgoing += data
@@ -92,17 +96,34 @@ class ScoringProcess:
         self._incoming += data
         return bool(data)
 
-    def frames(self) -> Iterator[tuple[int, float, float, str]]:
-        """Take the complete frames that have arrived: kind, time (s), value, text."""
+    def frames(self) -> Iterator[tuple[int, float, str]]:
+        """Take the complete frames that have arrived: kind, time (s), text."""
         # Each round consumes one frame; ends where the next one is incomplete.
         while len(self._incoming) >= FRAME.size:
-            kind, time_s, value, length = FRAME.unpack_from(self._incoming)
+            kind, time_s, length = FRAME.unpack_from(self._incoming)
             end = FRAME.size + length
             if len(self._incoming) < end:
                 return
             text = self._incoming[FRAME.size : end].decode()
             del self._incoming[:end]
-            yield kind, time_s, value, text
+            yield kind, time_s, text
+
+    def remaining_s(self, deadline_s: float, start_deadline_s: float) -> float:
+        """Return the seconds until the process must send the next frame.
+
+        Infinite for an idle process.
+
+        Args:
+            deadline_s: How long a response may take.
+            start_deadline_s: How long the imports may take.
+        """
+        if not self.ready:
+            limit_s = start_deadline_s
+        elif self.pending:
+            limit_s = self.pending[0].limit_s(deadline_s)
+        else:
+            return math.inf
+        return self.waiting_since + limit_s - time.monotonic()
 
     def hang_up(self) -> None:
         """Make the guard kill the scorer and everything that it started."""

@@ -4,8 +4,8 @@ Invariant: every entry of a reply is a score or a typed failure, and no reply of
 service raises. Deliberately not here: when a batch is sent (`remote.py`).
 
 A request is POST {"items": [{"prompt", "response", "answer", "data_source", "extra"},
-...]}. Its reply is {"scores": [number or null, ...]} with one entry per item, in order;
-null declines to score an item.
+...]}; the answer is null where the record has none. Its reply is {"scores": [number or
+null, ...]} with one entry per item, in order; null declines to score an item.
 """
 
 from __future__ import annotations

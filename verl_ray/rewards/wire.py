@@ -1,35 +1,45 @@
 """Messages between the pool and a scoring process, over one stream socket.
 
-Invariant: scores come in the order of the items, so the item in hand is always the
-first one without a score, and its clock started at the time of the last frame.
-Deliberately not here: who sends what when (`pool.py`, `child.py`).
+Invariant: the scores of a unit come together, and units come in their order, so the
+unit in hand is always the first one without scores, and its clock started at the time
+of the last frame. Deliberately not here: who sends what when (`pool.py`, `child.py`),
+and what makes a unit (`units.py`).
 
-To the process: a length and a pickle; first a `Start`, then lists of `Item`. From the
-process: frames, each a kind, a time on the monotonic clock that all processes of a
-machine share, a value and a text. The pool unpickles no data from the process, which
-runs user code.
+To the process: a length and a pickle; first a `Start`, then lists of units, each a list
+of rows of requests. From the process: frames, each a kind, a time on the monotonic
+clock that all processes of a machine share, and a text. The pool unpickles no data from
+the process, which runs user code.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import pickle
 import struct
-from typing import BinaryIO, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import BinaryIO, Literal, NamedTuple
+
+from verl_ray.rewards.health import Score, ScoreHealth
+from verl_ray.rewards.request import RequestRow
 
 LENGTH = struct.Struct("<Q")
-# Kind, time in seconds, value, bytes of UTF-8 that follow.
-FRAME = struct.Struct("<BddI")
+# Kind, time in seconds, bytes of UTF-8 that follow.
+FRAME = struct.Struct("<BdI")
 
-# Kinds of frames. Any other kind is a number of `ScoreHealth`: the score of one item.
+# Kinds of frames.
 READY = 255
-"""The functions are imported."""
+"""The functions are imported; the text is what they need."""
 BROKEN = 254
 """A function cannot be imported; the text is a Problem in JSON."""
 STARTED = 253
-"""The first item of a message is now in hand."""
+"""The first unit of a message is now in hand."""
+SCORED = 252
+"""A unit is scored; the text is its scores."""
 
-# Response, answer, prompt, data source, extra.
-Item = tuple[str, str, str, str, dict[str, object]]
+UnitKind = Literal["single", "concurrent", "group"]
+"""What a function scores at a time: one response; several, awaited side by side; or all
+responses to a prompt in one call."""
 
 
 class Start(NamedTuple):
@@ -40,15 +50,27 @@ class Start(NamedTuple):
     """Data source -> spec, as in the configuration."""
     key: str
     """The configuration's section that they are from, for errors to name."""
+    deadline_s: float
+    """How long a response may take; a coroutine is cancelled then."""
 
 
-def frame(kind: int, time_s: float, value: float, text: str) -> bytes:
+class Needs(NamedTuple):
+    """Units in which a function scores, and the costly values that it names."""
+
+    unit: UnitKind
+    tokens: bool
+    """Whether it needs the token ids of responses."""
+    conversation: bool
+    """Whether it needs the prompt as the data set has it."""
+
+
+def frame(kind: int, time_s: float, text: str) -> bytes:
     """Encode a frame."""
     body = text.encode("utf-8", "backslashreplace")
-    return FRAME.pack(kind, time_s, value, len(body)) + body
+    return FRAME.pack(kind, time_s, len(body)) + body
 
 
-def message(content: Start | list[Item]) -> bytes:
+def message(content: Start | Sequence[Sequence[RequestRow]]) -> bytes:
     """Encode a message to a process."""
     body = pickle.dumps(content, protocol=pickle.HIGHEST_PROTOCOL)
     return LENGTH.pack(len(body)) + body
@@ -63,3 +85,46 @@ def read_message(stream: BinaryIO) -> bytes | None:
     body = stream.read(length)
     # A message that breaks off is as good as none.
     return body if len(body) == length else None
+
+
+# ------------------------------------------------------------------ texts of the frames
+
+
+def scores_text(scores: Sequence[Score]) -> str:
+    """Return the scores of a unit as a text.
+
+    A score is a list of its fields; one that is nothing but a number is that number.
+    """
+    rows: list[object] = []
+    for score in scores:
+        if score.health is ScoreHealth.OK and not score.entries:
+            rows.append(score.value)
+            continue
+        value = score.value if score.health is ScoreHealth.OK else None
+        # A text without surrogates, which no column could hold.
+        detail = score.detail.encode("utf-8", "backslashreplace").decode()
+        rows.append((value, score.health, detail, score.entries))
+    return json.dumps(rows)
+
+
+def scores_from(text: str) -> list[Score]:
+    """Return the scores that `scores_text` has written."""
+    scores = []
+    for row in json.loads(text):
+        if isinstance(row, float):
+            scores.append(Score(row, ScoreHealth.OK))
+            continue
+        value, health, detail, entries = row
+        value = math.nan if value is None else value
+        scores.append(Score(value, ScoreHealth(health), detail, entries=entries))
+    return scores
+
+
+def needs_text(needs: Mapping[str, Needs]) -> str:
+    """Return the needs of all functions, by data source, as a text."""
+    return json.dumps(needs)
+
+
+def needs_from(text: str) -> dict[str, Needs]:
+    """Return the needs that `needs_text` has written."""
+    return {source: Needs(*fields) for source, fields in json.loads(text).items()}

@@ -12,7 +12,7 @@ import contextlib
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from verl_ray.tracking.evaluations import HeldOutScores
@@ -21,7 +21,7 @@ GLOBAL_STEP = "training/global_step"
 SAMPLES = "val/generations"
 
 HELD_OUT = "val-core/"
-"""Prefix of the names of held-out accuracies: val-core/<data source>/acc/mean@N."""
+"""Prefix of the names of main held-out metrics: val-core/<data source>/acc/mean@N."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,9 @@ class Sample:
 
     truncated: bool
     """Whether the response was cut at the length limit."""
+
+    entries: Mapping[str, float | str] = field(default_factory=dict)
+    """What the reward function returned beside the score."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,9 @@ class HeldOutResponse:
 
     finish: str
     """Why the response ended: stop, length or aborted."""
+
+    entries: Mapping[str, float | str] = field(default_factory=dict)
+    """What the reward function returned beside the score."""
 
 
 class Tracker(ABC):

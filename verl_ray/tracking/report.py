@@ -88,8 +88,13 @@ def show(
         stream: Stream to write to; None for stdout.
         width: Number of columns; None for that of the terminal.
     """
+    # In a notebook rich would show what is meant for a file.
     console = Console(
-        file=stream or sys.stdout, highlight=False, markup=False, width=width
+        file=stream or sys.stdout,
+        force_jupyter=False,
+        highlight=False,
+        markup=False,
+        width=width,
     )
     console.print()
     console.print(report.title, soft_wrap=True)

@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
 import os
 import secrets
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple, fields
+from dataclasses import astuple, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +51,25 @@ REOPEN_TIMEOUT_S = 10.0
 """Seconds that reopening a run may take. A run that is stopping may not have longer."""
 
 
+_DATA_DIR = "WANDB_DATA_DIR"
+
+
+def _settings() -> wandb.Settings:
+    """Return W&B's settings of every run."""
+    # Imported here because it takes half a second, which a run without W&B should not
+    # pay.
+    import wandb
+
+    return wandb.Settings(
+        console="off",
+        silent=True,
+        init_timeout=INIT_TIMEOUT_S,
+        finish_timeout=FINISH_TIMEOUT_S,
+        x_disable_stats=True,
+        x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
+    )
+
+
 class WandbTracker(Tracker):
     """Writes to one W&B run."""
 
@@ -75,16 +95,13 @@ class WandbTracker(Tracker):
             TrackingError: W&B cannot start, for example because its server does not
                 reply.
         """
-        # Imported here because it takes half a second, which a run without W&B should
-        # not pay.
-        import wandb
-
         self._online = config.mode == "online"
         # W&B writes to /tmp instead if the folder is missing.
         run_dir.mkdir(parents=True, exist_ok=True)
         # Tables wait here for their upload. W&B's own choice is a folder in the home
         # directory, which grows for ever.
-        os.environ.setdefault("WANDB_DATA_DIR", str(run_dir / "wandb"))
+        self._sets_data_dir = _DATA_DIR not in os.environ
+        os.environ.setdefault(_DATA_DIR, str(run_dir / "wandb"))
 
         self._arguments: dict[str, Any] = {
             "project": config.project,
@@ -98,15 +115,10 @@ class WandbTracker(Tracker):
             "force": self._online,
             "dir": str(run_dir),
             "config": dict(tree),
-            "settings": wandb.Settings(
-                console="off",
-                silent=True,
-                init_timeout=INIT_TIMEOUT_S,
-                finish_timeout=FINISH_TIMEOUT_S,
-                x_disable_stats=True,
-                x_transaction_log_flush_interval=FLUSH_INTERVAL_S,
-            ),
+            "settings": _settings(),
         }
+        # A caller of Python may have a run of its own in the same process of W&B's.
+        self._starts_process = "WANDB_SERVICE" not in os.environ
         self._run = self._start()
 
         self._folder = run_dir / "wandb"
@@ -118,7 +130,11 @@ class WandbTracker(Tracker):
         import wandb
 
         columns = [GLOBAL_STEP, *(field.name for field in fields(Sample))]
-        data = [[step, *astuple(row)] for row in rows]
+        # The entries differ from row to row, so a cell of the table is a text.
+        data = [
+            [step, *astuple(replace(row, entries={}))[:-1], json.dumps(row.entries)]
+            for row in rows
+        ]
         self._table = {SAMPLES: wandb.Table(columns=columns, data=data)}
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -144,6 +160,13 @@ class WandbTracker(Tracker):
         except Exception:
             self._end_process()
             raise
+        else:
+            if self._starts_process:
+                self._end_process()
+        finally:
+            # The next run of this process has a folder of its own.
+            if self._sets_data_dir:
+                os.environ.pop(_DATA_DIR, None)
 
     def outputs(self) -> dict[str, str]:
         """Return the run's URL, or the commands that upload its folders, in order.

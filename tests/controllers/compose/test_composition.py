@@ -224,9 +224,7 @@ def test_missing_inputs_are_named() -> None:
     for root in ("ppo", "grpo", "sft"):
         refused = problems(root)
         assert set(refused) == {"model.path", "data.train_path", "data.validation_path"}
-        assert (
-            refused["model.path"].fix == "Give it on the command line: model.path=..."
-        )
+        assert refused["model.path"].fix == "Give it: model.path=..."
 
 
 def test_a_setting_inside_null_is_refused() -> None:
@@ -245,10 +243,16 @@ def test_a_setting_inside_null_is_refused() -> None:
 
 def test_free_sections_take_new_keys() -> None:
     config = quickstart(
-        "rollout.vllm_args.enforce_eager=true", "reward.functions.mine=grader.py:grade"
+        "rollout.vllm_args.enforce_eager=true",
+        "reward.functions.mine=grader.py:grade",
+        "reward.functions.module=graders.maths:grade",
+        "reward.functions.pickle=own.pkl",
     )
     assert config.rollout.vllm_args == {"enforce_eager": True}
-    assert config.reward.functions["mine"] == str(Path.cwd() / "grader.py:grade")
+    functions = config.reward.functions
+    assert functions["mine"] == str(Path.cwd() / "grader.py:grade")
+    assert functions["module"] == "graders.maths:grade"
+    assert functions["pickle"] == str(Path.cwd() / "own.pkl")
 
 
 def test_a_reward_is_chosen_as_a_whole() -> None:
@@ -368,7 +372,7 @@ def test_local_paths_are_absolute_since_workers_have_another_current_folder(
         "s3://b/v",
     )
     assert config.reward.functions["mine"] == f"{tmp_path}/a/g.py:grade"
-    assert config.reward.functions["default"] == "exact_match"
+    assert config.reward.functions["default"] == "by_data_source"
     assert quickstart().run.resume == "auto"
 
 
@@ -556,3 +560,18 @@ def test_an_evaluation_needs_no_training_data() -> None:
     resumed = examine("grpo", [*typed, "run.resume=/step_00000001"], evaluates=True)
     for composition in (examine("grpo", typed), resumed):
         assert [one.key for one in composition.problems] == ["data.train_path"]
+
+
+def test_a_table_is_set_as_a_whole() -> None:
+    config = compose("grpo", [*INPUTS, "reward.functions={a: gsm8k}"])
+    assert config.graders["reward"].named_functions == {"a": "gsm8k"}
+    # A function for `default` serves every source, whatever the built-in one does.
+    config = compose("grpo", [*INPUTS, "reward.functions.default=gsm8k"])
+    assert config.graders["reward"].named_functions == {"default": "gsm8k"}
+
+    for typed, fix in (
+        ("data.columns.answer=truth", "Write 'data.columns={answer: truth}'."),
+        ("reward.functions.openai/gsm8k=f.py:f", "={openai/gsm8k: f.py:f, default: by_data_source}'"),
+    ):  # fmt: skip
+        (found,) = examine("grpo", [*INPUTS, typed]).problems
+        assert fix in found.fix

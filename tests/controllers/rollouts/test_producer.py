@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from controllers.rollouts.producer import Producer
+from controllers.system.plan import plan_processes, resolve_on
 from controllers.trainers.rl import Trainer
+from controllers.watch.entries import read_entries
 from tests.controllers import grader
 from tests.controllers.conftest import MakeTrainer
-from tests.controllers.runs import produced
+from tests.controllers.runs import GRADER, SHAPE, Inputs, produced
+from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.store import read
+from verl_ray.data.batch import Ragged
 from verl_ray.data.buffer import RolloutBuffer
 from verl_ray.data.stages import Finish, Rollouts
 from verl_ray.data.tokenizers import load_tokenizer
@@ -124,7 +132,7 @@ def test_evaluation_has_settings_and_random_streams_of_its_own(
 def test_generation_goes_on_while_models_are_waited_for(run: Trainer) -> None:
     expected, scores = scored(run, run.producer.training_generation())
     asked, buffer = run.prompts.all(8), RolloutBuffer(4, staleness=0)
-    run.producer.begin(asked, run.producer.training_generation(), buffer)
+    run.producer.begin(asked, run.producer.training_generation(), buffer, 8)
     while buffer.missing(asked.group_id):  # nobody but the learner waits
         run.learner._wait([run.system.actor.broadcast(ActorWorker.probe, 8, 1.0)])
     taken = buffer.take(
@@ -133,3 +141,31 @@ def test_generation_goes_on_while_models_are_waited_for(run: Trainer) -> None:
     assert read(taken.rollouts, 60).tokens.tolist() == expected.tokens.tolist()
     assert taken.scores["reward"].row("score").tolist() == scores
     assert run.producer.references() == []
+
+
+def test_a_batched_function_scores_whole_groups(
+    run: Trainer, inputs: Inputs, tmp_path: Path
+) -> None:
+    function = f"reward.functions={{default: {GRADER}:ranked}}"
+    # Pieces of three rows cut groups of four.
+    config = inputs.config("ppo", tmp_path, "rollout.stream_rows=3", function)
+    plan = plan_processes(resolve_on(config, SHAPE), SHAPE)
+    role = plan.roles["reward"]
+    sets = [
+        replace(process_set, cpus_per_rank=0.25)
+        for process_set in plan.sets
+        if process_set.name == "reward"
+    ]
+    prompts = run.prompts.all(8)
+    levelled = prompts.replace(extra=Ragged.of_texts(['{"level": 5}'] * 8))
+
+    with start_groups(sets, [role], stall_s=240, log_dir=tmp_path / "logs") as groups:
+        producer = Producer(config, run.replicas, {"reward": groups[role]})
+        generation = producer.training_generation()
+        buffer = RolloutBuffer(4, staleness=0)
+        producer.begin(levelled, generation, buffer, 8)
+        taken = producer.take(levelled, buffer, 7, Timers())
+        ranks = taken.scores["reward"].row("score").reshape(8, 4)
+        assert np.sort(ranks).tolist() == [[0.0, 1.0, 2.0, 3.0]] * 8
+        entries = read_entries(taken.scores, 60)
+    assert entries == [{"step": 8.0, "size": 9.0}] * 32

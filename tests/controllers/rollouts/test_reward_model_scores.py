@@ -161,7 +161,8 @@ def test_scores_are_those_of_transformers_in_the_order_of_the_rows(
         np.array([8]),
     ):  # one row: less than one a rank
         scores = read(
-            reward.scatter(RewardModelGrader.score, stored.select(order)).result(), 60
+            reward.scatter(RewardModelGrader.score, stored.select(order), 1).result(),
+            60,
         )
         assert scores.health.tolist() == [scored.health[row] for row in order]
         np.testing.assert_allclose(

@@ -63,7 +63,7 @@ def test_a_metric_can_be_chosen_and_be_lowest(inputs: Inputs, tmp_path: Path) ->
     config = inputs.config("ppo", tmp_path, *chosen)
     best = noted(config, {0: 3.0, 1: 2.0, 2: math.nan, 3: 2.5}, loss)
     assert (best.step, best.value) == (1, 2.0)
-    with pytest.raises(ConfigError, match=rf"no such metric. It has {SUMS}\."):
+    with pytest.raises(ConfigError, match=rf"no such metric\n *fix:  It has {SUMS}\."):
         best.refuse_missing({SUMS: 0.5, "actor/loss": 9.0})
     best.refuse_missing({loss: 0.5})
     # A loss is best where it is lowest, unless the user says otherwise.

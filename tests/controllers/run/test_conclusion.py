@@ -252,6 +252,7 @@ def test_the_next_commands_are_those_that_can_work(
     monkeypatch.setattr(sys, "argv", ["controllers"])
     config = inputs.config("ppo", tmp_path / "my run")
     assert next_commands(config) == {}
+    assert next_in_words(config).startswith("next: nothing was saved")
 
     write_checkpoints(config, 1)
     export, evaluate = next_commands(config).values()
@@ -265,6 +266,9 @@ def test_the_next_commands_are_those_that_can_work(
     # A run that has written its model needs no export.
     (tmp_path / "my run" / "model").mkdir()
     assert list(next_commands(config).values()) == [evaluate]
+    data = config.data.model_copy(update={"validation_path": None})
+    alone = config.model_copy(update={"data": data})
+    assert next_in_words(alone) == "next: the model is in my run/model"
 
 
 def note_best(config: RLConfig, step: int) -> None:

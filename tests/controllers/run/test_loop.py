@@ -8,7 +8,13 @@ from typing import Any
 
 import pytest
 
-from controllers.run.loop import ENDINGS, Move, Position, decide, evaluation_due
+from controllers.run.position import (
+    ENDINGS,
+    Move,
+    Position,
+    decide,
+    evaluation_due,
+)
 from tests.controllers.runs import Inputs
 from verl_ray.config.run import RunConfig
 

@@ -71,7 +71,7 @@ def test_a_folder_that_no_run_made_stays(tmp_path: Path) -> None:
     mine = tmp_path / "inputs" / "thesis.txt"
     mine.write_text("years of work")
     with pytest.raises(
-        ConfigError, match=r"run\.dir.*no run has made.*move that folder away"
+        ConfigError, match=r"(?s)run\.dir.*no run has made.*move that folder away"
     ):
         prepare(quickstart(tmp_path), Session.__new__(Session))
     assert mine.read_text() == "years of work"

@@ -151,6 +151,6 @@ def test_a_template_that_has_appeared_is_refused(
         asked(inputs, tmp_path, "data.apply_chat_template=true"), SHAPE
     )
     with pytest.raises(
-        ConfigError, match=r"data\.apply_chat_template = True: was False"
+        ConfigError, match=r"data\.apply_chat_template = true\n.*rule: was False"
     ):
         found.settle(templated)

@@ -48,7 +48,7 @@ def test_rows_that_the_steps_did_not_use_are_refused(
 ) -> None:
     config = inputs.config("ppo", tmp_path)
     write_checkpoints(config, 3, examples_per_step=examples_per_step)
-    expected = f"after step 3 has drawn {3 * examples_per_step} rows of the data. Expected 24, 8 for each step"
+    expected = f"after step 3 has drawn {3 * examples_per_step} rows of the data\n *fix:  Expected 24, 8 for each step"
     with pytest.raises(ConfigError, match=expected):
         Resumption(config)
 
@@ -133,7 +133,7 @@ def test_fewer_steps_than_are_done_are_refused(inputs: Inputs, tmp_path: Path) -
     write_checkpoints(inputs.config("ppo", tmp_path), 3)
     found = Resumption(inputs.config("ppo", tmp_path))
     with pytest.raises(
-        ConfigError, match=r"run.total_steps = 2: 3 steps are done already"
+        ConfigError, match=r"run.total_steps = 2\n.*rule: 3 steps are done already"
     ):
         found.refuse_fewer_steps(2)
     found.refuse_fewer_steps(3)
@@ -147,7 +147,9 @@ def test_counted_epochs_are_compared_with_the_steps_that_are_done(
     found = Resumption(asked)
     found.settle(asked)
     assert "run.total_" not in capsys.readouterr().out
-    with pytest.raises(ConfigError, match=r"run.total_steps = 2: 3 steps are done"):
+    with pytest.raises(
+        ConfigError, match=r"run.total_steps = 2\n.*rule: 3 steps are done"
+    ):
         found.settle(with_total_steps(asked, num_examples=16))
 
     found = Resumption(asked)

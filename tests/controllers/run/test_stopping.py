@@ -272,6 +272,29 @@ def test_a_failure_saves_nothing_newer(
     assert capfd.readouterr().err == "" and not (tmp_path / "checkpoints").exists()
 
 
+class SavedAtStop(NoPersistence):
+    is_saved = False
+
+    def save_finished_step(self, _: Trainable, __: Tracker) -> None:
+        self.is_saved = True
+
+
+@pytest.mark.usefixtures("stoppable")
+def test_a_step_by_hand_heeds_the_signal_that_came_in_it(
+    inputs: Inputs, tmp_path: Path
+) -> None:
+    run = inputs.config("ppo", tmp_path).run
+    persistence, trainer = SavedAtStop(), Cursor(stopped_in=2)
+    loop = Loop(run, trainer, Trackers([]), persistence, UnguardedSteps())
+    with deferring_signals():
+        assert loop.step()["actor/loss"] == 0.1
+        assert (loop.finished_step, loop.has_ended) == (1, False)
+        assert loop.evaluate() == {"val-core/sums/acc/mean@1": 8 / 64}
+        with pytest.raises(Interrupted):
+            loop.step()
+    assert (loop.finished_step, loop.has_ended, persistence.is_saved) == (2, True, True)
+
+
 class SignalledWhileRescuing(NoPersistence):
     finished_is_saved = False
 

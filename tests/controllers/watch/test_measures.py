@@ -8,6 +8,12 @@ import numpy as np
 import pytest
 
 from controllers.watch import held_out_measures, measures, update_measures
+from controllers.watch.entries import (
+    entry_metrics,
+    held_out_entry_metrics,
+    merged_entries,
+)
+from controllers.watch.held_out_measures import CoreScores
 from tests.corrections import NO_CORRECTION, NO_LIMIT
 from tests.rows import rewards_of, rollouts_of, values_of
 from verl_ray.algorithms.correction import CORRECTION_PREFIX
@@ -21,6 +27,7 @@ from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.ops.masked import Moments
 from verl_ray.profiling.memory import GIB, DeviceMemory
 from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.results import Entries
 from verl_ray.rewards.shaping import ResponseScores
 from workers.model_worker import UpdateReport
 
@@ -72,6 +79,7 @@ def test_scores_that_failed_are_counted_and_not_averaged() -> None:
         offsets=np.zeros(5, np.int64), score=np.array([1, np.nan, 0, np.nan], np.float32),
         health=np.array(health, np.int8), detail=Ragged.of_texts(["", "late", "", "broken"]),
         rescored=np.array([False, False, True, True]),
+        has_entries=np.zeros(4, bool), entries=Ragged.of_texts([""] * 4),
     )  # fmt: skip
     raw = measures.response_scores({"reward": held(scores)})
     found = measures.score_metrics(raw["reward"], raw, np.zeros(4, bool))
@@ -280,10 +288,54 @@ def test_accuracy_per_data_source() -> None:
     scored = ResponseScores(
         np.array([1, 0.5, np.nan], np.float32), np.array([0, 0, 1], np.int8)
     )
-    found = held_out_measures.held_out_rewards(["a", "b", "a"], scored, 4)
-    assert found == {"val-core/a/reward/mean@4": 1.0, "val-core/b/reward/mean@4": 0.5}
-    found = held_out_measures.accuracy(["a", "b", "a"], scored, 4)
-    assert found == {"val-core/a/acc/mean@4": 0.5, "val-core/b/acc/mean@4": 0.5}
+    sources = ["a", "b", "a"]
+
+    def core(entries: list[Entries], built_in: set[str]) -> CoreScores:
+        return held_out_measures.core_scores(sources, scored, entries, built_in, 4)
+
+    plain = core([{}, {}, {}], set())
+    # A failed score is left out of a mean reward.
+    assert plain.means() == {
+        "val-core/a/reward/mean@4": 1.0,
+        "val-core/b/reward/mean@4": 0.5,
+    }
+    assert held_out_measures.held_out_rewards(sources, scored, plain, 4) == {}
+
+    right = core([{}, {}, {}], {"a"})
+    # It counts as wrong in an accuracy.
+    assert right.means() == {
+        "val-core/a/acc/mean@4": 0.5,
+        "val-core/b/reward/mean@4": 0.5,
+    }
+
+    entries: list[Entries] = [{"acc": 0.0, "length": 2.0}, {"why": "no"}, {"acc": 1.0}]
+    returned = core(entries, set())
+    assert returned.means() == right.means()
+    assert returned.values.tolist() == [0.0, 0.5, 1.0]
+    assert held_out_measures.held_out_rewards(sources, scored, returned, 4) == {
+        "val-aux/a/reward/mean@4": 1.0
+    }
+    assert held_out_entry_metrics(sources, entries, 4) == {
+        "val-aux/a/acc/mean@4": 0.5,
+        "val-aux/a/length/mean@4": 2.0,
+    }
+
+
+def test_entries_become_metrics_of_the_responses_that_have_them() -> None:
+    alone = {0: '{"acc": 1.0, "why": "yes"}', 2: '{"acc": 0.0, "n": 3}'}
+    entries = merged_entries(3, {"reward": alone})
+    assert entries == [{"acc": 1.0, "why": "yes"}, {}, {"acc": 0.0, "n": 3}]
+    assert entry_metrics(entries) == {"reward/acc/mean": 0.5, "reward/n/mean": 3.0}
+
+    both = {
+        "reward.components.style": {1: '{"n": 5}'},
+        "reward.components.right": alone,
+    }
+    assert entry_metrics(merged_entries(3, both)) == {
+        "reward/right/acc/mean": 0.5,
+        "reward/right/n/mean": 3.0,
+        "reward/style/n/mean": 5.0,
+    }
 
 
 def test_the_mismatch_is_of_the_updates_that_are_given_and_the_correction_of_all() -> (

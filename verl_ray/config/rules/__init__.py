@@ -17,6 +17,7 @@ from verl_ray.config.rules.backends import (
     frozen_models_do_not_learn,
     ranks_fit_the_backend,
 )
+from verl_ray.config.rules.data import columns_are_of_fields
 from verl_ray.config.rules.reward import (
     graders_finish_within_the_stall_limit,
     judge_settings_work,
@@ -26,6 +27,7 @@ from verl_ray.config.rules.reward import (
 from verl_ray.config.rules.roles import (
     adapter_settings_are_used,
     micro_batch_holds_the_longest_row,
+    revisions_are_of_the_hub,
     schedule_settings_are_used,
     shared_processes_have_equal_ranks,
 )
@@ -68,6 +70,7 @@ RULES: tuple[Rule, ...] = (
     run_has_a_name,
     run_has_one_length,
     resume_is_a_choice_or_a_path,
+    columns_are_of_fields,
     evaluation_has_data,
     evaluation_is_used,
     best_is_measured,
@@ -75,6 +78,7 @@ RULES: tuple[Rule, ...] = (
     wandb_settings_are_used,
     schedule_settings_are_used,
     micro_batch_holds_the_longest_row,
+    revisions_are_of_the_hub,
     ranks_fit_the_backend,
     frozen_models_do_not_learn,
     adapter_settings_are_used,

@@ -25,7 +25,8 @@ def inputs_are_prepared_or_provided(
     if config.prepare is None:
         return
 
-    for key in ("model.path", "data.train_path", "data.validation_path"):
+    data = ("data.train_path", "data.validation_path", "data.columns")
+    for key in ("model.path", *data):
         keys = overridden.under(key)
         reason = "prepare makes this input itself"
         fix = f"Leave {key} out, or set prepare=null to bring inputs of your own."

@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # it imports this module
     from verl_ray.config.tasks.rl import RLConfig
 
 TEMPLATE_FIELDS = ("prompt", "response", "answer", "data_source", "extra")
-"""The fields of a `rewards.request.ScoreRequest`, which a judge's template may show."""
+"""Fields of a `rewards.request.ScoreRequest` that a judge's template may show."""
 
 
 # --------------------------------------------------------------- functions and services

@@ -14,6 +14,7 @@ from verl_ray.config.rules.rule import OverriddenKeys, ignored_settings
 from verl_ray.config.schema import Config
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.errors import Problem
+from verl_ray.hub.names import is_hub_id
 
 if TYPE_CHECKING:  # they import this module
     from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -180,6 +181,23 @@ def reference_settings_are_used(
         keys = [key for key in keys if key != "reference.model.path"]
 
     yield from ignored_settings(keys, config, reason)
+
+
+def revisions_are_of_the_hub(
+    config: Config, overridden: OverriddenKeys
+) -> Iterator[Problem]:
+    """Yield a problem for each revision of a model that is a folder."""
+    models = {"model": config.model}
+    for name, role in config.model_roles.items():
+        models[f"{name}.model"] = role.model
+    for name, judge in config.judges.items():
+        models[f"{name}.model"] = judge.model
+
+    for key, model in models.items():
+        if model.revision is not None and not is_hub_id(model.path):
+            keys = overridden.under(f"{key}.revision")
+            reason = f"{key}.path is a folder, and only models of the hub have commits"
+            yield from ignored_settings(keys, config, reason)
 
 
 def adapter_settings_are_used(

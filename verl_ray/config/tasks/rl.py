@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from verl_ray.config.algorithm import AlgorithmConfig
+from verl_ray.config.paths import FunctionPath
 from verl_ray.config.preparation import PrepareConfig
 from verl_ray.config.reward import HELD_OUT_GRADER, FunctionReward, Reward, SingleReward
 from verl_ray.config.roles import ModelRole, OptimizerConfig, ReferenceRole, TrainedRole
@@ -27,13 +28,14 @@ class EvaluationConfig(Section):
     num_prompts: Positive | None
     """The first N held-out problems; null = all."""
     group_size: Positive
-    """Responses per problem; the metric is acc/mean@N."""
+    """Responses per problem; the metric is acc/mean@N or reward/mean@N."""
     temperature: Temperature
     """Temperature of the sampling; 0 = greedy."""
     samples: NonNegative
     """Rollouts of each evaluation written to samples/ and the tracker's table."""
     functions: (
-        Annotated[dict[str, str], Field(examples=["{default: exact_match}"])] | None
+        Annotated[dict[str, FunctionPath], Field(examples=["{default: exact_match}"])]
+        | None
     )
     """Grade held-out responses by these functions instead of the reward; null = by the
     reward."""
@@ -93,7 +95,7 @@ class RLConfig(RolloutTaskConfig):
 
         If so, no process holds a second copy of the model.
         """
-        same_model = self.reference.model.path == self.actor.model.path
+        same_model = self.reference.model == self.actor.model
         has_adapter = self.actor.lora.rank > 0
         needs_reference = self.algorithm.kl.place != "none"
         return needs_reference and has_adapter and same_model

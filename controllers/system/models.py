@@ -1,0 +1,70 @@
+"""Models of the hub on the nodes of a cluster.
+
+Invariant: when `bring_models` returns, every node has the files of every such model, in
+the folder that the driver has them in. One process per node brings them. Deliberately
+not here: nodes that join later, and what is brought (`verl_ray/hub/models.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from verl_ray.cluster.session import Session
+from verl_ray.cluster.waiting import wait
+from verl_ray.config.schema import Config
+from verl_ray.errors import HubError
+from verl_ray.hub.models import fetch_model, hub_folders
+from verl_ray.profiling.phases import phase
+
+_SLICE_S = 60.0  # of a wait that lasts as long as it takes
+
+
+def bring_models(config: Config, session: Session) -> None:
+    """Bring the models of a run to all nodes that lack them.
+
+    Raises:
+        HubError: A node cannot have one. The message names the node.
+    """
+    folders = list(hub_folders(config))
+    here = ray.get_runtime_context().get_node_id()
+    # This node has them. The head of a cluster often has no CPU and holds no process.
+    others = [
+        node
+        for node in session.resources()
+        if node.node_id != here and node.total.get("CPU")
+    ]
+    if not folders or not others:
+        return
+
+    with phase("bringing models to the nodes"):
+        bring = ray.remote(num_cpus=0, max_retries=0)(_bring)
+        bringing = {
+            bring.options(
+                scheduling_strategy=NodeAffinitySchedulingStrategy(
+                    node.node_id, soft=False
+                )
+            ).remote(folders): node.address
+            for node in others
+        }
+        pending = list(bringing)
+        # Each round takes what is ready; ends when every node has replied.
+        while pending:
+            for reference in wait(pending, 1, _SLICE_S):
+                pending.remove(reference)
+                _receive(reference, bringing[reference])
+
+
+def _receive(reference: Any, address: str) -> None:
+    try:
+        ray.get(reference)
+    except HubError as error:
+        rule = f"on node {address}: {error.rule}"
+        raise HubError(error.repository, rule, error.fix) from None
+
+
+def _bring(folders: list[str]) -> None:
+    for folder in folders:
+        fetch_model(folder)

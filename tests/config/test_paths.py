@@ -1,0 +1,104 @@
+"""Settings that hold a path: what `~`, `$VAR` and ids of the hub become."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from controllers.command_line import main
+from controllers.compose.composition import compose, examine
+from verl_ray.errors import Problem
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("STORE", "/store")
+    monkeypatch.delenv("NOWHERE", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def problem(*overrides: str) -> Problem:
+    data = ["data.train_path=t", "data.validation_path=v"]
+    (problem,) = examine("grpo", [*data, *overrides]).problems
+    return problem
+
+
+@pytest.mark.parametrize(
+    ("typed", "path"),
+    [
+        ("model.path=~/m", "/home/me/m"),
+        ("model.path='~/m'", "/home/me/m"),
+        ("model.path=~", "/home/me"),
+        ("model.path=$STORE/m", "/store/m"),
+        ("model.path='$STORE/m'", "/store/m"),
+        ("model.path=${oc.env:STORE}/m", "/store/m"),
+        ("model.path='${oc.env:STORE}/m'", "/store/m"),
+        ("model.path=${run.dir}/m", "/home/me/out/m"),
+        ("model.path=s3://b/$m", "s3://b/$m"),
+        ("model.path=Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
+        ("model.path=./Qwen/Qwen3-0.6B", "{here}/Qwen/Qwen3-0.6B"),
+        ("model.path=here/model", "{here}/here/model"),
+    ],
+)
+def test_a_path_is_absolute_or_an_id_however_it_is_quoted(
+    typed: str, path: str, tmp_path: Path
+) -> None:
+    (tmp_path / "here/model").mkdir(parents=True)
+    data = ["data.train_path=t", "data.validation_path=v", "run.dir=$HOME/out"]
+    config = compose("grpo", [*data, typed])
+    assert config.model.path == path.format(here=tmp_path)
+    assert config.model_roles["actor"].model == config.model
+
+
+def test_functions_and_checkpoints_are_paths_too() -> None:
+    functions = "{default: ~/r.py:f, a: $STORE/r.py:f, b: exact_match, c: pack.age:f}"
+    config = compose(
+        "grpo",
+        ["model.path=~/m", "data.train_path=~/t.jsonl",
+         "data.validation_path=openai/gsm8k", f"reward.functions={functions}",
+         "run.resume=$STORE/old", "rollout.sync.transport=disk", "rollout.sync.folder=~/sync"],
+    )  # fmt: skip
+    task = config.rollout_task
+    assert task is not None and task.rollout.sync.folder == "/home/me/sync"
+    assert config.run.resume == "/store/old"
+    assert config.data.train_path == "/home/me/t.jsonl"
+    assert config.data.validation_path == "openai/gsm8k"
+    assert config.graders["reward"].named_functions == {
+        "default": "/home/me/r.py:f", "a": "/store/r.py:f", "b": "exact_match",
+        "c": "pack.age:f",
+    }  # fmt: skip
+
+
+def test_what_does_not_exist_is_told_with_its_key_and_the_way_on() -> None:
+    unknown = problem("model.path=$NOWHERE/m")
+    assert (unknown.key, unknown.value) == ("model.path", "$NOWHERE/m")
+    assert unknown.rule == "there is no environment variable NOWHERE"
+    assert "export NOWHERE=" in unknown.fix
+    assert "~no_such_user" in problem("model.path='~no_such_user/m'").rule
+
+    # Braces are a reference to a key of the configuration.
+    braced = problem("model.path=${STORE}/m")
+    assert "$STORE in a path, or ${oc.env:STORE}" in braced.fix
+    assert "${model.path}" in problem("model.path=${NOWHERE}/m").fix
+
+    folder = problem("model.path=~/m", "model.revision=v1")
+    assert folder.key == "model.revision" and "is a folder" in folder.rule
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        (["check", "--config-dir", "$NOWHERE"], "--config-dir"),
+        (["check", "--config-name", "$NOWHERE/a.yaml"], "--config-name"),
+        (["export", "$NOWHERE/run", "out"], "CHECKPOINT"),
+    ],
+)
+def test_arguments_of_commands_are_paths_too(
+    arguments: list[str], key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    assert f"{key} = $NOWHERE" in message
+    assert "no environment variable NOWHERE" in message

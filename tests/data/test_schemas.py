@@ -1,0 +1,469 @@
+"""Data sets of other systems read unchanged, by the columns of the originals."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.original_schemas import (
+    SCHEMAS,
+    assistant,
+    user,
+    write_file,
+    write_schema,
+)
+from verl_ray.config.data import DataSet
+from verl_ray.data.conversations import tokenize
+from verl_ray.data.files import read_rows
+from verl_ray.data.records import (
+    Reading,
+    preference_reading,
+    prompt_reading,
+    read_preferences,
+    read_prompts,
+    read_supervised,
+    supervised_reading,
+)
+from verl_ray.data.tokenizers import character_tokenizer, train_bpe
+from verl_ray.errors import DataError
+
+PAIR = ("1+1=", "2")
+TURNS = [user("1+1="), assistant("2")]
+WORSE = [user("1+1="), assistant("3")]
+SYSTEM = {"role": "system", "content": "Calculate."}
+
+PROMPTS: dict[str, tuple[str, object, str | None]] = {
+    "verl_rl": ("verl's schema: answer from reward_model.ground_truth", TURNS[:1], "2"),
+    "verl_sft_messages": (
+        "messages: answer from a last message of the assistant",
+        TURNS[:1],
+        "2",
+    ),
+    "trl_prompt_only": ("TRL's prompt alone: no answer", "1+1=", None),
+    "trl_prompt_only_messages": ("TRL's prompt alone: no answer", TURNS[:1], None),
+    "trl_solution": ("TRL's prompt and solution: answer from solution", TURNS[:1], "2"),
+    "trl_prompt_completion": (
+        "TRL's prompt and completion: answer from completion",
+        "1+1=",
+        "2",
+    ),
+    "trl_prompt_completion_messages": (
+        "TRL's prompt and completion: answer from completion",
+        TURNS[:1],
+        "2",
+    ),
+    "trl_preference": ("preferences: prompt from prompt, answer from chosen", *PAIR),
+    "trl_preference_messages": (
+        "preferences: prompt from prompt, answer from chosen",
+        TURNS[:1],
+        "2",
+    ),
+    "trl_implicit": (
+        "preferences: prompt from the beginning of chosen, answer from its end",
+        *PAIR,
+    ),
+    "trl_implicit_messages": (
+        "preferences: prompt from the beginning of chosen, answer from its end",
+        TURNS[:1],
+        "2",
+    ),
+    "ultrafeedback": (
+        "preferences: prompt from prompt, answer from chosen",
+        TURNS[:1],
+        "2",
+    ),
+    "hh_rlhf": (
+        "preferences: prompt from the beginning of chosen, answer from its end",
+        "\n\nHuman: 1+1=\n\nAssistant:",
+        " 2",
+    ),
+    "orca_pairs": (
+        "preferences: prompt from question, answer from chosen, system message from system",
+        [SYSTEM, *TURNS[:1]],
+        "2",
+    ),
+    "alpaca": ("Alpaca's schema: answer from output", *PAIR),
+    "gsm8k": ("columns question, answer", *PAIR),
+    "problem_solution": ("columns problem, solution", *PAIR),
+    "aime": ("columns Problem, Answer", *PAIR),
+    "sharegpt": (
+        "ShareGPT's conversations: answer from a last message of the assistant",
+        TURNS[:1],
+        "2",
+    ),
+}
+
+DEMONSTRATIONS: dict[str, tuple[str, object]] = {
+    "verl_rl": (
+        "verl's schema: prompt from extra_info.question, response from extra_info.answer",
+        ("1+1=", "1+1=2"),
+    ),
+    "verl_sft": (
+        "verl's schema: prompt from extra_info.question, response from extra_info.answer",
+        PAIR,
+    ),
+    "verl_sft_messages": ("verl_ray's schema", TURNS),
+    "trl_solution": ("columns prompt, solution", TURNS),
+    "trl_prompt_completion": (
+        "TRL's prompt and completion: response from completion",
+        PAIR,
+    ),
+    "trl_prompt_completion_messages": (
+        "TRL's prompt and completion: response from completion",
+        TURNS,
+    ),
+    "ultrafeedback": ("verl_ray's schema", TURNS),
+    "alpaca": ("Alpaca's schema: response from output", PAIR),
+    "gsm8k": ("columns question, answer", PAIR),
+    "problem_solution": ("columns problem, solution", PAIR),
+    "aime": ("columns Problem, Answer", PAIR),
+    "sharegpt": ("ShareGPT's conversations", TURNS),
+    "text": ("text: all of it is learned", "1+1=2"),
+}
+
+_IMPLICIT = "chosen and rejected: prompt from what both begin with"
+PREFERENCES: dict[str, tuple[str, object, object]] = {
+    "trl_preference": ("verl_ray's schema", PAIR, ("1+1=", "3")),
+    "trl_preference_messages": ("verl_ray's schema", TURNS, WORSE),
+    "trl_implicit": (_IMPLICIT, PAIR, ("1+1=", "3")),
+    "trl_implicit_messages": (_IMPLICIT, TURNS, WORSE),
+    "ultrafeedback": ("verl_ray's schema", TURNS, WORSE),
+    "hh_rlhf": (
+        _IMPLICIT,
+        ("\n\nHuman: 1+1=\n\nAssistant:", " 2"),
+        ("\n\nHuman: 1+1=\n\nAssistant:", " 3"),
+    ),
+    "orca_pairs": (
+        "columns question, chosen, rejected, system message from system",
+        [SYSTEM, *TURNS],
+        [SYSTEM, *WORSE],
+    ),
+}
+
+
+READINGS: dict[str, Callable[[DataSet, Any, str], Reading[Any]]] = {
+    "prompt": prompt_reading,
+    "supervised": supervised_reading,
+    "preference": preference_reading,
+}
+
+
+def read_as(data_set: DataSet, kind: str) -> str:
+    """How the set is read, in words."""
+    where, first = next(iter(read_rows(data_set)))
+    return READINGS[kind](data_set, first, where).description
+
+
+def test_every_original_is_read_as_all_that_it_can_be() -> None:
+    readable = {
+        "prompt": PROMPTS,
+        "supervised": DEMONSTRATIONS,
+        "preference": PREFERENCES,
+    }
+    for name, original in SCHEMAS.items():
+        assert {kind for kind in readable if name in readable[kind]} == {
+            *original.kinds
+        }
+
+
+@pytest.mark.parametrize("name", PROMPTS)
+def test_prompts(name: str, tmp_path: Path) -> None:
+    path = write_schema(name, tmp_path)
+    description, prompt, answer = PROMPTS[name]
+    assert read_as(DataSet(str(path)), "prompt") == description
+    first, *others = read_prompts(path)
+    assert (first.prompt, first.answer) == (prompt, answer)
+    source = "openai/gsm8k" if name == "verl_rl" else name
+    assert (first.data_source, len(others)) == (source, 11)
+
+
+@pytest.mark.parametrize("name", DEMONSTRATIONS)
+def test_demonstrations(name: str, tmp_path: Path) -> None:
+    path = write_schema(name, tmp_path)
+    description, content = DEMONSTRATIONS[name]
+    assert read_as(DataSet(str(path)), "supervised") == description
+    assert read_supervised(path)[0].content == content
+
+
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences(name: str, tmp_path: Path) -> None:
+    path = write_schema(name, tmp_path)
+    description, chosen, rejected = PREFERENCES[name]
+    assert read_as(DataSet(str(path)), "preference") == description
+    first = read_preferences(path)[0]
+    assert (first.chosen, first.rejected) == (chosen, rejected)
+
+
+# ------------------------------------------------------------------------ data.columns
+
+
+def sums(folder: Path, *records: Any) -> Path:
+    path = folder / "sums.jsonl"
+    write_file(path, records)
+    return path
+
+
+def test_columns_go_before_known_names(tmp_path: Path) -> None:
+    record = {
+        "question": "1+1=",
+        "prompt": "9+9=",
+        "answer": "18",
+        "extra_info": {"truth": 2},
+        "a.b": "here",
+        "note": "x",
+    }
+    path = str(sums(tmp_path, record))
+    columns = {"prompt": "question", "answer": "extra_info.truth", "data_source": "a.b"}
+    data_set = DataSet(path, columns=columns)
+    (read,) = read_prompts(data_set)
+    assert (read.prompt, read.answer, read.data_source) == ("1+1=", "2", "here")
+    assert json.loads(read.extra) == {
+        "prompt": "9+9=",
+        "answer": "18",
+        "a.b": "here",
+        "note": "x",
+        "truth": 2,
+    }
+    assert read_as(data_set, "prompt") == (
+        "data.columns: prompt from question, answer from extra_info.truth,"
+        " data_source from a.b"
+    )
+    # What is not named is recognised, and the rest of a schema follows.
+    (read,) = read_prompts(DataSet(path, columns={"prompt": "question"}))
+    assert (read.prompt, read.answer) == ("1+1=", "18")
+
+    # A demonstration may be a text as a whole although the file has a prompt.
+    (demonstration,) = read_supervised(DataSet(path, columns={"text": "note"}))
+    assert demonstration.content == "x"
+
+
+def refusal(data_set: DataSet, kind: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        read_as(data_set, kind)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "record", "columns", "message"),
+    [
+        ("prompt", {"sum": "1+1=", "result": "2"}, {},
+         "the columns 'sum', 'result' fit no schema that is known (as prompt and answer would);"
+         " set 'data.columns={prompt: COLUMN, answer: COLUMN}'"),
+        ("prompt", {"promt": "1+1=", "my_answer": "2"}, {}, "set 'data.columns={prompt: promt, answer: my_answer}'"),
+        ("prompt", {"a": "1+1=", "b": "2"}, {"answer": "b"}, "set 'data.columns={answer: b, prompt: COLUMN}'"),
+        ("prompt", {"text": "1+1=2"}, {}, "fit no schema"),
+        ("supervised", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}, {}, "set 'data.columns={response: chosen}'"),
+        ("supervised", {"chosen": TURNS, "rejected": WORSE}, {}, "set 'data.columns={messages: chosen}'"),
+        ("preference", {"prompt": "1+1=", "winner": "2", "loser": "3"}, {},
+         "set 'data.columns={prompt: prompt, chosen: winner, rejected: loser}'"),
+        ("prompt", {"prompt": "1+1="}, {"answer": "truth"},
+         "no column 'truth'; the columns are 'prompt'; take one of them for data.columns.answer"),
+        ("prompt", {"prompt": "1+1=", "extra_info": {"index": 1}}, {"answer": "extra_info.truth"},
+         "no column 'extra_info.truth'; the fields of extra_info are 'index'"),
+    ],
+)  # fmt: skip
+def test_what_fits_no_schema_says_what_to_type(
+    tmp_path: Path, kind: Any, record: Any, columns: dict[str, str], message: str
+) -> None:
+    path = sums(tmp_path, record)
+    found = refusal(DataSet(str(path), columns=columns), kind)
+    assert found.startswith(f"{path}, line 1: ") and message in found
+
+
+def test_the_chosen_response_can_be_learned(tmp_path: Path) -> None:
+    path = str(sums(tmp_path, {"prompt": "1+1=", "chosen": "2", "rejected": "3"}))
+    (record,) = read_supervised(DataSet(path, columns={"response": "chosen"}))
+    assert record.content == PAIR
+    path = str(write_schema("ultrafeedback", tmp_path))
+    records = read_supervised(DataSet(path, columns={"messages": "rejected"}))
+    assert records[0].content == WORSE
+
+
+# ------------------------------------------------------------------------------- values
+
+
+def first_prompt(folder: Path, record: Any, suffix: str = ".jsonl") -> Any:
+    write_file(folder / f"sums{suffix}", [record])
+    return read_prompts(folder / f"sums{suffix}")[0]
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (72, "72"),
+        (72.0, "72"),
+        (0.5, "0.5"),
+        (True, "true"),
+        (["a", "b"], '["a", "b"]'),
+        ({"x": "ä"}, '{"x": "ä"}'),
+        ([user("?"), assistant("72")], "72"),
+    ],
+)
+def test_an_answer_is_text(tmp_path: Path, answer: object, text: str) -> None:
+    record = {"prompt": "1+1=", "answer": answer}
+    for suffix in (".jsonl", ".parquet"):
+        assert first_prompt(tmp_path, record, suffix).answer == text
+
+
+def test_what_stands_around_a_prompt(tmp_path: Path) -> None:
+    alpaca = {"instruction": "Add:", "input": "1+1", "output": "2"}
+    assert first_prompt(tmp_path, alpaca).prompt == "Add:\n\n1+1"
+    spoken = {"problem": "1+1=", "answer": 2, "system_prompt": "Calculate."}
+    assert first_prompt(tmp_path, spoken).prompt == [SYSTEM, user("1+1=")]
+    both = {**spoken, "problem": [SYSTEM, user("1+1=")]}
+    assert first_prompt(tmp_path, both).prompt == [SYSTEM, user("1+1=")]
+    with pytest.raises(DataError, match="are different system messages"):
+        first_prompt(tmp_path, {**both, "system_prompt": "Be brief."})
+
+    parts = [{"type": "text", "text": "1+"}, {"type": "text", "text": "1="}]
+    in_parts = {"prompt": [{"role": "user", "content": parts}], "answer": "2"}
+    assert first_prompt(tmp_path, in_parts, ".parquet").prompt == [user("1+1=")]
+
+    open_end = {"messages": [*TURNS, user("2+2=")]}
+    record = first_prompt(tmp_path, open_end)
+    assert (record.prompt, record.answer) == (open_end["messages"], None)
+    (own,) = read_prompts(sums(tmp_path, {"messages": TURNS, "answer": "two"}))
+    assert (own.prompt, own.answer) == (TURNS[:1], "two")
+
+
+VERL = {"prompt": TURNS[:1], "reward_model": {"ground_truth": "2"}}
+
+
+def test_what_a_run_cannot_show_is_refused(tmp_path: Path) -> None:
+    image = {"role": "user", "content": [{"type": "image", "image": "a.png"}]}
+    for record, place in (
+        ({"prompt": "1+1=", "answer": "2", "images": [{"path": "a.png"}]}, "'images'"),
+        ({"prompt": [image], "answer": "2"}, "prompt, message 1: content has a part"),
+        ({"prompt": "1+1=", "answer": "2", "tools": [{"name": "sum"}]}, "'tools'"),
+    ):
+        with pytest.raises(DataError, match="not supported yet") as caught:
+            first_prompt(tmp_path, record)
+        assert place in str(caught.value)
+    with pytest.raises(DataError, match=r"reward_model\.ground_truth is null"):
+        list(
+            read_prompts(
+                sums(tmp_path, VERL, {**VERL, "reward_model": {"ground_truth": None}})
+            )
+        )
+    unpaired = {"prompt": "1+1=", "completion": "3", "label": False}
+    with pytest.raises(DataError, match="label is false"):
+        read_supervised(sums(tmp_path, unpaired))
+    empty = {"prompt": "1+1=", "answer": "2", "images": [], "videos": None}
+    assert first_prompt(tmp_path, empty).answer == "2"
+    with pytest.raises(DataError, match="from is 'observation', expected one of"):
+        read_supervised(
+            sums(tmp_path, {"conversations": [{"from": "observation", "value": "2"}]})
+        )
+
+
+@pytest.mark.parametrize(
+    ("chosen", "rejected", "prompt"),
+    [
+        ("The sky is blue.", "The sky is green.", "The sky is"),
+        ("The sky is blue.", "The sky is black.", "The sky is"),
+        ("1+1=12", "1+1=13", "1+1="),
+        ("Q: 1+1\nAnswer: 2", "Q: 1+1\nAnswer: 3", "Q: 1+1\nAnswer:"),
+        (
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d",
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: d e",
+            "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:",
+        ),
+    ],
+)
+def test_two_texts_are_parted_where_their_responses_begin(
+    tmp_path: Path, chosen: str, rejected: str, prompt: str
+) -> None:
+    pair = {"chosen": chosen, "rejected": rejected}
+    (record,) = read_preferences(sums(tmp_path, pair))
+    assert record.chosen == (prompt, chosen.removeprefix(prompt))
+    assert record.rejected == (prompt, rejected.removeprefix(prompt))
+
+
+# -------------------------------------------------------------------------------- extra
+
+
+def test_all_other_columns_are_for_the_reward(tmp_path: Path) -> None:
+    extra = json.loads(read_prompts(write_schema("verl_rl", tmp_path))[0].extra)
+    assert extra == {
+        "ability": "math",
+        "reward_model": {"ground_truth": "2", "style": "rule"},
+        # The fields of extra_info.
+        "answer": "1+1=2",
+        "index": 1,
+        "question": "1+1=",
+        "split": "train",
+    }
+    extra = json.loads(read_prompts(write_schema("trl_solution", tmp_path))[0].extra)
+    assert extra == {"solution": "2"}
+    record = {
+        "prompt": "1+1=",
+        "answer": "2",
+        "data_source": "sums",
+        "level": 1,
+        "split": "a",
+        "extra_info": {"split": "b", "index": 3},
+        "extra": {"split": "c"},
+    }
+    extra = json.loads(first_prompt(tmp_path, record).extra)
+    assert extra == {"level": 1, "split": "c", "index": 3}
+
+
+def test_what_json_cannot_hold_stops_no_run(tmp_path: Path) -> None:
+    import datetime
+
+    record = {
+        "prompt": "1+1=",
+        "answer": "2",
+        "day": datetime.date(2026, 1, 2),
+        "loss": float("nan"),
+        "raw": b"ok",
+        "binary": b"\xff",
+        "sound": {"bytes": b"\xff", "path": "a.wav"},
+        "nested": {"limits": [1.5, float("inf")]},
+    }
+    assert json.loads(first_prompt(tmp_path, record, ".parquet").extra) == {
+        "day": "2026-01-02",
+        "loss": None,
+        "raw": "ok",
+        "binary": None,
+        "nested": {"limits": [1.5, None]},
+    }
+
+
+# --------------------------------------------------------------------------- whole texts
+
+
+def test_a_whole_text_is_learned_from_its_second_token_on(tmp_path: Path) -> None:
+    characters = character_tokenizer(tmp_path / "characters", "0123456789+=")
+    contents: list[Any] = ["1+1=2", ("2+1=", "3"), "4"]
+    tokens, mask = tokenize(
+        contents, ["a", "b", "c"], characters, apply_chat_template=False,
+        special_tokens="refuse", responses="all",
+    )  # fmt: skip
+    assert tokens.values.tolist() == [3, 12, 3, 13, 4, 1, 4, 12, 3, 13, 5, 1, 6, 1]
+    learned = [0, 1, 1, 1, 1, 1, 0, 0, 0, 0, 1, 1, 0, 1]
+    assert mask.astype(int).tolist() == learned
+
+    # A chat template is for conversations alone.
+    chat = train_bpe(tmp_path / "chat", ["1+1="], 270)
+    tokens, mask = tokenize(
+        ["1+1=", TURNS], ["a", "b"], chat, apply_chat_template=True,
+        special_tokens="refuse", responses="all",
+    )  # fmt: skip
+    assert chat.decode(tokens[0]) == "1+1=<|im_end|>"
+    assert chat.decode(tokens[1]).startswith("<|im_start|>user\n1+1=")
+    with pytest.raises(DataError, match=r"special token '<\|im_end\|>'"):
+        tokenize(
+            ["1+1=2<|im_end|>"], ["a"], chat, apply_chat_template=True,
+            special_tokens="refuse", responses="all",
+        )  # fmt: skip
+    tokens, _ = tokenize(
+        ["1+1=2<|im_end|>"], ["a"], chat, apply_chat_template=True,
+        special_tokens="allow", responses="all",
+    )  # fmt: skip
+    assert np.count_nonzero(tokens.values == chat.eos_token_id) == 1

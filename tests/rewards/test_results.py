@@ -1,0 +1,48 @@
+"""Results of functions as scores, and what they return beside them."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from verl_ray.rewards.health import ScoreHealth
+from verl_ray.rewards.results import entries_of, score_of
+from verl_ray.rewards.wire import scores_from, scores_text
+
+
+def test_a_dict_is_a_score_and_its_entries() -> None:
+    score = score_of(
+        {
+            "score": np.float32(0.5), "acc": True, "length": np.int64(3), "none": None,
+            "pred": "\ud800 four", "steps": [1, "two"], "late": float("nan"), 7: {1},
+            "huge": 10**400,
+        }
+    )  # fmt: skip
+    assert (score.value, score.health) == (0.5, ScoreHealth.OK)
+    entries = {
+        "acc": 1.0, "length": 3.0, "pred": "\\ud800 four", "steps": '[1, "two"]', "late": "nan", "7": "{1}",
+        "huge": str(10**400),
+    }  # fmt: skip
+    assert entries_of(score.entries) == entries
+    # They travel as text, and what failed has no number.
+    failed = score_of({"score": None, "acc": 0})
+    plain = score_of(-0.1)
+    sent = scores_from(scores_text([score, failed, plain]))
+    assert (sent[0], sent[2]) == (score, plain) and np.isnan(sent[1].value)
+    assert (sent[1].health, sent[1].entries) == (ScoreHealth.NONE, '{"acc": 0.0}')
+    json.dumps(entries).encode()
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        ({"reward": 1, "acc": 1}, "a dict with 'reward', 'acc', expected 'score'"),
+        ("1.0", "returned str '1.0', expected a number, None, or a dict"),
+        ({"score": [1]}, r"returned list \[1\]"),
+    ],
+)
+def test_other_results_are_refused(result: object, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        score_of(result)

@@ -1,0 +1,245 @@
+"""Values of the fields of a record: texts, answers, chat messages.
+
+Invariant: a value is checked where it is read, so an error names the place and the
+field. Deliberately not here: which field is read for what (`schemas.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from decimal import Decimal
+
+from verl_ray.data.field_names import missing_field
+from verl_ray.data.file_formats import Fields
+from verl_ray.data.json_values import json_text
+from verl_ray.errors import DataError
+
+Message = dict[str, object]
+
+_EXCERPT_LENGTH = 40  # characters of a value that an error shows
+
+_MOST_EXACT_INTEGER = 2**53  # a float is exact up to here
+
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+
+_MEDIA = ("images", "image", "videos", "video")
+
+_TEXT_ONLY = "; images, videos and sounds are not supported yet; take records of texts"
+
+
+# -------------------------------------------------------------------------------- texts
+
+
+def require_text(fields: Fields, name: str, where: str) -> str:
+    """Return the text of a field.
+
+    Raises:
+        DataError: the field is missing, is null, holds something else, or holds a text
+            that cannot be encoded.
+    """
+    value = fields.get(name)
+    if value is None:
+        raise DataError(f"{where}: {missing_field(name, fields)}")
+    return text_of(value, name, where)
+
+
+def text_of(value: object, name: str, where: str) -> str:
+    """Return a value that is a text.
+
+    Raises:
+        DataError: it is something else, or cannot be encoded.
+    """
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {name} is {excerpt(value)}, expected text (a JSON string)"
+        )
+    require_encodable(value, f"{where}, {name}")
+    return value
+
+
+def short_text_of(value: object, name: str, where: str) -> str:
+    """Return a text, or a number as the text that a person would write: 72.0 is "72".
+
+    Raises:
+        DataError: the value is something else, or no finite number.
+    """
+    # Python counts a bool as an int.
+    if isinstance(value, bool):
+        return json_text(value)
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, float):
+        if value.is_integer() and abs(value) <= _MOST_EXACT_INTEGER:
+            return str(int(value))
+        if not math.isfinite(value):
+            raise DataError(f"{where}: {name} is {value}, expected a text or a number")
+        return str(value)
+    # Parquet and databases have them.
+    if isinstance(value, Decimal) and value.is_finite():
+        text = f"{value:f}"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    return text_of(value, name, where)
+
+
+def answer_of(value: object, name: str, where: str) -> str:
+    """Return an answer as text.
+
+    The answer of messages is the content of the last one. Other lists, and objects, are
+    JSON texts.
+    """
+    if is_messages(value):
+        return str(messages_of(value, name, where)[-1]["content"])
+    if isinstance(value, list | dict):
+        require_encodable(value, f"{where}, {name}")
+        return json_text(value)
+    return short_text_of(value, name, where)
+
+
+def texts_in(value: object, place: str) -> Iterator[tuple[str, str]]:
+    """Yield (place, text) of each text in a value, keys of objects included.
+
+    Args:
+        place: The name of the value. A part of it is called `place, item 2` in a list
+            and `place, key` in an object.
+    """
+    if isinstance(value, str):
+        yield place, value
+    elif isinstance(value, list):
+        for number, part in enumerate(value, start=1):
+            yield from texts_in(part, f"{place}, item {number}")
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            yield from texts_in(key, place)
+            yield from texts_in(part, f"{place}, {key}")
+
+
+def require_encodable(value: object, place: str) -> None:
+    """Raise DataError if a text in a value holds half of a surrogate pair.
+
+    JSON can spell such halves by themselves. They are no characters, so that neither
+    a tokenizer nor a file could take the text.
+    """
+    for where, text in texts_in(value, place):
+        # Nearly every text is ASCII, which Python knows without looking at it.
+        if text.isascii():
+            continue
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half = text[error.start]
+            raise DataError(
+                f"{where}: character {error.start + 1} is {half!r}, half of a"
+                " surrogate pair, which no encoding has; write the whole character"
+                " or leave it out"
+            ) from None
+
+
+# ----------------------------------------------------------------------------- messages
+
+
+def as_messages(prompt: str | list[Message]) -> list[Message]:
+    """Return a prompt as messages: a plain text is the message of a user."""
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    return prompt
+
+
+def is_messages(value: object) -> bool:
+    """Return whether a value is a list that begins with a chat message."""
+    if not isinstance(value, list) or not value:
+        return False
+    first = value[0]
+    return isinstance(first, dict) and ("role" in first or "from" in first)
+
+
+def messages_of(value: object, name: str, where: str) -> list[Message]:
+    """Return chat messages with `role` and `content`, whatever the file calls them.
+
+    Raises:
+        DataError: the value is no list of messages, or they hold more than text.
+    """
+    if not isinstance(value, list) or not value:
+        raise DataError(
+            f"{where}: {name} is {excerpt(value)}, expected a list of chat messages"
+        )
+
+    messages = []
+    for number, message in enumerate(value, start=1):
+        if not isinstance(message, dict):
+            raise DataError(
+                f"{where}: {name} holds {excerpt(message)}, expected messages with"
+                " role and content"
+            )
+        messages.append(_message(message, f"{where}, {name}, message {number}"))
+    return messages
+
+
+def _message(message: Message, place: str) -> Message:
+    # Parquet gives every message the fields of all others, with null for a value,
+    # which a chat template would take for a value.
+    present = {key: part for key, part in message.items() if part is not None}
+    if "from" in present and "role" not in present:
+        role = require_text(present, "from", place)
+        if role not in _SHAREGPT_ROLES:
+            raise DataError(
+                f"{place}: from is {role!r}, expected one of"
+                f" {', '.join(_SHAREGPT_ROLES)}"
+            )
+        present = {
+            "role": _SHAREGPT_ROLES[role],
+            "content": require_text(message, "value", place),
+        }
+
+    if isinstance(present.get("content"), list):
+        present["content"] = _joined(present["content"], place)
+    for name in ("role", "content"):
+        if not isinstance(present.get(name), str):
+            # It names a null, or what there is in the place of a text.
+            require_text({**message, **present}, name, place)
+    # A message may have more than these two, such as calls of tools.
+    require_encodable(present, place)
+    return present
+
+
+def _joined(parts: object, place: str) -> str:
+    """Return the text of a content that comes in parts."""
+    assert isinstance(parts, list)
+    texts = []
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+        elif isinstance(part, dict) and part.get("type") not in (None, "text"):
+            raise DataError(
+                f"{place}: content has a part of type {part['type']!r}{_TEXT_ONLY}"
+            )
+        else:
+            raise DataError(
+                f"{place}: content holds {excerpt(part)}, expected parts with a text"
+            )
+    return "".join(texts)
+
+
+def refuse_media(fields: Fields, where: str) -> None:
+    """Raise DataError if a record comes with images, videos or definitions of tools."""
+    for name in _MEDIA:
+        if fields.get(name):
+            raise DataError(f"{where}: found something in {name!r}{_TEXT_ONLY}")
+    if fields.get("tools"):
+        raise DataError(
+            f"{where}: found something in 'tools', which a prompt would not show: tools"
+            " are not supported yet; take records without, or remove the column"
+        )
+
+
+def excerpt(value: object) -> str:
+    """Return the type of a value and its beginning, for errors."""
+    return f"{type(value).__name__} {str(value)[:_EXCERPT_LENGTH]!r}"

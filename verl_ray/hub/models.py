@@ -1,0 +1,224 @@
+"""Models of the hub in a configuration: their commits, and their files in the cache.
+
+Invariant: a run reads the files of the commits that its configuration records. Small
+files come before weights, so weights that are whole have all other files beside them.
+Only safetensors are brought, and never code. Deliberately not here: what the files
+contain (`verl_ray/preflight`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from verl_ray.config.load import parse, to_tree
+from verl_ray.config.renamed import model_sections
+from verl_ray.config.reward import JudgeReward
+from verl_ray.config.roles import ModelRole
+from verl_ray.config.schema import Config
+from verl_ray.errors import ConfigError, HubError, Problem
+from verl_ray.hub.names import COMMIT, Snapshot, is_hub_id, snapshot_at, snapshot_of
+from verl_ray.hub.snapshots import (
+    fetch,
+    find_snapshot,
+    is_reachable,
+    not_cached,
+    sizes_of,
+)
+from verl_ray.models.families import FAMILIES
+from verl_ray.models.names import INDEX
+from verl_ray.preflight.model_files import is_awaited, json_object
+
+C = TypeVar("C", bound=Config)
+
+SETTINGS = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.*",
+    "additional_chat_templates/*.jinja",
+    INDEX,
+)
+"""Files of a model besides its weights."""
+
+WEIGHTS = ("model*.safetensors",)
+"""Files of a model's weights."""
+
+
+# ------------------------------------------------------------------- which commit it is
+
+
+def pinned_models(config: C, recorded: Mapping[str, Any]) -> tuple[C, list[Problem]]:
+    """Return a configuration in which every model of the hub has its commit.
+
+    The files of these models besides weights are in the cache then. Models that cannot
+    be had become problems and stay as they are.
+
+    Args:
+        config: Configuration of a run.
+        recorded: Configuration in the checkpoint that the run continues from, as plain
+            values. Its commits are those that are meant.
+    """
+    tree = to_tree(config)
+    sections_before = model_sections(recorded)
+    commits: dict[tuple[str, str | None], str] = {}
+    problems: dict[tuple[str, str | None], Problem] = {}
+
+    # `model` comes first, and other roles follow it.
+    for key, section in model_sections(tree).items():
+        path = section["path"]
+        if not is_hub_id(path):
+            section["revision"] = None
+            continue
+
+        revision = section["revision"] or _recorded(sections_before.get(key, {}), path)
+        if revision is None and path == config.model.path:
+            revision = config.model.revision
+        meant = path, revision
+        if meant not in commits and meant not in problems:
+            try:
+                snapshot = find_snapshot(path, revision, "model")
+                _bring_settings(snapshot)
+                commits[meant] = snapshot.commit
+            except HubError as error:
+                problems[meant] = problem_of(error, key, path, revision)
+        section["revision"] = commits.get(meant, revision)
+
+    return parse(tree, type(config)), list(problems.values())
+
+
+def _recorded(section: Mapping[str, str], path: str) -> str | None:
+    return section.get("revision") if section.get("path") == path else None
+
+
+def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Problem:
+    """Return an error about a repository as a problem of the settings that name it.
+
+    Args:
+        error: The error.
+        key: The section with the settings `path` and `revision`.
+        path: The repository's id.
+        revision: Its revision.
+    """
+    if error.about_revision:
+        return Problem(f"{key}.revision", revision, error.rule, error.fix)
+    return Problem(f"{key}.path", path, error.rule, error.fix)
+
+
+def _bring_settings(snapshot: Snapshot) -> None:
+    """Bring the small files of a model, and refuse one that cannot be used.
+
+    Nothing is asked where the cache holds the whole model.
+    """
+    folder = str(snapshot.folder)
+    if is_awaited(folder):
+        fetch(snapshot, SETTINGS)
+
+    settings = json_object(snapshot.folder / "config.json")
+    if not settings:
+        rule = "this repository has no config.json: it is no model of transformers"
+        fix = "Take the repository of the model itself; GGUF and the like are not read."
+        raise HubError(snapshot.repository, rule, fix)
+
+    # Some models came with code before transformers had them.
+    if "auto_map" in settings and settings.get("model_type") not in FAMILIES:
+        rule = "this model needs code of its repository (auto_map), which is never run"
+        fix = "Take a model that transformers itself computes."
+        raise HubError(snapshot.repository, rule, fix)
+
+    if is_awaited(folder):
+        _refuse_absent_weights(snapshot)
+
+
+def _refuse_absent_weights(snapshot: Snapshot) -> None:
+    """Refuse a model whose weights are neither on the hub nor all in the cache."""
+    has_weights = not any(snapshot.folder.glob("*.bin"))
+    if is_reachable():
+        has_weights = bool(sizes_of(snapshot, WEIGHTS))
+    elif has_weights:
+        raise not_cached(snapshot.repository, snapshot.commit, "model")
+
+    if not has_weights:
+        rule = "this repository has no weights as safetensors (model*.safetensors)"
+        fix = (
+            "Take another model; or load this one with transformers where you trust"
+            " it, save it with save_pretrained, and give that folder."
+        )
+        raise HubError(snapshot.repository, rule, fix)
+
+
+# ------------------------------------------------------------------------ their weights
+
+
+def fetch_models(config: Config) -> bool:
+    """Bring the whole of every model of the hub that a run reads.
+
+    Returns:
+        Whether there was anything to bring.
+
+    Raises:
+        ConfigError: The files cannot be had.
+    """
+    fetched = False
+    for folder, key in hub_folders(config).items():
+        snapshot = snapshot_at(folder)
+        if snapshot is None or not is_awaited(folder):
+            continue
+        try:
+            fetch_model(folder)
+            fetched = True
+        except HubError as error:
+            section = key.removesuffix(".path")
+            problem = problem_of(error, section, snapshot.repository, snapshot.commit)
+            raise ConfigError([problem]) from error
+    return fetched
+
+
+def fetch_model(folder: str) -> None:
+    """Bring the model that a folder of a cache is to hold, if it is not there.
+
+    Any other folder is left alone.
+
+    Raises:
+        HubError: The files cannot be had.
+    """
+    snapshot = snapshot_at(folder)
+    if snapshot is None or not is_awaited(folder):
+        return
+    fetch(snapshot, SETTINGS)
+    fetch(snapshot, WEIGHTS, shows_progress=True)
+    if is_awaited(folder):
+        raise not_cached(snapshot.repository, snapshot.commit, "model")
+
+
+def pinned_in_words(config: Config) -> list[str]:
+    """Return a line for each model of the hub: its commit and where its files are."""
+    lines: dict[tuple[str, str | None], str] = {}
+    for key, section in model_sections(to_tree(config)).items():
+        path, revision = section["path"], section["revision"]
+        if is_hub_id(path) and COMMIT.fullmatch(revision or ""):
+            folder = snapshot_of(path, revision, "model").folder
+            line = f"{key}.path = {path} at {revision}, in {folder}"
+            lines.setdefault((path, revision), line)
+    return list(lines.values())
+
+
+def hub_folders(config: Config) -> dict[str, str]:
+    """Return the folders of the cache that a run reads models from.
+
+    Each comes with the key that names its model.
+    """
+    keys: dict[str, str] = {}
+    roles: dict[str, ModelRole | JudgeReward] = {**config.model_roles, **config.judges}
+    for name, role in roles.items():
+        is_shared = role.model == config.model
+        key = "model.path" if is_shared else f"{name}.model.path"
+        if snapshot_at(role.model.folder) is not None:
+            keys.setdefault(role.model.folder, key)
+    return keys

@@ -1,0 +1,281 @@
+"""Specs of reward functions: from the words of a configuration to what is called.
+
+A spec is the name of a built-in function, `path/to/file.py:function`,
+`package.module:function`, or `path/to/file.pkl`, which cloudpickle has written. What it
+names may be a function, or a class, which is built once per process.
+
+Invariant: `spec_problem` runs nothing of the user's; `load` runs it, so it belongs into
+a process that can be killed. Deliberately not here: how a function is called
+(`signatures.py`), and where (`child.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.machinery
+import importlib.util
+import inspect
+import pickle
+import symtable
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+from verl_ray.config.function_specs import PICKLE, names_module
+from verl_ray.config.suggest import did_you_mean, either
+from verl_ray.errors import ConfigError, Problem
+from verl_ray.paths import path_suggestion
+from verl_ray.rewards.functions import REWARD_FUNCTIONS
+from verl_ray.rewards.signatures import Signature, SignatureMistake, signature_of
+from verl_ray.rewards.tracebacks import last_cause, short_traceback
+
+EXPECTED = (
+    "Expected the name of a built-in function, path/to/file.py:function or"
+    " package.module:function."
+)
+_EXAMPLE = "(response, answer)"
+
+# Frames of these files mean nothing to the author of a function.
+_OUR_FRAMES = (__file__, "<frozen", importlib.__file__)
+
+
+@dataclass(frozen=True)
+class LoadedFunction:
+    """A reward function that can be called, and what its signature names."""
+
+    function: Callable[..., object]
+    signature: Signature
+
+
+# ------------------------------------------------------------- without running anything
+
+
+def spec_problem(spec: str, key: str) -> Problem | None:
+    """Return what is wrong with `spec`, without running what it names.
+
+    Args:
+        spec: See the module.
+        key: The configuration key that the problem will name.
+    """
+    if spec in REWARD_FUNCTIONS:
+        return None
+
+    path_text, colon, name = spec.rpartition(":")
+    if not colon and not spec.endswith((".py", PICKLE)):
+        fix = did_you_mean(spec, list(REWARD_FUNCTIONS), "built-in reward function")
+        return Problem(key, spec, "is no built-in reward function", f"{fix} {EXPECTED}")
+
+    if names_module(spec):
+        module_spec = _find_module(path_text)
+        if module_spec is not None:
+            return _name_problem(Path(module_spec.origin or ""), name, spec, key)
+        places = f"the packages of {sys.executable} or in {Path.cwd()}"
+        rule = f"there is no module {path_text!r} in {places}"
+        fix = f"Install it, put its folder on PYTHONPATH, or correct it. {EXPECTED}"
+        return Problem(key, spec, rule, fix)
+
+    # A file without a function is a path as a whole.
+    path = Path(path_text if colon else spec).expanduser()
+    beside = path.with_name(f"{path.name}.py")
+    if not path.is_file():
+        where = "" if path.is_absolute() else f" (the current folder is {Path.cwd()})"
+        rule = f"the file {path} does not exist{where}"
+        if colon and beside.is_file():
+            return Problem(key, spec, rule, f"Did you mean {path_text}.py:{name}?")
+        return Problem(key, spec, rule, path_suggestion(path, EXPECTED))
+    if path.suffix == PICKLE:
+        return None
+    return _name_problem(path, name if colon else None, spec, key)
+
+
+def spec_problems(functions: Mapping[str, str], key: str) -> list[Problem]:
+    """Return what is wrong with the specs of several functions.
+
+    Args:
+        functions: Data source -> spec.
+        key: The configuration's section that they are from.
+    """
+    problems = [
+        spec_problem(spec, f"{key}.{source}") for source, spec in functions.items()
+    ]
+    return [problem for problem in problems if problem is not None]
+
+
+def module_path() -> list[str]:
+    """Return where modules are searched: as Python does, then in the current folder.
+
+    Ray's workers have the current folder of the driver on their path as well.
+    """
+    here = str(Path.cwd())
+    return sys.path if here in sys.path else [*sys.path, here]
+
+
+def _find_module(module: str) -> importlib.machinery.ModuleSpec | None:
+    """Return where a module is, without running it; None if there is none."""
+    places: list[str] | None = module_path()
+    module_spec = None
+    parts = module.split(".")
+    for depth in range(len(parts)):
+        name = ".".join(parts[: depth + 1])
+        module_spec = importlib.machinery.PathFinder.find_spec(name, places)
+        # Packages that are installed for editing have finders of their own.
+        if module_spec is None and not depth:
+            with contextlib.suppress(ValueError):
+                module_spec = importlib.util.find_spec(name)
+        if module_spec is None:
+            return None
+        places = module_spec.submodule_search_locations or []
+    return module_spec
+
+
+def _name_problem(path: Path, name: str | None, spec: str, key: str) -> Problem | None:
+    """Return a problem if a file has no such name at its top level."""
+    if path.suffix != ".py":
+        return None
+    # The symbol table shows the names of a file without running it.
+    try:
+        module = symtable.symtable(path.read_text(encoding="utf-8"), str(path), "exec")
+    except (SyntaxError, ValueError, OSError) as error:
+        rule = f"the file {path} cannot be read as Python: {error}"
+        return Problem(key, spec, rule, "Correct the file.")
+
+    symbols = {symbol.get_name(): symbol for symbol in module.get_symbols()}
+    functions = [text for text, other in symbols.items() if other.is_namespace()]
+    if name is None:
+        specs = [f"{spec}:{text}" for text in functions]
+        fix = f"Did you mean {either(specs)}?" if specs else EXPECTED
+        return Problem(key, spec, "names a file and no function in it", fix)
+
+    symbol = symbols.get(name)
+    # A module may define its names by `import *` or `__getattr__`.
+    is_open = "__getattr__" in symbols or "import *" in path.read_text("utf-8")
+    if symbol is None and is_open:
+        return None
+    if symbol is None or not (symbol.is_assigned() or symbol.is_imported()):
+        rule = f"the file {path} defines no {name!r} at its top level"
+        fix = f"Define it there: def {name}{_EXAMPLE}."
+        if functions:
+            fix = did_you_mean(name, functions, "function")
+        return Problem(key, spec, rule, fix)
+    return None
+
+
+# -------------------------------------------------------------------------- running it
+
+
+def load(spec: str, key: str = "reward.functions") -> LoadedFunction:
+    """Return the function that `spec` names.
+
+    A user's file is run, once per process, with its folder importable; a class is
+    built.
+
+    Raises:
+        ConfigError: there is no such function, its file cannot be run (the cause is in
+            the message), or it cannot be called as a reward function.
+    """
+    problem = spec_problem(spec, key)
+    if problem is not None:
+        raise ConfigError([problem])
+
+    target: object = REWARD_FUNCTIONS.get(spec)
+    if target is None:
+        target = _import(spec, key)
+    try:
+        if inspect.isclass(target):
+            target = _build(target)
+        return LoadedFunction(target, signature_of(target))  # type: ignore[arg-type]
+    except SignatureMistake as mistake:
+        problem = Problem(key, spec, mistake.rule, mistake.fix)
+        raise ConfigError([problem]) from mistake
+
+
+def _import(spec: str, key: str) -> object:
+    """Return the object that a user's spec names.
+
+    Raises:
+        ConfigError: It cannot be imported or unpickled.
+    """
+    path_text, _, name = spec.rpartition(":")
+    path = Path(path_text or spec).expanduser().resolve()
+    is_module = names_module(spec)
+    try:
+        if is_module:
+            return getattr(importlib.import_module(path_text), name)
+        if path.suffix == PICKLE:
+            with path.open("rb") as file:
+                return pickle.load(file)
+        return getattr(_run_file(path), name)
+    # SystemExit at import is a failure like any other.
+    except BaseException as error:
+        cause = last_cause(short_traceback(error, skip_files=_OUR_FRAMES))
+        subject = f"the module {path_text}" if is_module else f"the file {path}"
+        rule = f"{subject} cannot be imported: {cause}"
+        fix = "Correct it."
+        if path.suffix == PICKLE:
+            rule = f"{subject} cannot be unpickled: {cause}"
+            fix = "Write it with cloudpickle, in the same environment."
+        raise ConfigError([Problem(key, spec, rule, fix)]) from error
+
+
+def _build(target: type) -> object:
+    """Return an instance of a user's class, which is built without arguments.
+
+    Raises:
+        SignatureMistake: It needs arguments, or building it fails.
+    """
+    if _needed(target):
+        rule = f"is a class that is built with {', '.join(_needed(target))}"
+        fix = "Expected none: give each a default, or name a function."
+        raise SignatureMistake(rule, fix)
+    try:
+        return target()
+    except BaseException as error:
+        cause = last_cause(short_traceback(error, skip_files=_OUR_FRAMES))
+        raise SignatureMistake(
+            f"is a class that cannot be built: {cause}", "Correct it."
+        ) from error
+
+
+def _needed(target: type) -> list[str]:
+    """Return the parameters without which a class cannot be built."""
+    try:
+        parameters = inspect.signature(target).parameters.values()
+    # Some classes written in C have no signature to look at.
+    except ValueError:
+        return []
+    starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [
+        parameter.name
+        for parameter in parameters
+        if parameter.default is inspect.Parameter.empty
+        and parameter.kind not in starred
+    ]
+
+
+def _run_file(path: Path) -> ModuleType:
+    """Import the file as a module whose name is its path.
+
+    A user's `math.py` must not become the `math` of everybody.
+    """
+    name = str(path)
+    if name in sys.modules:
+        return sys.modules[name]
+
+    module_spec = importlib.util.spec_from_file_location(name, path)
+    if module_spec is None or module_spec.loader is None:
+        raise ImportError(f"{path.name} does not end in .py")
+    module = importlib.util.module_from_spec(module_spec)
+    # At the end of the path, where no file of the user hides another module.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    sys.modules[name] = module
+    try:
+        module_spec.loader.exec_module(module)
+    except BaseException:
+        # A module that is half run must not be found by the next import.
+        del sys.modules[name]
+        raise
+    return module
