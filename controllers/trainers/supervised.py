@@ -52,6 +52,10 @@ class Source(Protocol):
     def epoch(self) -> int:
         """Number of times that the whole data set has been read."""
 
+    @property
+    def passed_over(self) -> int:
+        """Number of streamed records without use so far; 0 if nothing is streamed."""
+
     def state(self) -> CursorState:
         """Return the position in the data set."""
 

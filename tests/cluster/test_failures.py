@@ -33,6 +33,7 @@ from verl_ray.errors import (
     ClusterError,
     ConfigError,
     DeadlineExceeded,
+    HubError,
     Interrupted,
     OverlongRows,
     Problem,
@@ -111,6 +112,7 @@ def on_purpose() -> list[VerlRayError]:
     arguments: dict[type[VerlRayError], tuple[Any, ...]] = {
         ConfigError: ([Problem("a.key", 1, "a rule", "a fix")],),
         OverlongRows: ("a file", "a.key", 1, 2, ""),
+        HubError: ("an/id", "a rule", "a fix"),
     }
     classes = [
         value

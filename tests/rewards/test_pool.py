@@ -90,7 +90,7 @@ FUNCTIONS = """
             os.write(1, b"written to the descriptor")
             subprocess.run(["echo", "echoed"])
         elif response == "close everything":
-            os.closerange(3, 100)
+            os.closerange(3, 4096)
         elif response == "escaped grandchild and hang":
             subprocess.Popen(["sleep", "62"], start_new_session=True)
             time.sleep(60)

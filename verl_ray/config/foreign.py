@@ -52,7 +52,7 @@ _FUNCTION = (
 )
 _FIELDS = (
     "Usual columns are recognised; for others there is"
-    " 'data.columns={prompt: COLUMN, answer: COLUMN}'."
+    " 'data.columns={{prompt: COLUMN, answer: COLUMN}}'."
 )
 _VALUE = "With a critic (algorithm=ppo) it is {key}; other algorithms have none."
 _STD = (
