@@ -46,6 +46,13 @@ def print_readings(files: Sequence[DataFile], stream: TextIO) -> None:
                 print(f"{name} read as {schema}", file=stream, flush=True)
         for share in file.shares:
             print(f"{file.key}: {share}", file=stream, flush=True)
+        if file.is_streamed:
+            print(
+                f"{file.key} is streamed from disk (see data.stream_above_gib): records"
+                " that cannot be used are passed over",
+                file=stream,
+                flush=True,
+            )
 
 
 def print_data(

@@ -88,10 +88,15 @@ def test_how_a_set_was_read_is_said(
     assert file.prompts is not None and file.prompts.answer.texts() == ["2"] * 40
     (recognised,) = examine_data(config_of(tokenizer, path)).files
     (own,) = examine_data(config_of(tokenizer, write(tmp_path, GOOD))).files
-    print_readings([file, recognised, own], sys.stdout)
+    (large,) = examine_data(
+        config_of(tokenizer, path.with_name("records.jsonl"), "data.stream_above_gib=0")
+    ).files
+    print_readings([file, recognised, own, large], sys.stdout)
     assert capsys.readouterr().out.splitlines() == [
         "data.train_path read as data.columns: prompt from question, answer from n",
         "data.train_path read as columns question, answer",
+        "data.train_path is streamed from disk (see data.stream_above_gib): records"
+        " that cannot be used are passed over",
     ]
 
 

@@ -53,6 +53,7 @@ class DataFile:
         names: Path of each data set.
         read_as: Schema of each data set, and which columns were taken for what.
         is_whole: Whether the whole file was read, and not only its beginning.
+        is_streamed: Whether the run leaves the records on disk.
         shares: What each data set contributes to an epoch, in words; empty for one
             set that is used once.
         num_examples: Prompts, demonstrations, or pairs that the run can use.
@@ -67,6 +68,7 @@ class DataFile:
     names: tuple[str, ...]
     read_as: tuple[str, ...]
     is_whole: bool
+    is_streamed: bool
     shares: tuple[str, ...]
     num_examples: int
     lengths: Int64
@@ -163,7 +165,8 @@ def _read(
     Raises:
         DataError: The run would refuse one of them.
     """
-    if key == "data.train_path" and are_large(data_sets, config.data):
+    is_streamed = key == "data.train_path" and are_large(data_sets, config.data)
+    if is_streamed:
         for data_set in data_sets:
             refuse_unstreamable(data_set)
 
@@ -182,6 +185,7 @@ def _read(
         read_as=tuple(source.read_as),
         names=tuple(data_set.path for data_set in data_sets),
         is_whole=is_whole,
+        is_streamed=is_streamed,
         shares=_shares(source, data_sets, is_whole=is_whole),
         num_examples=len(source),
         lengths=rows.lengths,
