@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.config.schema import Config
+from verl_ray.preflight.gpus import Gpu
 from verl_ray.weight_sync.shared_files import available_bytes
 
 MIB = 2**20
@@ -24,7 +25,10 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Machine:
-    """The resources that a run without a cluster can use."""
+    """The nodes that a run can use, all alike; `cores` to `shm_free_bytes` are of one.
+
+    It is this machine, or one that was described (`--machine`).
+    """
 
     cores: int
     gpus: int
@@ -36,6 +40,21 @@ class Machine:
     it."""
     computes_bfloat16: bool = True
     """Whether the CPU has instructions for bfloat16, which are emulated otherwise."""
+    nodes: int = 1
+    gpu: Gpu | None = None
+    """The kind of its GPUs, for a machine that was described; None for this one."""
+    link_bytes_per_s: float | None = None
+    """To another node and at the same time from it, each; None if it is not known."""
+
+    @property
+    def is_described(self) -> bool:
+        """Whether this is another machine than the one that the command runs on."""
+        return self.gpu is not None
+
+    @property
+    def total_gpus(self) -> int:
+        """Number of GPUs of all nodes."""
+        return self.nodes * self.gpus
 
     @staticmethod
     def here() -> Machine:
