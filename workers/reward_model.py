@@ -19,6 +19,7 @@ import numpy as np
 from verl_ray.algorithms.objectives import PreferenceObjective
 from verl_ray.cluster.context import WorkerContext
 from verl_ray.config.data import SpecialTokens
+from verl_ray.config.section import resolved
 from verl_ray.data.batch import Ragged, offsets_of
 from verl_ray.data.contents import Content
 from verl_ray.data.conversations import tokenize
@@ -122,9 +123,8 @@ class RewardModelGrader(RewardModelWorker, Grader):
             self._special_tokens = "allow"
 
         # A row has to fit the model's positions, and a micro-batch of all its ranks.
-        micro_batch_tokens = (
-            spec.backend.micro_batch_tokens_per_rank * spec.backend.token_slices
-        )
+        tokens_per_rank = resolved(spec.backend.micro_batch_tokens_per_rank)
+        micro_batch_tokens = tokens_per_rank * spec.backend.token_slices
         micro_batch_key = f"{spec.role}.backend.micro_batch_tokens_per_rank"
         self._longest, self._limit_name = min(
             (self.engine.max_positions, "max_position_embeddings"),

@@ -26,12 +26,6 @@ from controllers.run.finished import finished_step
 from controllers.run.recorded import recorded_tree
 from controllers.run.resumption import Resumption
 from verl_ray.config.load import parse, to_tree
-from verl_ray.config.resolve import (
-    resolution_of_steps,
-    resolutions,
-    resolve,
-    with_total_steps,
-)
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
@@ -44,7 +38,9 @@ from verl_ray.preflight.machine import Machine, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
+from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
+from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 GIB = 2**30
 
@@ -196,7 +192,9 @@ def _fetch_models(config: Config) -> None:
         ConfigError: They cannot be had, or are not what a run needs.
     """
     if fetch_models(config):
-        problems = list(model_problems(config, machine_of(config)))
+        machine = machine_of(config)
+        planned = resolve(config, facts_here(config, machine))
+        problems = list(model_problems(planned, machine))
         if problems:
             raise ConfigError(problems)
 
@@ -250,9 +248,10 @@ def check(
     resumption.refuse_fewer_steps(config.run.total_steps)
     machine = machine_of(config)
     facts = facts_here(config, machine)
-    planned_memory = memory_plan(resolve(config, facts), on_gpus=facts.gpus > 0)
+    planned = resolve(config, facts)
+    planned_memory = memory_plan(planned, on_gpus=facts.gpus > 0)
 
-    print_tables(batch_table(config), role_table(config), source_lines(config))
+    print_tables(batch_table(planned), role_table(planned), source_lines(config))
 
     # Another cluster may resolve the settings otherwise than this machine would.
     if machine is not None:

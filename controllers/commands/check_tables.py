@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from rich.table import Table
 
 from verl_ray.config.algebra import RoleBatch, batch_algebra
-from verl_ray.config.resolve import Resolution
 from verl_ray.config.schema import Config
+from verl_ray.preflight.resolve import Resolution
 
 # Stands for a number that a role does not have.
 _NONE = "-"
@@ -148,12 +148,30 @@ def auto_table(resolutions: Sequence[Resolution]) -> Table:
     title = "auto: what these settings become here"
     table = _plain_table(title, _AUTO_COLUMNS)
 
+    # Roles mostly share their settings, so these share a line.
+    sections: dict[tuple[str, str, str], list[str]] = {}
     for resolution in resolutions:
         # Without quotes a value reads as the user would type it.
         value = json.dumps(resolution.value).replace('"', "")
-        table.add_row(resolution.key, value, resolution.because)
+        section, name = _section_and_name(resolution.key)
+        sections.setdefault((name, value, resolution.because), []).append(section)
+
+    for (name, value, because), names in sections.items():
+        key = f"{names[0]}.{name}"
+        if len(names) > 1:
+            key = f"{name} of\n{', '.join(names)}"
+        table.add_row(key, value, because)
 
     return table
+
+
+def _section_and_name(key: str) -> tuple[str, str]:
+    """Return the role and the rest of a key of a backend, else section and name."""
+    role, separator, name = key.partition(".backend.")
+    if separator:
+        return role, f"backend.{name}"
+    section, _, name = key.rpartition(".")
+    return section, name
 
 
 def _plain_table(title: str, columns: Sequence[str]) -> Table:

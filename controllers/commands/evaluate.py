@@ -25,9 +25,9 @@ from controllers.trainers.base import read_data, task_of
 from controllers.watch.evaluation import Evaluation
 from verl_ray.algorithms.intervals import Interval
 from verl_ray.config.load import to_tree
-from verl_ray.config.resolve import with_total_steps
 from verl_ray.config.schema import Config
 from verl_ray.disk import replace_file
+from verl_ray.preflight.total_steps import with_total_steps
 from verl_ray.tracking.base import HeldOutResponse
 from verl_ray.tracking.comparison import intervals
 from verl_ray.tracking.console import duration_text

@@ -17,11 +17,11 @@ from controllers.tasks import typed_config
 from verl_ray.checkpoint.manifest import Checkpoint
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.renamed import migrated
-from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError, ConfigError, Problem
 from verl_ray.hub.models import fetch_models
 from verl_ray.paths import typed_path
+from verl_ray.preflight.resolve import with_threads_unresolved
 from verl_ray.profiling.phases import phase
 
 LARGEST_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.2}

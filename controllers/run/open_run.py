@@ -32,12 +32,12 @@ from controllers.trainers.base import read_data, task_of
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import deferring_signals
 from verl_ray.config.load import to_tree
-from verl_ray.config.resolve import resolution_of_steps, with_total_steps
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
+from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 
 @dataclass

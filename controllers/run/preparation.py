@@ -31,7 +31,6 @@ from verl_ray.cluster.signal_state import Outlook
 from verl_ray.cluster.signals import announcing, deferring_signals
 from verl_ray.config.data import DataFilesConfig
 from verl_ray.config.preparation import PrepareConfig, WarmStartConfig
-from verl_ray.config.resolve import with_threads_unresolved
 from verl_ray.config.roles import ModelConfig, SupervisedRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.run import RunConfig
@@ -58,6 +57,7 @@ from verl_ray.preflight.findings import (
     foreign_inputs,
     inputs_folder,
 )
+from verl_ray.preflight.resolve import with_threads_unresolved
 from verl_ray.profiling.phases import phase
 from verl_ray.tracking.base import Sample, Tracker
 from workers.actor import ActorWorker

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from controllers.devices.device_sharing import SharingPlan
+from controllers.system.gpu_memory import smallest_gpu_bytes
 from verl_ray.cluster.packing import Resources
 from verl_ray.cluster.placement import ProcessSet, share_cpus
 from verl_ray.cluster.processes import Role
 from verl_ray.cluster.session import Session
-from verl_ray.config.resolve import resolve
 from verl_ray.config.reward import SingleReward
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout_task import RolloutTaskConfig
@@ -26,6 +26,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.engine.base import EngineSpec
 from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.resolve import resolve
 from workers.actor import ActorWorker
 from workers.critic import CriticWorker
 from workers.judge import JudgeWorker
@@ -61,6 +62,8 @@ class ClusterShape:
 
     cores: tuple[int, ...]
     gpus_per_node: tuple[int, ...]
+    gpu_memory_bytes: int | None = None
+    """Memory of the smallest GPU, if it is known."""
 
     @classmethod
     def of(cls, session: Session) -> ClusterShape:
@@ -69,7 +72,7 @@ class ClusterShape:
         nodes = [node.total for node in session.resources() if node.total.get("CPU")]
         cores = tuple(max(1, int(node["CPU"])) for node in nodes)
         gpus = tuple(int(node.get("GPU", 0)) for node in nodes)
-        return cls(cores, gpus)
+        return cls(cores, gpus, smallest_gpu_bytes(session))
 
     @property
     def gpus(self) -> int:
@@ -104,6 +107,7 @@ def resolve_on(
         gpus=shape.gpus_per_node,
         checkpoint=checkpoint,
         learns=learns,
+        gpu_memory_bytes=shape.gpu_memory_bytes,
     )
     return resolve(config, facts)
 
@@ -253,7 +257,7 @@ def _rollout_sets(config: Config, gpu: int) -> Iterator[ProcessSet]:
     sharing = SharingPlan.of(task, on_gpus=bool(gpu))
     yield ProcessSet(
         ROLLOUT,
-        num_ranks=task.rollout.num_replicas,
+        num_ranks=resolved(task.rollout.num_replicas),
         cpus_per_rank=CPUS_PER_RANK,
         gpus_per_rank=gpu * task.rollout.tensor_parallel,
         bundle_group=_bundle_group(config, ROLLOUT),

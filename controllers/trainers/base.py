@@ -20,12 +20,12 @@ from controllers.tasks import declared_class, task_module
 from controllers.watch.evaluation import Evaluation
 from controllers.watch.measures import Metrics
 from verl_ray.cluster.group import WorkerGroup
-from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, DataError
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.file_errors import data_problem
 from verl_ray.preflight.machine import machine_of
+from verl_ray.preflight.resolve import resolve
 from verl_ray.profiling.phases import phase
 from verl_ray.profiling.timers import Timers
 

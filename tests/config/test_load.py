@@ -100,7 +100,7 @@ def test_all_problems_come_at_once_with_their_keys() -> None:
     assert "rollout.group_size" in refused["rollout.grup_size"].fix
     assert (
         refused["actor.backend.dtype"].fix
-        == "Did you mean bfloat16? Use float32 or bfloat16."
+        == "Did you mean bfloat16? Use float32 or bfloat16 or auto."
     )
     assert "auto" in refused["run.threads_per_rank"].fix
     assert refused["run.seed"].rule == "this key has no value"

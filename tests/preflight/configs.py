@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from controllers.compose.composition import compose
-from verl_ray.config.resolve import resolve
 from verl_ray.config.schema import Config
 from verl_ray.preflight.facts import facts_of
 from verl_ray.preflight.findings import Findings
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
+from verl_ray.preflight.resolve import resolve
 
 C = TypeVar("C", bound=Config)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from verl_ray.config.section import Positive, Section
+from verl_ray.config.section import Auto, Dtype, Positive, Section, resolved
 from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
 
@@ -110,11 +110,17 @@ class BackendSettings(Section):
     """
 
     kind: str
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype | Auto
     """Type of the forward and backward computation; master weights, log-probs and
-    losses are always float32."""
-    micro_batch_tokens_per_rank: Positive
-    """The most tokens that one rank takes through the model at once."""
+    losses are always float32.
+
+    auto: bfloat16 on GPUs, float32 on a CPU.
+    """
+    micro_batch_tokens_per_rank: Positive | Auto
+    """The most tokens that one rank takes through the model at once.
+
+    auto: as many as fit the GPU, at most 32768; 8192 on a CPU.
+    """
 
     engine: ClassVar[Lazy]
     """The class that implements the contract of `verl_ray/engine/base.py`."""
@@ -151,7 +157,7 @@ class BackendSettings(Section):
     @property
     def compute_width(self) -> int:
         """Bytes of a number in the type of the computation."""
-        if self.dtype == "bfloat16":
+        if resolved(self.dtype) == "bfloat16":
             return 2
         return FLOAT32
 
@@ -233,14 +239,16 @@ class BackendSettings(Section):
 class ModuleBackend(BackendSettings):
     """A backend around one torch module of transformers per rank."""
 
-    activation_checkpointing: bool
-    """Recompute each layer's activations in the backward pass instead of keeping
-    them."""
+    activation_checkpointing: bool | Auto
+    """Recompute each layer's activations in the backward pass instead of keeping them.
+
+    auto: true where they would not fit the GPU; false on a CPU.
+    """
 
     activation_settings: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)
 
     def activation_partition(self) -> ActivationPartition:
-        return ActivationPartition(recompute=self.activation_checkpointing)
+        return ActivationPartition(recompute=resolved(self.activation_checkpointing))
 
 
 def adapter_parameters(model: ParameterCounts, trained: int) -> int:

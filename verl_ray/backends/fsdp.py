@@ -22,7 +22,7 @@ from verl_ray.backends.base import (
     adapter_parameters,
 )
 from verl_ray.backends.layouts import can_exchange
-from verl_ray.config.section import NonNegative, Positive
+from verl_ray.config.section import Auto, NonNegative, Positive, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
@@ -40,10 +40,13 @@ class FsdpBackend(ModuleBackend):
     other; none: every rank holds everything."""
     shard_size: Positive | None
     """Ranks per group with sharding=hybrid; null elsewhere."""
-    accumulate: Literal["whole", "sharded"]
+    accumulate: Literal["whole", "sharded"] | Auto
     """Gradients of several micro-batches. whole: each rank keeps all of them, and they
     are summed over ranks and cut into shards once, in the last micro-batch; sharded: in
-    every micro-batch, which is slower and needs memory for shards alone."""
+    every micro-batch, which is slower and needs memory for shards alone.
+
+    auto: sharded where whole gradients would not fit the GPU; whole on a CPU.
+    """
     prefetch_layers: NonNegative
     """Layers whose parameters are gathered ahead of the layer that computes, forward
     and backward; 0 = one, as torch itself does. More layers hide a slow network, for
@@ -236,7 +239,7 @@ class FsdpBackend(ModuleBackend):
             # Gradients are computed in one type and reduced in float32.
             width = self.compute_width + FLOAT32
             pending_gradients = int(share * width * largest_unit)
-            if batches > 1 and self.accumulate == "whole":
+            if batches > 1 and resolved(self.accumulate) == "whole":
                 pending_gradients += FLOAT32 * trained
 
         return self.compute_width * gathered + pending_gradients

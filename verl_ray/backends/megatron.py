@@ -29,7 +29,7 @@ from verl_ray.backends.layouts import (
     other_ranks,
 )
 from verl_ray.backends.megatron_models import sizes_of, unsupported_settings
-from verl_ray.config.section import Positive
+from verl_ray.config.section import Auto, Dtype, Positive, resolved
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
@@ -39,7 +39,7 @@ class MegatronBackend(BackendSettings):
     """The settings of megatron-core."""
 
     kind: Literal["megatron"]
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype | Auto
     """Type of the weights that compute; main weights and gradients, log-probs and
     losses are always float32."""
     tensor_parallel: Positive
@@ -59,9 +59,12 @@ class MegatronBackend(BackendSettings):
     """Data-parallel ranks that share the experts of each layer."""
     expert_tensor_parallel: Positive
     """Ranks that share each expert's matrices."""
-    recompute: Literal["none", "selective", "full"]
+    recompute: Literal["none", "selective", "full"] | Auto
     """What the backward pass computes again instead of keeping it: attention alone
-    (selective), or whole layers."""
+    (selective), or whole layers.
+
+    auto: full where activations would not fit the GPU; none on a CPU.
+    """
 
     engine: ClassVar[Lazy] = Lazy("verl_ray.engine.megatron.engine:MegatronEngine")
     packages: ClassVar[tuple[str, ...]] = ("megatron.core",)
@@ -202,5 +205,5 @@ class MegatronBackend(BackendSettings):
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             sequence_parallel=self.sequence_parallel,
-            recompute=self.recompute == "full",
+            recompute=resolved(self.recompute) == "full",
         )

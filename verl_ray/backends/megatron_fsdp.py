@@ -22,7 +22,7 @@ from verl_ray.backends.base import (
     ParameterCounts,
     RankMemory,
 )
-from verl_ray.config.section import Positive
+from verl_ray.config.section import Auto, Dtype, Positive
 from verl_ray.config.suggest import either
 from verl_ray.errors import Problem
 from verl_ray.lazy import Lazy
@@ -61,7 +61,7 @@ class MegatronFsdpBackend(ModuleBackend):
     """The settings of Megatron-FSDP."""
 
     kind: Literal["megatron_fsdp"]
-    dtype: Literal["float32", "bfloat16"]
+    dtype: Dtype | Auto
     """Type of the weights that compute; main weights and gradients, log-probs and
     losses are always float32."""
     sharding: Literal["none", "optimizer", "optimizer_gradients", "all"]

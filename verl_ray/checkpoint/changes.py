@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from verl_ray.config.resolve import AUTO_KEYS
+from verl_ray.preflight.resolve import may_be_auto
 
 _ROWS = "the data cursor counts the rows that it leads to"
 _STEP = "the steps that are done were made of it, and so is the length of the schedule"
@@ -164,7 +164,7 @@ def _differences(
     # What run.total_epochs becomes is compared as run.total_steps.
     if saved == now or prefix in ("run.resume", "run.total_epochs"):
         return
-    is_left_to_the_run = prefix in AUTO_KEYS and "auto" in (saved, now)
+    is_left_to_the_run = "auto" in (saved, now) and may_be_auto(prefix)
     if prefix == "run.total_steps":
         is_left_to_the_run = None in (saved, now)
     if not is_left_to_the_run:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.schema import Config
+from verl_ray.config.section import Auto
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class RoleBatch:
     mini_batch_size_per_rank: int | None
     updates_per_step: int
     """Optimizer steps per training step."""
-    micro_batch_tokens_per_rank: int
+    micro_batch_tokens_per_rank: int | Auto
     """The most tokens of one micro-batch."""
 
 
@@ -54,6 +55,16 @@ def batch_algebra(config: Config) -> BatchAlgebra:
         _role_batch(name, role, rows) for name, role in config.model_roles.items()
     )
     return BatchAlgebra(rows, max_row_tokens, roles)
+
+
+def row_tokens_per_rank(config: Config, role: str) -> int:
+    """Return the tokens on a rank of what must be computed at once, at its longest.
+
+    It is a row, or the rows that a loss compares.
+    """
+    longest, _ = config.longest_row
+    slices = config.model_roles[role].backend.token_slices
+    return -(-config.rows_per_unit * longest // slices)
 
 
 def _role_batch(name: str, role: ModelRole, rows: int) -> RoleBatch:

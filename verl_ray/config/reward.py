@@ -20,6 +20,7 @@ from verl_ray.config.section import (
     PositiveFloat,
     Section,
     Temperature,
+    resolved,
 )
 
 HELD_OUT_GRADER = "evaluation"
@@ -179,7 +180,7 @@ class JudgeReward(GraderConfig):
 
     @property
     def num_processes(self) -> int:
-        return self.engine.num_replicas
+        return resolved(self.engine.num_replicas)
 
     @property
     def devices_per_process(self) -> int:

@@ -13,6 +13,7 @@ from pydantic import Field
 from verl_ray.config.paths import LocalPath
 from verl_ray.config.section import (
     Auto,
+    Dtype,
     NonNegative,
     Positive,
     PositiveFloat,
@@ -41,14 +42,23 @@ Freed = Literal["never", "kv_cache", "weights"]
 class RolloutEngineConfig(Section):
     """A vLLM engine, of the policy or of a judge."""
 
-    num_replicas: Positive
-    """Independent engines."""
+    num_replicas: Positive | Auto
+    """Independent engines.
+
+    auto: on GPUs as many as there are devices for them; else 1. A judge has 1.
+    """
     tensor_parallel: Positive
     """Ranks per replica."""
-    dtype: Literal["float32", "bfloat16"]
-    """Type of the weights and of the computation."""
-    kv_cache_gib: PositiveFloat
-    """Memory for the key-value cache of one replica rank."""
+    dtype: Dtype | Auto
+    """Type of the weights and of the computation.
+
+    auto: bfloat16 on GPUs, float32 on a CPU.
+    """
+    kv_cache_gib: PositiveFloat | Auto
+    """Memory for the key-value cache of one replica rank.
+
+    auto: as much as the rows of a step can use and the GPU has left; 2 on a CPU.
+    """
     vllm_args: Annotated[dict[str, Any], Field(examples=["{block_size: 32}"])]
     """Further arguments of vLLM's engine, verbatim; arguments that another key sets are
     refused."""
@@ -70,7 +80,12 @@ class ServedModel:
     @property
     def ranks(self) -> int:
         """Number of ranks of all replicas."""
-        return self.config.num_replicas * self.config.tensor_parallel
+        return self.replicas * self.config.tensor_parallel
+
+    @property
+    def replicas(self) -> int:
+        """Number of replicas in a resolved configuration."""
+        return resolved(self.config.num_replicas)
 
 
 class SyncConfig(Section):

@@ -27,6 +27,9 @@ Temperature = Annotated[float, Field(ge=0, le=2)]
 Auto = Literal["auto"]
 """The value of a setting that the run is to choose by itself."""
 
+Dtype = Literal["float32", "bfloat16"]
+"""The type that a model computes in."""
+
 T = TypeVar("T")
 
 

@@ -29,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.fsdp import FsdpBackend
+from verl_ray.config.section import resolved
 from verl_ray.data.stages import Rows
 from verl_ray.engine.base import ForwardResult
 from verl_ray.engine.module_engine import ModuleEngine
@@ -175,7 +176,7 @@ class FsdpEngine(ModuleEngine):
     def gradient_sync(self, last: bool) -> Iterator[None]:
         assert isinstance(self.module, FSDPModule)
         self.module.set_requires_gradient_sync(
-            last or self.backend.accumulate == "sharded"
+            last or resolved(self.backend.accumulate) == "sharded"
         )
         yield
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from verl_ray.backends import Backend
+from verl_ray.config.section import resolved
 from verl_ray.data.batch import Int64
 from verl_ray.data.packing import micro_batches
 from verl_ray.errors import DataError
@@ -131,7 +132,7 @@ def plan_micro_batches(
     try:
         plan = micro_batches(
             lengths,
-            backend.micro_batch_tokens_per_rank,
+            resolved(backend.micro_batch_tokens_per_rank),
             rows_per_unit,
             backend.token_slices,
         )

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
+from verl_ray.config.section import resolved
 from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
@@ -61,7 +62,7 @@ class ModuleEngine(PackedEngine):
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        self.dtype = getattr(torch, spec.backend.dtype)
+        self.dtype = getattr(torch, resolved(spec.backend.dtype))
         self.peers = spec.backend.peers
         self.sharding = self.sharding_manager()
         self.topology = Topology(
@@ -81,7 +82,7 @@ class ModuleEngine(PackedEngine):
         )
         self._manifest, self._origins = build_manifest(self.model)
         self.describe(self.model)
-        if spec.backend.activation_checkpointing:
+        if resolved(spec.backend.activation_checkpointing):
             self.model.hf.gradient_checkpointing_enable(
                 # Nothing in a layer is random, since dropout is refused.
                 {"use_reentrant": False, "preserve_rng_state": False}

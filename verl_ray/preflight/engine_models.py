@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.config.vllm_limits import (
     ATTENTION_HEAD_SIZES,
@@ -82,22 +83,45 @@ def engine_problems(engine: ServedModel, machine: Machine | None) -> Iterator[Pr
 def _cache_problems(
     engine: ServedModel, settings: Mapping[str, object]
 ) -> Iterator[Problem]:
-    """Yield a KV cache that cannot hold one row of the greatest length.
+    """Yield a KV cache that cannot hold one row of the greatest length."""
+    needed = row_cache_bytes(engine, settings)
+    cache_gib = resolved(engine.config.kv_cache_gib)
+    if needed is None or needed <= cache_gib * GIB:
+        return
+
+    tokens = engine.max_prompt_tokens + engine.max_response_tokens
+    rule = f"one row of {tokens} tokens needs {needed / GIB:.3g} GiB of it"
+    fix = (
+        f"Give more than that, for several rows at a time; or shorter rows, or"
+        f" {engine.section}.dtype=bfloat16."
+    )
+    yield Problem(f"{engine.section}.kv_cache_gib", cache_gib, rule, fix)
+
+
+def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int | None:
+    """Return the KV cache that one row of the greatest length needs on a rank.
 
     Every layer has a key and a value per token and head. vLLM needs a little more,
     since it counts in blocks.
+
+    Args:
+        engine: Engine of a resolved configuration.
+        settings: Contents of its model's config.json.
+
+    Returns:
+        The bytes; None if they cannot be told.
     """
     layers = settings.get("num_hidden_layers")
     heads = settings.get("num_attention_heads")
     hidden = settings.get("hidden_size")
     if not (isinstance(layers, int) and isinstance(heads, int)):
-        return
+        return None
     if not isinstance(hidden, int) or "kv_cache_dtype" in engine.config.vllm_args:
-        return
+        return None
     # Layers with a window keep fewer tokens.
     layer_types = settings.get("layer_types")
     if isinstance(layer_types, list) and set(layer_types) != {"full_attention"}:
-        return
+        return None
 
     kv_heads = settings.get("num_key_value_heads") or heads
     head_size = settings.get("head_dim") or hidden // heads
@@ -105,19 +129,8 @@ def _cache_problems(
 
     tokens = engine.max_prompt_tokens + engine.max_response_tokens
     heads_per_rank = max(1, kv_heads // engine.config.tensor_parallel)
-    element_bytes = 4 if engine.config.dtype == "float32" else 2
-    needed = 2 * layers * heads_per_rank * head_size * element_bytes * tokens
-    if needed <= engine.config.kv_cache_gib * GIB:
-        return
-
-    rule = f"one row of {tokens} tokens needs {needed / GIB:.3g} GiB of it"
-    fix = (
-        f"Give more than that, for several rows at a time; or shorter rows, or"
-        f" {engine.section}.dtype=bfloat16."
-    )
-    yield Problem(
-        f"{engine.section}.kv_cache_gib", engine.config.kv_cache_gib, rule, fix
-    )
+    element_bytes = 4 if resolved(engine.config.dtype) == "float32" else 2
+    return 2 * layers * heads_per_rank * head_size * element_bytes * tokens
 
 
 def judge_problems(config: Config) -> Iterator[Problem]:

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
-from verl_ray.config.resolve import ClusterFacts
 from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
-from verl_ray.preflight.role_memory import sent_bytes
+from verl_ray.preflight.resolve import ClusterFacts
+from verl_ray.preflight.role_memory import model_size
+
+UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
+"""What is assumed of a cluster of which nothing is known yet."""
 
 
 def facts_of(
@@ -26,6 +29,7 @@ def facts_of(
     gpus: Sequence[int],
     checkpoint: str | None,
     learns: bool = True,
+    gpu_memory_bytes: int | None = None,
 ) -> ClusterFacts:
     """Return the facts of a run on a cluster.
 
@@ -35,6 +39,7 @@ def facts_of(
         gpus: Number of GPUs of each of these nodes.
         checkpoint: Path of the newest checkpoint of the run, if it has any.
         learns: Whether the run trains. False stands for an evaluation alone.
+        gpu_memory_bytes: Memory of the smallest GPU, if it is known.
     """
     path = config.model_roles[config.evaluated_role].model.folder
     # The tokenizer that a run makes has single characters, and no template.
@@ -42,18 +47,20 @@ def facts_of(
     has_template = not is_made and has_chat_template(path)
 
     # A task without rollouts sends no weights.
-    weights = 0
+    sent_parameters = 0
     if config.rollout_task is not None:
-        weights = sent_bytes(config.rollout_task)
+        actor = config.rollout_task.actor
+        sent_parameters = model_size("actor", actor, config).parameters
 
     return ClusterFacts(
         nodes=len(cores),
         cores=min(cores, default=1),
         gpus=sum(gpus),
         has_chat_template=has_template,
-        sent_bytes=weights,
+        sent_parameters=sent_parameters,
         checkpoint=checkpoint,
         learns=learns,
+        gpu_memory_bytes=gpu_memory_bytes,
     )
 
 
@@ -70,18 +77,16 @@ def facts_here(
             it is assumed to have one core.
         learns: Whether the run trains. False stands for an evaluation alone.
     """
-    cores = 1
-    gpus = 0
-    if machine is not None:
-        cores = machine.cores
-        gpus = machine.gpus
+    if machine is None:
+        machine = UNKNOWN_MACHINE
 
     return facts_of(
         config,
-        cores=[cores],
-        gpus=[gpus],
+        cores=[machine.cores] * machine.nodes,
+        gpus=[machine.gpus] * machine.nodes,
         checkpoint=_newest_checkpoint(config),
         learns=learns,
+        gpu_memory_bytes=machine.gpu_memory_bytes,
     )
 
 

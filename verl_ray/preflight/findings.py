@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from verl_ray.config.resolve import resolve
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
 from verl_ray.config.versions import problem_of
 from verl_ray.data.file_formats import READERS
 from verl_ray.data.files import FORMATS, files_at, is_glob
@@ -33,6 +33,7 @@ from verl_ray.preflight.costs import cost_warnings
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_directories import model_problems
+from verl_ray.preflight.resolve import resolve
 from verl_ray.preflight.resources import resource_problems, resource_warnings
 from verl_ray.rewards.remote import url_problem
 from verl_ray.rewards.specs import spec_problems
@@ -65,27 +66,27 @@ def preflight(
         evaluates: Whether the command only evaluates. It then makes no inputs, so the
             run's own inputs must exist.
     """
+    # What a run needs depends on what each `auto` will stand for.
+    planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+
     # Causes come before their consequences, such as a missing model before its memory.
     findings = Findings()
     findings.problems += _installed_problems()
     findings.problems += _inputs_problems(config, evaluates)
     findings.problems += _data_problems(config)
     findings.problems += _run_dir_problems(config)
-    findings.problems += model_problems(config, machine)
-    findings.problems += backend_problems(config, machine)
+    findings.problems += model_problems(planned, machine)
+    findings.problems += backend_problems(planned, machine)
     findings.problems += _grader_problems(config, machine)
 
     wandb_problem = credentials_problem(config.tracking.wandb)
     if wandb_problem is not None:
         findings.problems.append(wandb_problem)
 
-    if config.rollout_task is not None:
-        findings.problems += _endpoint_problems(config.rollout_task, machine)
-        findings.warnings += _endpoint_warnings(config.rollout_task)
+    if planned.rollout_task is not None:
+        findings.problems += _endpoint_problems(planned.rollout_task, machine)
+        findings.warnings += _endpoint_warnings(planned.rollout_task)
 
-    # What a run needs depends on what each `auto` will stand for.
-    facts = facts_here(config, machine, learns=not evaluates)
-    planned = resolve(config, facts)
     findings.problems += resource_problems(planned, machine)
     findings.warnings += resource_warnings(planned, machine)
     findings.warnings += cost_warnings(planned, machine, evaluates=evaluates)
@@ -222,7 +223,8 @@ def _endpoint_problems(
     # Replicas have successive ports, unless the port is 0, which stands for any.
     last_port = 0
     if endpoint.port:
-        last_port = min(endpoint.port + config.rollout.num_replicas - 1, 65535)
+        replicas = resolved(config.rollout.num_replicas)
+        last_port = min(endpoint.port + replicas - 1, 65535)
 
     family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
     # The only certain test is to listen; one refusal is enough.

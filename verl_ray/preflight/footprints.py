@@ -20,6 +20,7 @@ from verl_ray.config.rollout import (
     VLLM_BATCHED_TOKENS,
     RolloutEngineConfig,
 )
+from verl_ray.config.section import resolved
 from verl_ray.ops.chunks import CHUNK_LOGITS, KEPT_LOGITS
 from verl_ray.preflight.model_sizes import ModelSize
 from verl_ray.profiling.flops import ModelShape
@@ -221,12 +222,12 @@ def engine_footprint(
         requests: Number of requests of a replica.
         device: "cpu" or "cuda".
     """
-    width = FLOAT32 if engine.dtype == "float32" else BFLOAT16
+    width = FLOAT32 if resolved(engine.dtype) == "float32" else BFLOAT16
     tensor = engine.tensor_parallel
 
     persistent: dict[MemoryPart, int] = {
         "weights": width * model.parameters // tensor,
-        "cache": int(engine.kv_cache_gib * 2**30),
+        "cache": int(resolved(engine.kv_cache_gib) * 2**30),
     }
 
     shape = model.shape

@@ -64,7 +64,7 @@ class Machine:
             gpus=len(list(Path("/dev").glob("nvidia[0-9]*"))),
             memory_bytes=_memory_bytes(),
             shm_free_bytes=available_bytes(),
-            gpu_memory_bytes=_gpu_memory_bytes(),
+            gpu_memory_bytes=gpu_memory_bytes(),
             computes_bfloat16=_computes_bfloat16(),
         )
 
@@ -107,7 +107,7 @@ class _GpuMemory(ctypes.Structure):
     )
 
 
-def _gpu_memory_bytes() -> int | None:
+def gpu_memory_bytes() -> int | None:
     """Return the memory of the smallest GPU, as the driver's library (NVML) reports it.
 
     NVML needs neither torch nor a context on the device. Its functions return 0 when

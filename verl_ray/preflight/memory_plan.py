@@ -131,8 +131,18 @@ class MemoryPlan:
 
     def device_bytes(self, phase: Phase, *, certain: bool = False) -> int:
         """Return the memory of the fullest GPU in a phase; 0 without GPUs."""
+        return max(self.bytes_by_device(phase, certain=certain).values(), default=0)
+
+    def device_of(self, role: str) -> str:
+        """Return the name of the devices on which a role computes."""
+        return next(group.device for group in self.processes if role in group.roles)
+
+    def bytes_by_device(
+        self, phase: Phase, *, certain: bool = False
+    ) -> Mapping[str, int]:
+        """Return the memory of each kind of GPU in a phase; empty without GPUs."""
         if not self.on_gpus:
-            return 0
+            return {}
 
         # The size of a context is an estimate.
         context = 0 if certain else CONTEXT_BYTES
@@ -143,7 +153,7 @@ class MemoryPlan:
                 before = per_device.get(group.device, 0)
                 own = self._computing(group, phase, certain)
                 per_device[group.device] = before + context + own
-        return max(per_device.values(), default=0)
+        return per_device
 
     def fullest(self, *, on_device: bool, certain: bool = False) -> tuple[Phase, int]:
         """Return the phase that needs most memory, and the bytes that it needs."""
@@ -221,7 +231,7 @@ def _planned_processes(config: Config) -> Iterator[PlannedProcesses]:
             ranks=engine.ranks,
             device="shared" if shares_devices else name,
             key=f"{engine.section}.num_replicas",
-            value=engine.config.num_replicas,
+            value=engine.replicas,
         )
 
     for name, grader in config.graders.items():

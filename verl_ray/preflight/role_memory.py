@@ -123,16 +123,20 @@ def model_size(name: str, role: ModelRole, config: Config) -> ModelSize:
     return size_of(role.model.folder, config, config.head_of(name), adapted_layers)
 
 
-def sent_bytes(config: RolloutTaskConfig) -> int:
-    """Return the size of all weights as they are sent to the rollout engines.
+def sent_width(config: RolloutTaskConfig) -> int:
+    """Return the bytes of a weight as it is sent to the rollout engines.
 
-    They are sent in the type of the trainer or of the engines, whichever is narrower.
+    It is sent in the type of the trainer or of the engines, whichever is narrower.
     """
-    actor = config.actor
-    width = actor.backend.sent_width
-    if config.rollout.dtype == "bfloat16":
-        width = 2
-    return width * model_size("actor", actor, config).parameters
+    if resolved(config.rollout.dtype) == "bfloat16":
+        return 2
+    return config.actor.backend.sent_width
+
+
+def sent_bytes(config: RolloutTaskConfig) -> int:
+    """Return the size of all weights as they are sent to the rollout engines."""
+    size = model_size("actor", config.actor, config)
+    return sent_width(config) * size.parameters
 
 
 def wire_bytes(config: RolloutTaskConfig) -> int:
@@ -211,7 +215,7 @@ def _workloads(name: str, config: Config) -> tuple[Workload, Workload]:
 
     def workload(rows: int) -> Workload:
         all_tokens = -(-rows * sizes.max_row_tokens // token_slices)
-        tokens = min(all_tokens, batch.micro_batch_tokens_per_rank)
+        tokens = min(all_tokens, resolved(batch.micro_batch_tokens_per_rank))
         batches = -(-all_tokens // max(tokens, 1))
         return Workload(tokens, int(logit_share * tokens), batches)
 
@@ -297,7 +301,7 @@ def _engine_memory(
     model = size_of(engine.path, config, "policy")
 
     rows = batch_algebra(config).rows
-    requests = -(-rows // settings.num_replicas)
+    requests = -(-rows // engine.replicas)
     prompt_tokens = requests * engine.max_prompt_tokens
     own = engine_footprint(settings, model, prompt_tokens, requests, device)
 

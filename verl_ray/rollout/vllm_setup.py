@@ -20,6 +20,7 @@ from verl_ray.config.rollout import (
     VLLM_LORA_RANKS,
     RolloutEngineConfig,
 )
+from verl_ray.config.section import resolved
 from verl_ray.data.tokenizers import load_tokenizer
 from verl_ray.errors import RolloutError
 from verl_ray.profiling import allocator
@@ -190,12 +191,12 @@ def fixed_arguments(
     fixed: dict[str, Any] = {
         "model": model_path,
         "skip_tokenizer_init": True,
-        "dtype": config.dtype,
+        "dtype": resolved(config.dtype),
         "seed": seed,
         "max_model_len": max_model_len,
         "tensor_parallel_size": config.tensor_parallel,
         "distributed_executor_backend": executor,
-        "kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30),
+        "kv_cache_memory_bytes": int(resolved(config.kv_cache_gib) * 2**30),
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "load_format": "dummy" if without_weights else "auto",

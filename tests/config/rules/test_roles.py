@@ -45,7 +45,7 @@ CASES = [
     ),
     Case(
         "micro_batch_holds_the_longest_row",
-        "model.path=/m data.train_path=t data.validation_path=v sft.max_tokens=9000",
+        "model.path=/m data.train_path=t data.validation_path=v sft.max_tokens=9000 backend.micro_batch_tokens_per_rank=8192",
         "actor.backend.micro_batch_tokens_per_rank",
         "9000 tokens (sft.max_tokens)",
         "9000",
@@ -102,7 +102,7 @@ CASES = [
     ),
     Case(
         "micro_batch_holds_the_longest_row",
-        f"{' '.join(INPUTS)} preference.max_tokens=5000",
+        f"{' '.join(INPUTS)} preference.max_tokens=5000 backend.micro_batch_tokens_per_rank=8192",
         "reward.backend.micro_batch_tokens_per_rank",
         "10000 tokens (2 x preference.max_tokens: rows that are compared stay together)",
         "10000",

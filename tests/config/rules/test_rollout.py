@@ -234,7 +234,7 @@ def test_an_engine_argument_is_listed_once_and_exists() -> None:
 
 
 def test_the_rules_know_the_arguments_that_the_engine_fixes() -> None:
-    config = compose("quickstart")
+    config = compose("quickstart", ["rollout.dtype=float32"])
     assert isinstance(config, RLConfig)
     cpu, gpu = (
         fixed_arguments(

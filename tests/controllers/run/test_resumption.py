@@ -9,8 +9,8 @@ import pytest
 from controllers.run.resumption import Resumption
 from tests.controllers.run.checkpoints import write_checkpoints
 from tests.controllers.runs import Inputs
-from verl_ray.config.resolve import with_total_steps
 from verl_ray.errors import ConfigError
+from verl_ray.preflight.total_steps import with_total_steps
 
 
 def test_a_torn_newest_checkpoint_is_named_and_the_one_before_is_taken(

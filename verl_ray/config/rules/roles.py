@@ -43,7 +43,8 @@ def micro_batch_holds_the_longest_row(
         backend = role.backend
         tokens_per_rank = backend.micro_batch_tokens_per_rank
         slices = backend.token_slices
-        if tokens_per_rank * slices >= longest:
+        # What auto becomes holds the longest row.
+        if tokens_per_rank == "auto" or tokens_per_rank * slices >= longest:
             continue
 
         shared = f", which {slices} ranks share" if slices > 1 else ""

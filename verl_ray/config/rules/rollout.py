@@ -114,7 +114,10 @@ def endpoints_have_an_address(
 ) -> Iterator[Problem]:
     """Yield a problem if an endpoint has no address or no port to listen on."""
     endpoint = config.rollout.endpoint
+    # What auto becomes is at least 1.
     replicas = config.rollout.num_replicas
+    if replicas == "auto":
+        replicas = 1
 
     try:
         ipaddress.ip_address(endpoint.host)

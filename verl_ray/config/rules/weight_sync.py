@@ -61,7 +61,7 @@ def _cuda_ipc_problems(config: RolloutTaskConfig) -> Iterator[Problem]:
         )
         fix = "Use auto or host_broadcast, or placement=colocated."
         yield Problem(key, "cuda_ipc", rule, fix)
-    elif replicas > actor_ranks:
+    elif replicas != "auto" and replicas > actor_ranks:
         rule = (
             "every rollout engine must share the GPU of a rank of the actor, and"
             f" rollout.num_replicas={replicas} are more than"

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
+from verl_ray.config.section import resolved
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collect_whole
@@ -96,7 +97,7 @@ class MegatronEngine(PackedEngine):
         )
         require_supported(spec, self._template)
         manifest, _ = build_manifest(self._template)
-        self._manifest = _in_dtype(manifest, spec.backend.dtype)
+        self._manifest = _in_dtype(manifest, resolved(spec.backend.dtype))
         self._shapes = parameter_shapes(self._template)
         self.describe(self._template)
 
@@ -141,7 +142,7 @@ class MegatronEngine(PackedEngine):
         self.layout = layout
         self.topology = layout.topology
         self.peers = backend.peers
-        self.dtype = getattr(torch, backend.dtype)
+        self.dtype = getattr(torch, resolved(backend.dtype))
 
         self.sharding = ShardingManager()
         if layout.cp.size > 1:

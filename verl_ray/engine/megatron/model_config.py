@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from megatron.core.transformer import TransformerConfig
 
 from verl_ray.backends.megatron import MegatronBackend
+from verl_ray.config.section import resolved
 from verl_ray.models.role_model import RoleModel
 
 _RECOMPUTE: dict[str, dict[str, Any]] = {
@@ -81,7 +82,7 @@ def transformer_config(
         **_communication_settings(backend),
         **_expert_settings(model.hf.config),
         # megatron-core may change the list of modules, so each model has its own.
-        **copy.deepcopy(_RECOMPUTE[backend.recompute]),
+        **copy.deepcopy(_RECOMPUTE[resolved(backend.recompute)]),
     )
 
 

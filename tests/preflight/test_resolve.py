@@ -11,21 +11,20 @@ from pydantic import BaseModel
 
 from controllers.compose.composition import compose
 from verl_ray.config.load import to_tree
-from verl_ray.config.resolve import (
-    AUTO_KEYS,
-    ClusterFacts,
-    resolution_of_steps,
-    resolutions,
-    resolve,
-    with_threads_unresolved,
-    with_total_steps,
-)
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
+from verl_ray.preflight.resolve import (
+    AUTO_KEYS,
+    ClusterFacts,
+    resolutions,
+    resolve,
+    with_threads_unresolved,
+)
+from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
 
 MIB = 2**20
 INPUTS = ("model.path=/m", "data.train_path=/t.jsonl", "data.validation_path=/v.jsonl")
@@ -34,7 +33,7 @@ LAPTOP = ClusterFacts(
     cores=4,
     gpus=0,
     has_chat_template=False,
-    sent_bytes=3 * MIB,
+    sent_parameters=3 * MIB // 4,
     checkpoint=None,
 )
 NODE = ClusterFacts(
@@ -42,10 +41,10 @@ NODE = ClusterFacts(
     cores=64,
     gpus=8,
     has_chat_template=True,
-    sent_bytes=1200 * MIB,
+    sent_parameters=300 * MIB,
     checkpoint=None,
 )
-TWO_NODES = replace(NODE, nodes=2, cores=32, gpus=16, sent_bytes=30_000 * MIB)
+TWO_NODES = replace(NODE, nodes=2, cores=32, gpus=16, sent_parameters=7500 * MIB)
 EIGHT = ("actor.num_ranks=8", "rollout.num_replicas=8")
 BF16 = ("backend.dtype=bfloat16", "rollout.dtype=bfloat16")
 LORA = ("actor.lora.rank=8",)

@@ -1,22 +1,32 @@
 """The resolution of every `auto` of a configuration, before anything starts.
 
-Invariant: a resolution is a pure function of the configuration and of a few facts about
-the cluster. A resolved configuration holds no `auto` and resolves to itself. Whoever
-reads such a setting later does so through `section.resolved`, without which mypy
-reports an error. Deliberately not here: how the facts are collected
-(`verl_ray/preflight/facts.py`), and settings that vLLM calls auto.
+Invariant: a resolution is a pure function of the configuration, the models' directories
+and a few facts about the cluster. A resolved configuration holds no `auto` and resolves
+to itself. Whoever reads such a setting later does so through `section.resolved`,
+without which mypy reports an error. Deliberately not here: how the facts are collected
+(`facts.py`), what the memory of a device decides (`device_defaults.py`), and settings
+that vLLM calls auto.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
-from verl_ray.config.load import parse, to_tree
+from verl_ray.config.load import to_tree
 from verl_ray.config.rollout import HEAD, VLLM_LORA_RANKS
 from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
+from verl_ray.preflight.device_defaults import (
+    LEVEL_SETTINGS,
+    Device,
+    device_values,
+    with_changes,
+)
+from verl_ray.preflight.role_memory import sent_width
 
 MIB = 2**20
 
@@ -56,12 +66,14 @@ class ClusterFacts:
     """Number of GPUs of all nodes together."""
     has_chat_template: bool
     """Whether the tokenizer of the prompts has a chat template."""
-    sent_bytes: int
-    """Bytes of the actor's weights as they are sent; 0 if none are."""
+    sent_parameters: int
+    """Parameters of the actor that are sent to rollout engines; 0 if none are."""
     checkpoint: str | None
     """Path of the newest checkpoint of the run; None if it has none yet."""
     learns: bool = True
     """False for a single evaluation, which starts fewer processes."""
+    gpu_memory_bytes: int | None = None
+    """Memory of the smallest GPU; None without a GPU, or if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -75,64 +87,7 @@ class Resolution:
 
 def resolve(config: C, facts: ClusterFacts) -> C:
     """Return the configuration with every `auto` replaced by its value."""
-    tree = to_tree(config)
-
-    for resolution in resolutions(config, facts):
-        section, _, name = resolution.key.rpartition(".")
-        _section(tree, section)[name] = resolution.value
-
-    return parse(tree, type(config))
-
-
-def with_total_steps(config: C, num_examples: int) -> C:
-    """Return the configuration with run.total_epochs replaced by run.total_steps.
-
-    A configuration with a number of steps stays as it is.
-
-    Args:
-        config: Configuration of the run.
-        num_examples: Number of examples that the data cursor leads to.
-    """
-    resolution = resolution_of_steps(config, num_examples)
-    if resolution is None:
-        return config
-
-    steps = {"total_steps": resolution.value, "total_epochs": None}
-    run = config.run.model_copy(update=steps)
-    return config.model_copy(update={"run": run})
-
-
-def resolution_of_steps(config: Config, num_examples: int) -> Resolution | None:
-    """Return what run.total_steps becomes, and why; None if it is a number.
-
-    The cursor does not drop the tail of an epoch, so only the last step is rounded up.
-
-    Args:
-        config: Configuration of the run.
-        num_examples: Number of examples that the data cursor leads to.
-    """
-    epochs = config.run.total_epochs
-    if config.run.total_steps is not None or epochs is None:
-        return None
-
-    per_step = config.examples_per_step
-    drawn = epochs * num_examples
-    # Divide and round up.
-    steps = -(-drawn // per_step)
-
-    because = (
-        f"run.total_epochs={epochs} x {num_examples} examples / {per_step} per step"
-    )
-    if drawn % per_step:
-        because += (
-            f" is {drawn / per_step:.1f}, rounded up so that each is used at least"
-            f" {_times(epochs)}"
-        )
-    return Resolution("run.total_steps", steps, because)
-
-
-def _times(number: int) -> str:
-    return "once" if number == 1 else f"{number} times"
+    return _resolved(config, facts)[0]
 
 
 def with_threads_unresolved(config: C) -> C:
@@ -154,28 +109,93 @@ def resolutions(config: Config, facts: ClusterFacts) -> list[Resolution]:
 
     Settings with another value than `auto` are not listed.
     """
+    return _resolved(config, facts)[1]
+
+
+def _resolved(config: C, facts: ClusterFacts) -> tuple[C, list[Resolution]]:
+    """Return the resolved configuration, and what each `auto` became."""
+    resolutions: list[Resolution] = []
+    # Each stage reads what the stages before it have resolved.
+    for stage in (_of_devices, _of_rules, _of_memory):
+        of_stage = list(stage(config, facts))
+        changes = {resolution.key: resolution.value for resolution in of_stage}
+        config = with_changes(config, changes)
+        resolutions += of_stage
+    return config, resolutions
+
+
+def _of_rules(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
+    """Yield what follows from the other settings and the facts, key by key."""
     tree = to_tree(config)
-    resolutions = []
-
     for key, rule in _RULES.items():
-        section, _, name = key.rpartition(".")
-
         # A task without the section has no such setting to resolve.
-        if _section(tree, section).get(name) == "auto":
+        if _value(tree, key) == "auto":
             value, because = rule(config, facts)
-            resolutions.append(Resolution(key, value, because))
-
-    return resolutions
+            yield Resolution(key, value, because)
 
 
-def _section(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return the section with a dotted key; an empty one if the task has none."""
+def _of_memory(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
+    """Yield what the memory of a device decides."""
+    device = Device(facts.gpus > 0, facts.gpu_memory_bytes)
+    for key, value, because in device_values(config, device):
+        yield Resolution(key, value, because)
+
+
+def _value(tree: Mapping[str, Any], key: str) -> object:
+    """Return the value of a dotted key; None if the task has no such section."""
     node: Any = tree
     for part in key.split("."):
         node = node.get(part, {})
-
-    assert isinstance(node, dict)
     return node
+
+
+# ------------------------------------------------------- settings of models and engines
+
+
+def _of_devices(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
+    """Yield types of computations, and the number of rollout engines."""
+    dtype = "bfloat16" if facts.gpus else "float32"
+    because = "the run computes on GPUs" if facts.gpus else "the run computes on a CPU"
+    for name, role in config.model_roles.items():
+        if role.backend.dtype == "auto":
+            yield Resolution(f"{name}.backend.dtype", dtype, because)
+
+    for name, engine in config.engines.items():
+        if engine.config.dtype == "auto":
+            yield Resolution(f"{engine.section}.dtype", dtype, because)
+        if engine.config.num_replicas == "auto":
+            value, reason = 1, "a judge has one engine unless it is given more"
+            if name not in config.judges:
+                value, reason = _num_replicas(config, facts)
+            yield Resolution(f"{engine.section}.num_replicas", value, reason)
+
+
+def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
+    """Return as many replicas of the policy as there are devices for them."""
+    task = config.rollout_task
+    assert task is not None
+    if not facts.gpus:
+        return 1, "the run computes on a CPU"
+
+    parallel = task.rollout.tensor_parallel
+    if task.shares_processes:
+        ranks = task.actor.num_ranks
+        because = f"they share the GPUs of actor.num_ranks={ranks}"
+        return max(1, ranks // parallel), because
+
+    graders = config.active_graders(learns=facts.learns)
+    others = sum(
+        role.num_ranks
+        for name, role in config.model_roles.items()
+        if facts.learns or name == config.evaluated_role or name in graders
+    )
+    for name, judge in config.judges.items():
+        if name in graders:
+            others += judge.num_processes * judge.devices_per_process
+
+    free = max(0, facts.gpus - others)
+    because = f"{free} of {facts.gpus} GPUs are left by the other roles"
+    return max(1, free // parallel), because
 
 
 # ------------------------------------------------------------------ settings of any run
@@ -246,12 +266,6 @@ def _apply_chat_template(_: Config, facts: ClusterFacts) -> ValueAndReason:
 # -------------------------------------------------- settings of runs that have rollouts
 
 
-def _offload(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
-    if _shares_gpus(config, facts):
-        return "all", "rollout engines and trainers share GPUs"
-    return "none", "rollout engines and trainers share no GPU"
-
-
 def _sleep(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
     if not _shares_gpus(config, facts):
         return "never", "rollout engines and trainers share no GPU"
@@ -280,12 +294,13 @@ def _transport(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
     return "host_broadcast", because
 
 
-def _bucket_mib(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
+def _bucket_mib(config: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
+    sent_bytes = facts.sent_parameters * sent_width(config)
     # Divide and round up.
-    share = -(-facts.sent_bytes // (BUCKETS_PER_MODEL * MIB))
+    share = -(-sent_bytes // (BUCKETS_PER_MODEL * MIB))
     bucket = min(max(share, SMALLEST_BUCKET_MIB), LARGEST_BUCKET_MIB)
 
-    model_mib = facts.sent_bytes / MIB
+    model_mib = sent_bytes / MIB
     because = (
         f"a part in {BUCKETS_PER_MODEL} of {model_mib:.0f} MiB, at least"
         f" {SMALLEST_BUCKET_MIB} and at most {LARGEST_BUCKET_MIB}"
@@ -327,7 +342,10 @@ def _probe_every(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
 
 
 def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReason:
-    dtypes = {config.actor.backend.dtype, config.rollout.dtype}
+    dtypes: set[str] = {
+        resolved(config.actor.backend.dtype),
+        resolved(config.rollout.dtype),
+    }
     if dtypes == {"float32"}:
         return PROBE_TOLERANCE, "trainer and rollout engine compute in float32"
 
@@ -345,7 +363,6 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "run.resume": _resume,
     "run.threads_per_rank": _threads_per_rank,
     "data.apply_chat_template": _apply_chat_template,
-    "placement.offload": _offload,
     "rollout.sleep": _sleep,
     "rollout.sync.transport": _transport,
     "rollout.sync.bucket_mib": _bucket_mib,
@@ -354,5 +371,21 @@ _RULES: Mapping[str, Callable[[Any, ClusterFacts], ValueAndReason]] = {
     "rollout.sync.probe_tolerance": _probe_tolerance,
 }
 
-AUTO_KEYS = frozenset(_RULES)
-"""The keys whose value may be `auto`."""
+AUTO_KEYS = (
+    *_RULES,
+    "placement.offload",
+    "rollout.dtype",
+    "rollout.num_replicas",
+    "rollout.kv_cache_gib",
+    "*.engine.dtype",
+    "*.engine.num_replicas",
+    "*.engine.kv_cache_gib",
+    "*.backend.dtype",
+    *(f"*.backend.{setting}" for setting in LEVEL_SETTINGS),
+)
+"""The keys whose value may be `auto`; * stands for a role or a judge."""
+
+
+def may_be_auto(key: str) -> bool:
+    """Return whether a setting may be left to the run."""
+    return any(fnmatchcase(key, pattern) for pattern in AUTO_KEYS)
