@@ -82,7 +82,7 @@ class ModelWorker:
         # The driver balances rows by their estimated work, for which it needs the model
         quadratic = 0.0 if self._shape is None else self._shape.quadratic
         self.topology = replace(self.engine.topology, quadratic=quadratic)
-        self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.dtype)
+        self._peak_flops_per_s = peak_flops_per_s(device, spec.backend.compute_dtype)
         self._saving: BackgroundSave | None = None
         self._saving_group: dist.ProcessGroup | None = None
 

@@ -55,7 +55,7 @@ def main(argv: list[str]) -> int:
     )
 
     # A difference that is not a number is not within the limit either.
-    limit = LARGEST_DIFFERENCE[config.model_roles[role].backend.dtype]
+    limit = LARGEST_DIFFERENCE[config.model_roles[role].backend.compute_dtype]
     if not difference <= limit:
         raise CheckpointError(
             f"{directory} does not compute what {checkpoint.path} does: they are"

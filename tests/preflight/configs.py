@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from controllers.compose.composition import compose
 from verl_ray.config.schema import Config
+from verl_ray.preflight.device_defaults import with_changes
 from verl_ray.preflight.facts import facts_of
 from verl_ray.preflight.findings import Findings
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
-from verl_ray.preflight.resolve import resolve
+from verl_ray.preflight.resolve import resolutions, resolve
 
 C = TypeVar("C", bound=Config)
 
@@ -37,8 +39,18 @@ def with_judge(model: Path, data: Path, judge: Path, *overrides: str) -> Config:
 
 
 def settled(config: C, *, gpus: int = 0) -> C:
-    """Return the configuration as it is resolved on a machine with four cores."""
-    return resolve(config, facts_of(config, cores=[4], gpus=[gpus], checkpoint=None))
+    """Return the configuration as it is resolved on a machine with four cores.
+
+    Types and sizes are those of a CPU on GPUs, too, so that they can be calculated by
+    hand.
+    """
+    on_cpu = facts_of(config, cores=[4], gpus=[0], checkpoint=None)
+    sizes = {
+        resolution.key: resolution.value
+        for resolution in resolutions(config, on_cpu)
+        if not resolution.key.startswith(("run.", "data.", "placement.", "rollout.s"))
+    }
+    return resolve(with_changes(config, sizes), replace(on_cpu, gpus=gpus))
 
 
 def planned(config: Config, *, on_gpus: bool) -> MemoryPlan:

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from controllers.compose.composition import compose
-from tests.preflight.configs import BIG, NO_GAIN, ppo
+from tests.preflight.configs import BIG, NO_GAIN, ppo, settled
 from verl_ray.preflight.costs import cost_warnings
 from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, Machine
@@ -20,19 +20,19 @@ CORRECTED = (
 
 
 def test_sampler_and_trainer_of_different_types(model: Path, data: Path) -> None:
-    mixed = "rollout.dtype=bfloat16"
-    (warning,) = preflight(ppo(model, data, mixed), GPU).warnings
+    mixed = ("rollout.dtype=bfloat16", "backend.dtype=float32")
+    (warning,) = preflight(ppo(model, data, *mixed), GPU).warnings
     assert warning.startswith(
         "rollout.dtype=bfloat16 beside actor.backend.dtype=float32:"
     )
     assert "algorithm.correction.form=three_policy" in warning
     for settings in (
         (),
-        (mixed, *CORRECTED),
-        (mixed, "backend.dtype=bfloat16"),
+        (*mixed, *CORRECTED),
+        ("rollout.dtype=bfloat16", "backend.dtype=bfloat16"),
     ):
         assert preflight(ppo(model, data, *settings), GPU).warnings == []
-    measured = ppo(model, data, mixed)
+    measured = settled(ppo(model, data, *mixed))
     assert list(cost_warnings(measured, GPU, evaluates=True)) == []
 
 

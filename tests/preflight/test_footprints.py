@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from controllers.compose.composition import compose
+from tests.preflight.configs import settled
 from verl_ray.backends.base import BytesPerPart
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.footprints import Workload, engine_footprint, footprint
@@ -48,7 +49,7 @@ def config(*overrides: str) -> RLConfig:
         ],
     )
     assert isinstance(found, RLConfig)
-    return found
+    return settled(found)
 
 
 def of_actor(

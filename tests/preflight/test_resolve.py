@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import Any, get_args
 
 import pytest
@@ -17,9 +18,10 @@ from verl_ray.config.section import resolved
 from verl_ray.config.tasks.reward_model import RewardModelConfig
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.config.tasks.sft import SFTConfig
+from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.resolve import (
     AUTO_KEYS,
-    ClusterFacts,
+    may_be_auto,
     resolutions,
     resolve,
     with_threads_unresolved,
@@ -45,8 +47,9 @@ NODE = ClusterFacts(
     checkpoint=None,
 )
 TWO_NODES = replace(NODE, nodes=2, cores=32, gpus=16, sent_parameters=7500 * MIB)
-EIGHT = ("actor.num_ranks=8", "rollout.num_replicas=8")
-BF16 = ("backend.dtype=bfloat16", "rollout.dtype=bfloat16")
+EIGHT = ("actor.num_ranks=8",)
+ROLES = ("actor", "critic", "reference")
+FLOAT32 = ("backend.dtype=float32", "rollout.dtype=float32")
 LORA = ("actor.lora.rank=8",)
 
 ON_LAPTOP: dict[str, object] = {
@@ -60,17 +63,33 @@ ON_LAPTOP: dict[str, object] = {
     "rollout.sync.adapter": "merged",
     "rollout.sync.probe_every": 1,
     "rollout.sync.probe_tolerance": 0.001,
+    **{f"{role}.backend.dtype": "float32" for role in ROLES},
+    **{f"{role}.backend.micro_batch_tokens_per_rank": 8192 for role in ROLES},
+    **{f"{role}.backend.activation_checkpointing": False for role in ROLES},
+    "rollout.dtype": "float32",
+    "rollout.num_replicas": 1,
+    "rollout.kv_cache_gib": 2.0,
 }
 ON_NODE = ON_LAPTOP | {
     "run.threads_per_rank": {"trainers": 8, "engines": 8, "graders": 1},
     "data.apply_chat_template": True,
     "placement.offload": "all",
     "rollout.sleep": "weights",
-    "rollout.sync.bucket_mib": 100,
+    "rollout.sync.bucket_mib": 50,
     "rollout.sync.probe_every": 10,
+    "rollout.sync.probe_tolerance": "measured",
+    **{f"{role}.backend.dtype": "bfloat16" for role in ROLES},
+    # The memory of these GPUs is not known, so everything saves memory.
+    "actor.backend.activation_checkpointing": True,
+    "critic.backend.activation_checkpointing": True,
+    "rollout.dtype": "bfloat16",
+    "rollout.num_replicas": 8,
+    "rollout.kv_cache_gib": 8.0,
 }
 APART = ON_NODE | {
-    "run.threads_per_rank": {"trainers": 1, "engines": 4, "graders": 1},
+    # 16 GPUs without 8 of the actor, 2 of the critic and 2 of the reference.
+    "rollout.num_replicas": 4,
+    "run.threads_per_rank": {"trainers": 2, "engines": 8, "graders": 1},
     "placement.offload": "none",
     "rollout.sleep": "never",
     "rollout.sync.transport": "host_broadcast",
@@ -78,8 +97,13 @@ APART = ON_NODE | {
 }
 
 
-def without(key: str) -> dict[str, object]:
-    return {other: value for other, value in ON_NODE.items() if other != key}
+def without(key: str, values: Mapping[str, object] = ON_NODE) -> dict[str, object]:
+    return {other: value for other, value in values.items() if other != key}
+
+
+def exact(values: Mapping[str, object]) -> dict[str, object]:
+    """Return the values of a run whose types are set."""
+    return {key: value for key, value in values.items() if not key.endswith("dtype")}
 
 
 def configured(*changes: str, root: str = "ppo") -> Config:
@@ -96,12 +120,16 @@ def values(config: Config, facts: ClusterFacts) -> dict[str, object]:
         pytest.param((), LAPTOP, ON_LAPTOP, id="a CPU laptop"),
         pytest.param(EIGHT, NODE, ON_NODE, id="one node of 8 GPUs, colocated"),
         pytest.param(
-            (*EIGHT, "placement=separate", "critic.num_ranks=12", "reference.num_ranks=12"), TWO_NODES, APART,
+            (*EIGHT, "placement=separate", "critic.num_ranks=2", "reference.num_ranks=2"), TWO_NODES, APART,
             id="two nodes, separate",
         ),
-        pytest.param((*EIGHT, *BF16), NODE, ON_NODE | {"rollout.sync.probe_tolerance": "measured"}, id="bfloat16"),
         pytest.param(
-            ("rollout.dtype=bfloat16",), LAPTOP, ON_LAPTOP | {"rollout.sync.probe_tolerance": "measured"},
+            (*EIGHT, *FLOAT32), NODE, exact(ON_NODE | {"rollout.sync.bucket_mib": 100, "rollout.sync.probe_tolerance": 0.001}),
+            id="float32 on GPUs",
+        ),
+        pytest.param(
+            ("rollout.dtype=bfloat16",), LAPTOP,
+            without("rollout.dtype", ON_LAPTOP) | {"rollout.sync.probe_tolerance": "measured"},
             id="the rollout engine alone rounds",
         ),
         pytest.param(LORA, LAPTOP, ON_LAPTOP | {"rollout.sync.adapter": "alone"}, id="LoRA, engines keep the model"),
@@ -129,6 +157,10 @@ def test_what_auto_stands_for(
     changes: tuple[str, ...], facts: ClusterFacts, expected: dict[str, object]
 ) -> None:
     config = configured(*changes)
+    # An adapter's reference is the model without it.
+    roles = {key for key in expected if key.startswith("reference.")}
+    if "reference" not in config.model_roles:
+        expected = {key: expected[key] for key in expected.keys() - roles}
     assert values(config, facts) == expected
     settled = resolve(config, facts)
     assert values(settled, TWO_NODES) == {} and "'auto'" not in str(to_tree(settled))
@@ -141,7 +173,11 @@ def test_a_supervised_run_has_fewer_settings() -> None:
         config = configured(
             "actor.num_ranks=2" if root == "sft" else "reward.num_ranks=2", root=root
         )
+        role = "actor" if root == "sft" else "reward"
         assert values(config, NODE) == {
+            f"{role}.backend.dtype": "bfloat16",
+            f"{role}.backend.micro_batch_tokens_per_rank": 8192,
+            f"{role}.backend.activation_checkpointing": True,
             "run.resume": "none",
             "run.threads_per_rank": {"trainers": 32, "engines": 64, "graders": 1},
             "data.apply_chat_template": True,
@@ -181,6 +217,8 @@ def test_what_the_user_has_set_stays() -> None:
         "run.threads_per_rank=3", "run.resume=none", "data.apply_chat_template=false", "rollout.sleep=never",
         "placement.offload=optimizer", "rollout.sync.transport=disk", "rollout.sync.bucket_mib=7",
         "rollout.sync.adapter=merged", "rollout.sync.probe_every=3", "rollout.sync.probe_tolerance=0.5", *LORA,
+        "backend.dtype=float32", "backend.micro_batch_tokens_per_rank=4096", "backend.activation_checkpointing=false",
+        "rollout.dtype=float32", "rollout.num_replicas=1", "rollout.kv_cache_gib=3.0",
     )  # fmt: skip
     config = configured(*overrides)
     assert values(config, NODE) == {} and resolve(config, NODE) == config
@@ -215,7 +253,10 @@ def test_a_setting_is_not_read_before_it_is_resolved() -> None:
 def test_every_setting_that_may_be_auto_has_a_rule() -> None:
     kinds: tuple[type[BaseModel], ...] = (RLConfig, SFTConfig, RewardModelConfig)
     named = {key for kind in kinds for key in _may_be_auto(kind)}
-    assert named | {"run.resume"} == AUTO_KEYS  # which may also be any path
+    named.add("run.resume")  # which may also be any path
+    assert all(may_be_auto(key) for key in named)
+    for pattern in AUTO_KEYS:
+        assert any(fnmatchcase(key, pattern) for key in named), pattern
 
 
 def _may_be_auto(annotation: Any, key: str = "") -> Iterator[str]:

@@ -155,9 +155,14 @@ class BackendSettings(Section):
         return 1
 
     @property
+    def compute_dtype(self) -> Dtype:
+        """The value of `dtype` in a resolved configuration."""
+        return resolved(self.dtype)
+
+    @property
     def compute_width(self) -> int:
         """Bytes of a number in the type of the computation."""
-        if resolved(self.dtype) == "bfloat16":
+        if self.compute_dtype == "bfloat16":
             return 2
         return FLOAT32
 

@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.base import ModuleBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.config.section import resolved
 from verl_ray.engine.adamw import build_adamw
 from verl_ray.engine.base import EngineSpec
 from verl_ray.engine.micro_batches import Loss, MicroBatch, MicroBatches
@@ -62,7 +61,7 @@ class ModuleEngine(PackedEngine):
         self.device = device
         self.rank = rank
         self.world_size = world_size
-        self.dtype = getattr(torch, resolved(spec.backend.dtype))
+        self.dtype = getattr(torch, spec.backend.compute_dtype)
         self.peers = spec.backend.peers
         self.sharding = self.sharding_manager()
         self.topology = Topology(
@@ -82,7 +81,7 @@ class ModuleEngine(PackedEngine):
         )
         self._manifest, self._origins = build_manifest(self.model)
         self.describe(self.model)
-        if resolved(spec.backend.activation_checkpointing):
+        if spec.backend.activation_partition().recompute:
             self.model.hf.gradient_checkpointing_enable(
                 # Nothing in a layer is random, since dropout is refused.
                 {"use_reentrant": False, "preserve_rng_state": False}

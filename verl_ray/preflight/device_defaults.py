@@ -236,11 +236,11 @@ class _Search:
                 for phase in plan.phases
                 if plan.by_role[name][phase].of("cache")
             ]
-            room = (usable - max(cached)) / GIB
+            available_gib = (usable - max(cached)) / GIB
             least, most = self._cache_bounds(engine)
-            if room < max(least, share * most):
+            if available_gib < max(least, share * most):
                 return None
-            caches.append(max(least, math.floor(100 * min(room, most)) / 100))
+            caches.append(max(least, math.floor(100 * min(available_gib, most)) / 100))
         return caches
 
     def _plan(self, level: Level) -> MemoryPlan:

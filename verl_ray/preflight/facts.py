@@ -8,6 +8,7 @@ Deliberately not here: what follows from the facts (`verl_ray/config/resolve.py`
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from verl_ray.checkpoint.store import CheckpointStore
@@ -15,11 +16,32 @@ from verl_ray.config.schema import Config
 from verl_ray.errors import CheckpointError
 from verl_ray.preflight.machine import Machine
 from verl_ray.preflight.model_files import json_object, made_model
-from verl_ray.preflight.resolve import ClusterFacts
 from verl_ray.preflight.role_memory import model_size
 
 UNKNOWN_MACHINE = Machine(cores=1, gpus=0, memory_bytes=0, shm_free_bytes=0)
 """What is assumed of a cluster of which nothing is known yet."""
+
+
+@dataclass(frozen=True)
+class ClusterFacts:
+    """Everything that a resolution depends on besides the configuration."""
+
+    nodes: int
+    """Number of nodes that can hold a process."""
+    cores: int
+    """Number of cores of the node that has the fewest."""
+    gpus: int
+    """Number of GPUs of all nodes together."""
+    has_chat_template: bool
+    """Whether the tokenizer of the prompts has a chat template."""
+    sent_parameters: int
+    """Parameters of the actor that are sent to rollout engines; 0 if none are."""
+    checkpoint: str | None
+    """Path of the newest checkpoint of the run; None if it has none yet."""
+    learns: bool = True
+    """False for a single evaluation, which starts fewer processes."""
+    gpu_memory_bytes: int | None = None
+    """Memory of the smallest GPU; None without a GPU, or if it is not known."""
 
 
 def facts_of(

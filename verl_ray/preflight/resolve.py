@@ -21,11 +21,13 @@ from verl_ray.config.rollout_task import RolloutTaskConfig
 from verl_ray.config.schema import Config
 from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import (
+    CPU_MICRO_BATCH_TOKENS,
     LEVEL_SETTINGS,
     Device,
     device_values,
     with_changes,
 )
+from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.role_memory import sent_width
 
 MIB = 2**20
@@ -52,28 +54,6 @@ C = TypeVar("C", bound=Config)
 
 ValueAndReason = tuple[object, str]
 """The value that an `auto` becomes, and why."""
-
-
-@dataclass(frozen=True)
-class ClusterFacts:
-    """Everything that a resolution depends on besides the configuration."""
-
-    nodes: int
-    """Number of nodes that can hold a process."""
-    cores: int
-    """Number of cores of the node that has the fewest."""
-    gpus: int
-    """Number of GPUs of all nodes together."""
-    has_chat_template: bool
-    """Whether the tokenizer of the prompts has a chat template."""
-    sent_parameters: int
-    """Parameters of the actor that are sent to rollout engines; 0 if none are."""
-    checkpoint: str | None
-    """Path of the newest checkpoint of the run; None if it has none yet."""
-    learns: bool = True
-    """False for a single evaluation, which starts fewer processes."""
-    gpu_memory_bytes: int | None = None
-    """Memory of the smallest GPU; None without a GPU, or if it is not known."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +101,19 @@ def _resolved(config: C, facts: ClusterFacts) -> tuple[C, list[Resolution]]:
         changes = {resolution.key: resolution.value for resolution in of_stage}
         config = with_changes(config, changes)
         resolutions += of_stage
-    return config, resolutions
+
+    # Nothing reads the sections of roles that the run does not create.
+    return with_changes(config, dict(_unused(to_tree(config)))), resolutions
+
+
+def _unused(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Yield every setting that is still `auto`, with any value that it may have."""
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict):
+            yield from _unused(value, f"{key}.")
+        elif value == "auto" and may_be_auto(key):
+            yield key, UNUSED[name]
 
 
 def _of_rules(config: Config, facts: ClusterFacts) -> Iterator[Resolution]:
@@ -343,7 +335,7 @@ def _probe_every(_: RolloutTaskConfig, facts: ClusterFacts) -> ValueAndReason:
 
 def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReason:
     dtypes: set[str] = {
-        resolved(config.actor.backend.dtype),
+        config.actor.backend.compute_dtype,
         resolved(config.rollout.dtype),
     }
     if dtypes == {"float32"}:
@@ -384,6 +376,15 @@ AUTO_KEYS = (
     *(f"*.backend.{setting}" for setting in LEVEL_SETTINGS),
 )
 """The keys whose value may be `auto`; * stands for a role or a judge."""
+
+UNUSED: Mapping[str, object] = {
+    "dtype": "float32",
+    "micro_batch_tokens_per_rank": CPU_MICRO_BATCH_TOKENS,
+    "accumulate": "whole",
+    "activation_checkpointing": False,
+    "recompute": "none",
+}
+"""Values of the backends of roles that the run does not create."""
 
 
 def may_be_auto(key: str) -> bool:

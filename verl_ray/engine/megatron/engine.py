@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from verl_ray.algorithms.objectives import Objective
 from verl_ray.backends.megatron import MegatronBackend
 from verl_ray.checkpoint.sharded import random_key
-from verl_ray.config.section import resolved
 from verl_ray.data.stages import Rows, TrainingBatch
 from verl_ray.engine.base import EngineSpec, ForwardResult, LossReport, StepReport
 from verl_ray.engine.collect import collect_whole
@@ -97,7 +96,7 @@ class MegatronEngine(PackedEngine):
         )
         require_supported(spec, self._template)
         manifest, _ = build_manifest(self._template)
-        self._manifest = _in_dtype(manifest, resolved(spec.backend.dtype))
+        self._manifest = _in_dtype(manifest, spec.backend.compute_dtype)
         self._shapes = parameter_shapes(self._template)
         self.describe(self._template)
 
@@ -142,7 +141,7 @@ class MegatronEngine(PackedEngine):
         self.layout = layout
         self.topology = layout.topology
         self.peers = backend.peers
-        self.dtype = getattr(torch, resolved(backend.dtype))
+        self.dtype = getattr(torch, backend.compute_dtype)
 
         self.sharding = ShardingManager()
         if layout.cp.size > 1:

@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor
 
 from verl_ray.backends.megatron_fsdp import MegatronFsdpBackend
 from verl_ray.config.roles import OptimizerConfig
-from verl_ray.config.section import resolved
 from verl_ray.engine.megatron_fsdp import shared_storage
 from verl_ray.engine.megatron_fsdp.package import uneven_dtensor
 from verl_ray.engine.megatron_fsdp.sharding import fully_shard
@@ -100,7 +99,7 @@ class MegatronFsdpEngine(ModuleEngine):
         parameters = []
         for parameter in manifest.parameters:
             origin = self._origins[parameter.tied_to or parameter.name]
-            dtype: str = resolved(self.spec.backend.dtype)
+            dtype: str = self.spec.backend.compute_dtype
             if origin.parameter in exact:
                 dtype = "float32"
             parameters.append(dataclasses.replace(parameter, dtype=dtype))
