@@ -110,6 +110,7 @@ def test_the_rules_of_a_task_of_ones_own_are_checked() -> None:
     assert isinstance(composition.config, ImitationConfig)
     assert [problem.rule for problem in composition.problems] == ["this is no weight"]
     (long,) = examine("imitation", ["model.path=/m", "data.train_path=/t", "data.validation_path=/v",
+                                    "backend.micro_batch_tokens_per_rank=8192",
                                     "imitation.max_tokens=100000"], str(FOLDER)).problems  # fmt: skip
     assert (
         long.key == "student.backend.micro_batch_tokens_per_rank"

@@ -9,6 +9,7 @@ import pytest
 
 from controllers.compose.composition import compose
 from controllers.watch.mismatch import MismatchWatch, causes
+from tests.preflight.configs import settled
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.engine.base import LossReport, StepReport
 from verl_ray.errors import MismatchError
@@ -26,7 +27,7 @@ TIS = tuple(
 def config(*changes: str) -> RLConfig:
     found = compose("quickstart", changes)
     assert isinstance(found, RLConfig)
-    return found
+    return settled(found)
 
 
 def observe(watch: MismatchWatch, value: float, *versions: int | None) -> None:
