@@ -38,6 +38,7 @@ from verl_ray.config.schema import Config
 from verl_ray.config.suggest import did_you_mean
 from verl_ray.errors import ConfigError, Interrupted, Problem, VerlRayError
 from verl_ray.paths import refuse_foreign_packages
+from verl_ray.preflight.described_machine import parse_machine
 
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
@@ -136,8 +137,11 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
             resolved=options.resolve,
         )
 
-    # Only `check` can leave the data out.
+    # Only `check` can leave the data out, and ask about another machine.
     reads_data = command != "check" or options.data == "on"
+    described = None
+    if command == "check" and options.machine is not None:
+        described = parse_machine(options.machine)
     if options.multirun:
         return multirun(
             command,
@@ -146,10 +150,13 @@ def _run_typed(command: str, arguments: Sequence[str]) -> int:
             overrides=options.overrides,
             config_dir=folder,
             reads_data=reads_data,
+            described=described,
         )
 
     if command == "check":
-        return check(name, options.overrides, folder, reads_data=reads_data)
+        return check(
+            name, options.overrides, folder, reads_data=reads_data, described=described
+        )
 
     return _run_with_config(
         command,

@@ -121,10 +121,15 @@ def check(
     run_dir: str | Path | None = None,
     overrides: Overrides | None = None,
     config_dir: str | Path | None = None,
+    machine: str | None = None,
 ) -> None:
     """Print what a run would need and do, as `verl-ray check`; start nothing.
 
-    The arguments are those of `train`.
+    The other arguments are those of `train`.
+
+    Args:
+        machine: Another machine to check for, such as `nodes=2,gpus=8,gpu=H100-80G`;
+            this one if it is None.
 
     Raises:
         ConfigError: All problems together.
@@ -142,7 +147,7 @@ def check(
         overrides,
         config_dir,
     )
-    check(request)
+    check(request, machine)
 
 
 @_without_internals

@@ -32,12 +32,14 @@ from verl_ray.errors import ConfigError, Problem
 from verl_ray.hub.data_sets import pinned_data
 from verl_ray.hub.models import fetch_models, pinned_in_words, pinned_models
 from verl_ray.preflight.data_files import DataFile, DataFindings, examine_data
+from verl_ray.preflight.described_machine import machine_in_words
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.findings import Findings, preflight
 from verl_ray.preflight.machine import Machine, machine_of
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.memory_table import memory_table, print_tables
 from verl_ray.preflight.model_directories import model_problems
+from verl_ray.preflight.model_files import has_tokenizer
 from verl_ray.preflight.resolve import resolutions, resolve
 from verl_ray.preflight.reward_trial import TrialFindings, try_rewards
 from verl_ray.preflight.total_steps import resolution_of_steps, with_total_steps
@@ -111,6 +113,7 @@ def checked_config(
     trains: bool = False,
     reads_data: bool = True,
     seen: SeenData | None = None,
+    described: Machine | None = None,
 ) -> Checked:
     """Check a configuration, the machine, the data and the reward functions.
 
@@ -119,10 +122,10 @@ def checked_config(
         overrides: what the user typed, in Hydra's grammar.
         config_dir: a folder of the user's own, or None.
         evaluates: whether the command is `evaluate`.
-        trains: whether the command is `train`, for which a finished run has nothing to
-            read any more.
+        trains: whether the command is `train`; a finished run reads nothing any more.
         reads_data: whether to read the data files and to try the reward functions.
         seen: the findings of the other runs of a sweep.
+        described: the machine to check for, in place of the one that would run it.
 
     Raises:
         ConfigError: the problems of all of them together.
@@ -130,22 +133,22 @@ def checked_config(
     composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     config = composition.config
     problems = list(composition.problems)
-    findings = Findings()
-
+    findings, machine = Findings(), None
+    # The machine is checked in any case, so that all problems come together.
     if config is not None:
-        config, unavailable = _pinned(config, reads_data=reads_data)
-        problems = _together(problems, unavailable)
-
-        # The machine is checked in any case, so that all problems come together.
-        findings = preflight(config, machine_of(config), evaluates=evaluates)
-        problems = _together(problems, findings.problems)
+        machine = described or machine_of(config)
+        config, unavailable = _pinned(config, machine, reads_data=reads_data)
+        findings = preflight(
+            config, machine, evaluates=evaluates, reads_data=reads_data
+        )
+        problems = _together(_together(problems, unavailable), findings.problems)
 
     data = DataFindings()
     trials = TrialFindings()
     is_finished = config is not None and trains and finished_step(config) is not None
     reads_data = reads_data and not is_finished
     if config is not None and reads_data and not _hide_data(problems):
-        planned = resolve(config, facts_here(config, machine_of(config)))
+        planned = resolve(config, facts_here(config, machine))
         data, trials = (seen or SeenData()).examine(planned, evaluates=evaluates)
         problems += [*data.problems, *trials.problems]
 
@@ -158,19 +161,24 @@ def checked_config(
         raise ConfigError(problems)
     if (trains or evaluates) and not is_finished:
         _fetch_models(config)
-    warnings = [*findings.warnings, *data.warnings, *trials.warnings]
+    warnings = findings.warnings + data.warnings + trials.warnings
     return Checked(config, data, trials, warnings)
 
 
-def _pinned(config: Config, *, reads_data: bool) -> tuple[Config, list[Problem]]:
+def _pinned(
+    config: Config, machine: Machine | None, *, reads_data: bool
+) -> tuple[Config, list[Problem]]:
     """Return the configuration with the commit of all that it takes from the hub.
 
     Args:
         config: the configuration.
+        machine: the machine that is checked. One that was described has folders of its
+            own.
         reads_data: whether the data are read, which have to be brought for it.
     """
-    recorded = recorded_tree(config)
-    config, problems = pinned_models(config, recorded)
+    starts_here = machine is None or not machine.is_described
+    recorded = recorded_tree(config) if starts_here else {}
+    config, problems = pinned_models(config, recorded, needs_weights=starts_here)
     for line in pinned_in_words(config):
         print(line, flush=True)
     if not reads_data:
@@ -235,18 +243,22 @@ def check(
     config_dir: str | None,
     *,
     reads_data: bool = True,
+    described: Machine | None = None,
 ) -> int:
     """Print the sizes of a step, the roles, what they need and the data; return 0.
+
+    The arguments are those of `checked_config`.
 
     Raises:
         ConfigError: all problems.
     """
-    checked = checked_config(config_name, overrides, config_dir, reads_data=reads_data)
+    checked = checked_config(
+        config_name, overrides, config_dir, reads_data=reads_data, described=described
+    )
     config = _with_counted_steps(checked.config, checked.data.files)
     # A run that would be refused because of its folder is refused here, too.
-    resumption = Resumption(config, verify=False)
-    resumption.refuse_fewer_steps(config.run.total_steps)
-    machine = machine_of(config)
+    writing = "" if described is not None else _writing(config)
+    machine = described or machine_of(config)
     facts = facts_here(config, machine)
     planned = resolve(config, facts)
     planned_memory = memory_plan(planned, on_gpus=facts.gpus > 0)
@@ -256,15 +268,19 @@ def check(
     # Another cluster may resolve the settings otherwise than this machine would.
     if machine is not None:
         resolved = resolutions(config, facts)
+        if described is not None:
+            resolved = [each for each in resolved if each.key not in _unknown(config)]
         if resolved:
-            print_tables(auto_table(resolved))
+            place = "there" if machine.is_described else "here"
+            print_tables(auto_table(resolved, place))
     _print_length(checked.config, checked.data.files)
 
-    print_tables(memory_table(planned_memory))
+    nodes = 1 if machine is None else machine.nodes
+    print_tables(memory_table(planned_memory, nodes=nodes))
     print_data(config, checked.data.files, checked.trials.trials)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)
-    print(f"{config.run.name} can run; it {_writing(config, resumption)}")
+    print(f"{config.run.name} can run{writing}")
     return 0
 
 
@@ -306,20 +322,35 @@ def _print_length(config: Config, files: Sequence[DataFile]) -> None:
     print(f"{resolution.key} = {resolution.value}: {resolution.because}")
 
 
-def _writing(config: Config, resumption: Resumption) -> str:
-    """Return what the run does in its folder, as the end of a sentence."""
+def _unknown(config: Config) -> set[str]:
+    """Return the settings whose `auto` depends on files of a machine elsewhere."""
+    unknown = {"run.resume"}
+    if not has_tokenizer(config.model_roles[config.evaluated_role].model.folder):
+        unknown.add("data.apply_chat_template")
+    return unknown
+
+
+def _writing(config: Config) -> str:
+    """Return what the run does in its folder, as the end of a sentence.
+
+    Raises:
+        ConfigError: the run cannot go on from what is in its folder.
+    """
+    resumption = Resumption(config, verify=False)
+    resumption.refuse_fewer_steps(config.run.total_steps)
+
     step = resumption.step
     total = config.run.total_steps
     if step is None:
-        return f"writes to {config.run.dir}"
+        return f"; it writes to {config.run.dir}"
     if total is None:
-        return f"goes on after step {step} in {config.run.dir}"
+        return f"; it goes on after step {step} in {config.run.dir}"
     if step >= total:
         return (
-            f"is finished: {config.run.dir} holds step {step} of run.total_steps ="
+            f"; it is finished: {config.run.dir} holds step {step} of run.total_steps ="
             f" {total}"
         )
-    return f"goes on after step {step} of {total} in {config.run.dir}"
+    return f"; it goes on after step {step} of {total} in {config.run.dir}"
 
 
 def _resources(machine: Machine | None) -> str:
@@ -330,6 +361,8 @@ def _resources(machine: Machine | None) -> str:
             " becomes"
         )
 
+    if machine.is_described:
+        return machine_in_words(machine)
     return (
         f"this machine: {machine.cores} cores, {machine.gpus} GPUs,"
         f" {machine.memory_bytes / GIB:.1f} GiB memory,"

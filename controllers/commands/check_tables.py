@@ -143,9 +143,9 @@ def source_lines(config: Config) -> str:
     return "\n".join(["models, functions and services", *lines])
 
 
-def auto_table(resolutions: Sequence[Resolution]) -> Table:
-    """Return what each `auto` becomes on this machine, and why."""
-    title = "auto: what these settings become here"
+def auto_table(resolutions: Sequence[Resolution], place: str = "here") -> Table:
+    """Return what each `auto` becomes on a machine, and why."""
+    title = f"auto: what these settings become {place}"
     table = _plain_table(title, _AUTO_COLUMNS)
 
     # Roles mostly share their settings, so these share a line.

@@ -25,6 +25,7 @@ from controllers.commands.sweep_summary import RunEnd, print_summary
 from controllers.compose.sweeps import SweptRun, quoted, swept_runs
 from verl_ray.config.schema import Config
 from verl_ray.errors import ConfigError, Interrupted, Problem
+from verl_ray.preflight.machine import Machine
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -84,6 +85,7 @@ def multirun(
     overrides: Sequence[str],
     config_dir: str | None,
     reads_data: bool,
+    described: Machine | None = None,
 ) -> int:
     """Run a command once per combination of values, and return the worst exit code.
 
@@ -94,6 +96,7 @@ def multirun(
         overrides: what the user typed; a value may be several, as in `key=1,2`.
         config_dir: a folder of the user's own, or None.
         reads_data: whether to read the data files as well.
+        described: the machine that `check` checks for, in place of this one.
 
     Raises:
         ConfigError: the problems of all runs.
@@ -102,22 +105,20 @@ def multirun(
     if config_dir is not None:
         root += ["--config-dir", config_dir]
 
-    sweep = _checked(command, config_name, overrides, config_dir, reads_data=reads_data)
+    sweep = _checked(
+        command,
+        config_name,
+        overrides,
+        config_dir,
+        reads_data=reads_data,
+        described=described,
+    )
     sweep.results = [_Result() for _ in sweep.runs]
     if command == "check":
         _summarize(command, sweep)
         return 0
 
-    with _signals_to_the_run() as process:
-        for number, result in enumerate(sweep.results):
-            _announce(sweep, number)
-            start = time.monotonic()
-            words = [command, *root, *sweep.overrides_of(number)]
-            result.code = process.run(_program(), words)
-            result.minutes = (time.monotonic() - start) / 60
-            if result.code == Interrupted.exit_code or process.is_stopped:
-                break
-
+    _run_all([command, *root], sweep)
     _summarize(command, sweep)
     codes = [result.code for result in sweep.results if result.code is not None]
     if len(codes) < len(sweep.runs) or Interrupted.exit_code in codes:
@@ -140,6 +141,7 @@ def _checked(
     config_dir: str | None,
     *,
     reads_data: bool,
+    described: Machine | None,
 ) -> _Sweep:
     """Return the runs of a sweep, each of which can run.
 
@@ -160,6 +162,7 @@ def _checked(
                 evaluates=command == "evaluate",
                 reads_data=reads_data,
                 seen=seen,
+                described=described,
             )
             configs.append(checked.config)
         except ConfigError as error:
@@ -172,6 +175,19 @@ def _checked(
     own_keys = {text.partition("=")[0].lstrip("+") for text in runs[0].own}
     has_own_folders = not own_keys.isdisjoint({"run.name", "run.dir"})
     return _Sweep(runs, configs, configs[0].run.name, has_own_folders)
+
+
+def _run_all(command: Sequence[str], sweep: _Sweep) -> None:
+    """Start one run after another, until all have ended or one is stopped."""
+    with _signals_to_the_run() as process:
+        for number, result in enumerate(sweep.results):
+            _announce(sweep, number)
+            start = time.monotonic()
+            words = [*command, *sweep.overrides_of(number)]
+            result.code = process.run(_program(), words)
+            result.minutes = (time.monotonic() - start) / 60
+            if result.code == Interrupted.exit_code or process.is_stopped:
+                break
 
 
 def _announce(sweep: _Sweep, number: int) -> None:

@@ -12,6 +12,8 @@ import textwrap
 from dataclasses import dataclass
 
 from controllers.compose.listing import WIDTH, formatted_choices, groups, root_configs
+from verl_ray.preflight.described_machine import EXAMPLE
+from verl_ray.preflight.gpus import GPUS
 from verl_ray.rollout.vllm_core import installed_version
 
 EXIT_CODES = """\
@@ -105,7 +107,9 @@ examples:
             "Validate a configuration without starting anything. Reads the data and"
             " tries the reward functions. Prints all problems at once, each with its"
             " key, value, rule and fix; or the sizes of one step, the roles, what they"
-            " need, two prompts and the lengths of all."
+            " need, two prompts and the lengths of all. With --machine it does so for a"
+            " machine that one does not sit on: a model's config.json and tokenizer are"
+            " enough then, and what only concerns this machine is left out."
         ),
         examples="""\
 examples:
@@ -113,6 +117,9 @@ examples:
   verl-ray check --config-name ppo model.path=/models/qwen3 \\
       data.train_path=a.jsonl data.validation_path=null run.evaluate_every=0 \\
       rollout.group_size=3
+  verl-ray check --config-name grpo model.path=Qwen/Qwen3-8B --data off \
+      data.train_path=train.jsonl data.validation_path=test.jsonl \
+      --machine nodes=2,gpus=8,gpu=H100-80G,memory=2T
 """,
     ),
 }
@@ -153,6 +160,13 @@ def parser_of(command: str) -> argparse.ArgumentParser:
             choices=("on", "off"),
             default="on",
             help="off leaves the data files and the reward functions out",
+        )
+        parser.add_argument(
+            "--machine",
+            metavar="PARTS",
+            help="check for another machine than this one, such as"
+            f" {EXAMPLE}; cores, memory and shm (/dev/shm) are of a node, link is per"
+            f" GPU; GPUs: {', '.join(GPUS)}",
         )
     parser.add_argument(
         "--multirun",

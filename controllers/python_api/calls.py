@@ -19,6 +19,7 @@ from controllers.run.best import held_out_metrics
 from controllers.run.finished import finished_step, show_finished
 from verl_ray.api_types import Measurement, Result, RunRequest
 from verl_ray.config.schema import Config
+from verl_ray.preflight.described_machine import parse_machine
 
 
 def train(request: RunRequest) -> Result:
@@ -39,13 +40,19 @@ def train(request: RunRequest) -> Result:
         return result
 
 
-def check(request: RunRequest) -> None:
+def check(request: RunRequest, machine: str | None = None) -> None:
     """Print what `verl_ray.api.check` says."""
+    described = None if machine is None else parse_machine(machine)
     with (
         in_foreign_process(starts=False),
         command_of(request, starts=False) as command,
     ):
-        check_command(command.config_name, command.overrides, command.config_dir)
+        check_command(
+            command.config_name,
+            command.overrides,
+            command.config_dir,
+            described=described,
+        )
 
 
 def evaluate(request: RunRequest) -> Measurement:

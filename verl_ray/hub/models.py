@@ -54,7 +54,9 @@ WEIGHTS = ("model*.safetensors",)
 # ------------------------------------------------------------------- which commit it is
 
 
-def pinned_models(config: C, recorded: Mapping[str, Any]) -> tuple[C, list[Problem]]:
+def pinned_models(
+    config: C, recorded: Mapping[str, Any], *, needs_weights: bool = True
+) -> tuple[C, list[Problem]]:
     """Return a configuration in which every model of the hub has its commit.
 
     The files of these models besides weights are in the cache then. Models that cannot
@@ -64,6 +66,8 @@ def pinned_models(config: C, recorded: Mapping[str, Any]) -> tuple[C, list[Probl
         config: Configuration of a run.
         recorded: Configuration in the checkpoint that the run continues from, as plain
             values. Its commits are those that are meant.
+        needs_weights: Whether a run here will read the weights, which must be in the
+            cache where the hub does not answer.
     """
     tree = to_tree(config)
     sections_before = model_sections(recorded)
@@ -84,7 +88,7 @@ def pinned_models(config: C, recorded: Mapping[str, Any]) -> tuple[C, list[Probl
         if meant not in commits and meant not in problems:
             try:
                 snapshot = find_snapshot(path, revision, "model")
-                _bring_settings(snapshot)
+                _bring_settings(snapshot, needs_weights=needs_weights)
                 commits[meant] = snapshot.commit
             except HubError as error:
                 problems[meant] = problem_of(error, key, path, revision)
@@ -111,7 +115,7 @@ def problem_of(error: HubError, key: str, path: str, revision: str | None) -> Pr
     return Problem(f"{key}.path", path, error.rule, error.fix)
 
 
-def _bring_settings(snapshot: Snapshot) -> None:
+def _bring_settings(snapshot: Snapshot, *, needs_weights: bool) -> None:
     """Bring the small files of a model, and refuse one that cannot be used.
 
     Nothing is asked where the cache holds the whole model.
@@ -133,15 +137,15 @@ def _bring_settings(snapshot: Snapshot) -> None:
         raise HubError(snapshot.repository, rule, fix)
 
     if is_awaited(folder):
-        _refuse_absent_weights(snapshot)
+        _refuse_absent_weights(snapshot, needs_weights=needs_weights)
 
 
-def _refuse_absent_weights(snapshot: Snapshot) -> None:
+def _refuse_absent_weights(snapshot: Snapshot, *, needs_weights: bool) -> None:
     """Refuse a model whose weights are neither on the hub nor all in the cache."""
     has_weights = not any(snapshot.folder.glob("*.bin"))
     if is_reachable():
         has_weights = bool(sizes_of(snapshot, WEIGHTS))
-    elif has_weights:
+    elif has_weights and needs_weights:
         raise not_cached(snapshot.repository, snapshot.commit, "model")
 
     if not has_weights:

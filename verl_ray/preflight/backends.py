@@ -24,10 +24,11 @@ def backend_problems(config: Config, machine: Machine | None) -> Iterator[Proble
 
     Args:
         config: Configuration of the run.
-        machine: Machine that must have the packages. None does not check them.
+        machine: Machine that must have the packages, which are checked on this one
+            alone. None stands for another cluster.
     """
-    # The packages of a cluster's nodes cannot be seen from here.
-    if machine is not None:
+    # The packages of other machines cannot be seen from here.
+    if machine is not None and not machine.is_described:
         yield from _package_problems(config)
 
     for name, role in config.model_roles.items():

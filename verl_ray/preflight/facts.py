@@ -89,24 +89,29 @@ def facts_of(
 def facts_here(
     config: Config, machine: Machine | None, *, learns: bool = True
 ) -> ClusterFacts:
-    """Return the facts of a run that would start on this machine.
+    """Return the facts of a run that would start on a machine.
 
     The newest checkpoint is assumed to be whole, since nothing is read in full.
 
     Args:
         config: Configuration of the run.
-        machine: This machine. None stands for a cluster of which nothing is known yet;
-            it is assumed to have one core.
+        machine: This machine, or one that was described, of whose folders nothing is
+            known. None stands for a cluster of which nothing is known yet; it is
+            assumed to have one core.
         learns: Whether the run trains. False stands for an evaluation alone.
     """
     if machine is None:
         machine = UNKNOWN_MACHINE
 
+    checkpoint = None
+    if not machine.is_described:
+        checkpoint = _newest_checkpoint(config)
+
     return facts_of(
         config,
         cores=[machine.cores] * machine.nodes,
         gpus=[machine.gpus] * machine.nodes,
-        checkpoint=_newest_checkpoint(config),
+        checkpoint=checkpoint,
         learns=learns,
         gpu_memory_bytes=machine.gpu_memory_bytes,
     )

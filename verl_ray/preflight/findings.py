@@ -1,10 +1,12 @@
-"""Checks that need this machine: whether everything exists that a configuration names.
+"""Checks that read files: whether everything exists that a configuration names.
 
 Invariant: nothing is started, imported from a user or read in full. The checks take
 seconds at most, and torch is not needed.
 
 Here are the run's own folder, its data, its graders and its endpoints. Models and
-resources have modules of their own (`model_directories.py`, `resources.py`).
+resources have modules of their own (`model_directories.py`, `resources.py`). For a
+machine that was described, what only concerns this one is left out: packages, folders,
+ports and tokens.
 
 Deliberately not here: rules over the configuration alone (`verl_ray.config.rules`).
 """
@@ -56,31 +58,43 @@ class Findings:
 
 
 def preflight(
-    config: Config, machine: Machine | None, *, evaluates: bool = False
+    config: Config,
+    machine: Machine | None,
+    *,
+    evaluates: bool = False,
+    reads_data: bool = True,
 ) -> Findings:
     """Check a run before anything starts.
 
     Args:
         config: Configuration of the run.
-        machine: Machine that must hold the run. None leaves out what depends on it.
+        machine: Machine that must hold the run: this one, or one that was described.
+            None leaves out what depends on it.
         evaluates: Whether the command only evaluates. It then makes no inputs, so the
             run's own inputs must exist.
+        reads_data: Whether data and reward functions will be read as well. A run on
+            this machine needs them in any case.
     """
     # What a run needs depends on what each `auto` will stand for.
     planned = resolve(config, facts_here(config, machine, learns=not evaluates))
 
     # Causes come before their consequences, such as a missing model before its memory.
     findings = Findings()
-    findings.problems += _installed_problems()
-    findings.problems += _inputs_problems(config, evaluates)
-    findings.problems += _data_problems(config)
-    findings.problems += _run_dir_problems(config)
+    starts_here = machine is None or not machine.is_described
+    if starts_here:
+        findings.problems += _installed_problems()
+        findings.problems += _inputs_problems(config, evaluates)
+    needs_data = starts_here or reads_data
+    if needs_data:
+        findings.problems += _data_problems(config)
+    if starts_here:
+        findings.problems += _run_dir_problems(config)
     findings.problems += model_problems(planned, machine)
     findings.problems += backend_problems(planned, machine)
-    findings.problems += _grader_problems(config, machine)
+    findings.problems += _grader_problems(config, machine, needs_data=needs_data)
 
     wandb_problem = credentials_problem(config.tracking.wandb)
-    if wandb_problem is not None:
+    if wandb_problem is not None and starts_here:
         findings.problems.append(wandb_problem)
 
     if planned.rollout_task is not None:
@@ -109,19 +123,22 @@ def _installed_problems() -> Iterator[Problem]:
         yield Problem("the environment", torch, rule, fix)
 
 
-def _grader_problems(config: Config, machine: Machine | None) -> Iterator[Problem]:
+def _grader_problems(
+    config: Config, machine: Machine | None, *, needs_data: bool
+) -> Iterator[Problem]:
     """Yield functions that cannot be found, and services with a wrong URL or token."""
     for key, grader in config.active_graders(learns=True).items():
         functions = grader.named_functions or {}
-        yield from spec_problems(functions, f"{key}.functions")
+        if needs_data:
+            yield from spec_problems(functions, f"{key}.functions")
 
         service = grader.as_service
         if service is not None:
             problem = url_problem(service.url, f"{key}.url")
             if problem is not None:
                 yield problem
-            # The machines of another cluster have an environment of their own.
-            if machine is not None:
+            # Other machines have an environment of their own.
+            if machine is not None and not machine.is_described:
                 fix = "Set it to the token that the service expects."
                 yield from _token_problems(f"{key}.token_env", service.token_env, fix)
 
@@ -214,7 +231,9 @@ def _endpoint_problems(
     """Yield what prevents the replicas from listening on this machine."""
     endpoint = config.rollout.endpoint
     address = _address(endpoint.host)
-    if not endpoint.enabled or machine is None or address is None:
+    if not endpoint.enabled or address is None:
+        return
+    if machine is None or machine.is_described:
         return
 
     fix = "Set it to the token that clients must send."

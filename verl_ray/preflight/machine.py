@@ -44,12 +44,21 @@ class Machine:
     gpu: Gpu | None = None
     """The kind of its GPUs, for a machine that was described; None for this one."""
     link_bytes_per_s: float | None = None
-    """To another node and at the same time from it, each; None if it is not known."""
+    """From each GPU to other nodes and at the same time from them, each; from the node
+    where it has no GPU. None if it is not known."""
+    assumed: tuple[str, ...] | None = None
+    """What a description leaves out, with the value that stands for it; None for this
+    machine."""
 
     @property
     def is_described(self) -> bool:
         """Whether this is another machine than the one that the command runs on."""
-        return self.gpu is not None
+        return self.assumed is not None
+
+    @property
+    def in_words(self) -> str:
+        """The machine as the subject of a sentence."""
+        return "the machine" if self.is_described else "this machine"
 
     @property
     def total_gpus(self) -> int:

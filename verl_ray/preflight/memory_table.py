@@ -43,34 +43,42 @@ def print_tables(*tables: RenderableType) -> None:
 class _MemoryTables:
     """The table of a memory plan, which becomes two where it would be too wide."""
 
-    def __init__(self, plan: MemoryPlan) -> None:
+    def __init__(self, plan: MemoryPlan, nodes: int) -> None:
         self._plan = plan
+        self._nodes = nodes
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[RenderableType]:
-        whole = _table(self._plan, _PARTS, self._plan.phases)
+        whole = _table(self._plan, _PARTS, self._plan.phases, self._nodes)
         if console.measure(whole, options=options.update(width=_WIDEST)).maximum <= (
             options.max_width
         ):
             yield whole
             return
 
-        yield _table(self._plan, _PARTS, ())
-        yield _table(self._plan, (), self._plan.phases)
+        yield _table(self._plan, _PARTS, (), self._nodes)
+        yield _table(self._plan, (), self._plan.phases, self._nodes)
 
 
-def memory_table(plan: MemoryPlan) -> RenderableType:
-    """Return the memory of one rank of each role, and of a device and the host.
+def memory_table(plan: MemoryPlan, *, nodes: int = 1) -> RenderableType:
+    """Return the memory of one rank of each role, and of a device and the hosts.
 
     A row of a role has the largest size of each part in any phase, and the memory that
     the role needs in each phase while it computes.
+
+    Args:
+        plan: Memory plan of a run.
+        nodes: Number of hosts, whose memory is shown as a sum.
     """
-    return _MemoryTables(plan)
+    return _MemoryTables(plan, nodes)
 
 
 def _table(
-    plan: MemoryPlan, parts: tuple[MemoryPart, ...], phases: tuple[Phase, ...]
+    plan: MemoryPlan,
+    parts: tuple[MemoryPart, ...],
+    phases: tuple[Phase, ...],
+    nodes: int,
 ) -> Table:
     """Return a table with some of the parts, and some of the phases."""
     phase, most = plan.fullest(on_device=plan.on_gpus)
@@ -110,7 +118,8 @@ def _table(
         of_device = [_text(plan.device_bytes(phase), unit) for phase in phases]
         table.add_row("device", *blank, *of_device)
     of_host = [_text(plan.host_bytes(phase), unit) for phase in phases]
-    table.add_row("host", *blank, *of_host)
+    hosts = "host" if nodes == 1 else f"{nodes} hosts"
+    table.add_row(hosts, *blank, *of_host)
     return table
 
 

@@ -21,8 +21,10 @@ from verl_ray.models.names import TYPE_NAMES
 from verl_ray.models.settings import not_computed, wrong_value
 from verl_ray.models.tensor_shapes import described_tensors
 from verl_ray.preflight.model_files import (
+    absent_weights,
     config_json,
     damaged_weights,
+    has_tokenizer,
     is_awaited,
     raw_config_json,
     tensor_shapes,
@@ -35,7 +37,12 @@ if TYPE_CHECKING:
 
 
 def content_problems(
-    key: str, path: str, *, head: HeadKind, is_judge: bool
+    key: str,
+    path: str,
+    *,
+    head: HeadKind,
+    is_judge: bool,
+    needs_files: bool = True,
 ) -> Iterator[Problem]:
     """Yield what is wrong in a model directory that has a config.json.
 
@@ -44,9 +51,13 @@ def content_problems(
         path: The directory.
         head: Head of the model in its role.
         is_judge: Whether vLLM alone loads the model, which knows more of them.
+        needs_files: Whether weights and tokenizer must be here. Those that are here are
+            looked at in any case.
     """
     yield from _setting_problems(key, path, is_judge=is_judge)
-    yield from _file_problems(key, path, head=head, is_judge=is_judge)
+    yield from _file_problems(
+        key, path, head=head, is_judge=is_judge, needs_files=needs_files
+    )
     yield from _vocabulary_problems(key, path)
 
 
@@ -73,12 +84,12 @@ def _setting_problems(key: str, path: str, *, is_judge: bool) -> Iterator[Proble
 
 
 def _file_problems(
-    key: str, path: str, *, head: HeadKind, is_judge: bool
+    key: str, path: str, *, head: HeadKind, is_judge: bool, needs_files: bool
 ) -> Iterator[Problem]:
     """Yield a problem if weights or tokenizer are missing, or of another model."""
     directory = Path(path)
     # Weights that the hub still has are looked at once they are here.
-    are_awaited = is_awaited(path)
+    are_awaited = is_awaited(path) or (not needs_files and absent_weights(path))
     if not are_awaited and not any(directory.glob("*.safetensors")):
         rule = "this directory has no *.safetensors"
         yield Problem(key, path, rule, "Save the weights as safetensors.")
@@ -103,7 +114,7 @@ def _file_problems(
         )
         yield Problem(key, path, rule, fix)
 
-    if not any((directory / name).is_file() for name in VOCABULARY_FILES):
+    if needs_files and not has_tokenizer(path):
         rule = "this directory has no tokenizer"
         fix = f"Put the model's tokenizer beside it ({either(VOCABULARY_FILES)})."
         yield Problem(key, path, rule, fix)

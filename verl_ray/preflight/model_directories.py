@@ -47,10 +47,12 @@ def model_problems(config: Config, machine: Machine | None) -> Iterator[Problem]
 
     Args:
         config: Configuration of the run.
-        machine: Machine that engines run on; None if it is not known yet.
+        machine: Machine that the run is for; None if it is not known yet. For one that
+            was described, config.json is all that must be here.
     """
+    needs_files = machine is None or not machine.is_described
     for key, path in _model_paths(config).items():
-        yield from _directory_problems(key, path, config)
+        yield from _directory_problems(key, path, config, needs_files=needs_files)
 
     yield from _value_head_problems(config)
     yield from _expert_problems(config)
@@ -80,7 +82,9 @@ def _model_paths(config: Config) -> dict[str, str]:
 # ------------------------------------------------------------------------ one directory
 
 
-def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem]:
+def _directory_problems(
+    key: str, path: str, config: Config, *, needs_files: bool
+) -> Iterator[Problem]:
     """Yield what a model directory lacks."""
     # What the hub says about it is a problem already.
     if is_hub_id(path):
@@ -105,7 +109,9 @@ def _directory_problems(key: str, path: str, config: Config) -> Iterator[Problem
     # vLLM computes a judge, and knows more families.
     is_judge = role in config.judges
     head = _head_of(path, config)
-    yield from content_problems(key, path, head=head, is_judge=is_judge)
+    yield from content_problems(
+        key, path, head=head, is_judge=is_judge, needs_files=needs_files
+    )
 
     # A grader reads rows of its own tokenizer. Those that are too long get no score,
     # and are counted.

@@ -18,6 +18,7 @@ from verl_ray.config.preparation import PrepareConfig, TinyModelConfig
 from verl_ray.config.schema import Config
 from verl_ray.data import word_problems
 from verl_ray.data.arithmetic import ALPHABET
+from verl_ray.data.tokenizers import VOCABULARY_FILES
 from verl_ray.hub.names import snapshot_at
 from verl_ray.models.families import (
     EMBEDDINGS,
@@ -100,9 +101,9 @@ def shapes_of(path: str, config: Config) -> dict[str, list[int]]:
 def tensor_shapes(path: str) -> dict[str, list[int]]:
     """Return the shape of every tensor in a directory's safetensors by its name.
 
-    Where the hub still has weights of it, they are those that config.json describes.
+    Without weights, or without all of them, they are those that config.json describes.
     """
-    if is_awaited(path):
+    if absent_weights(path):
         return _described_shapes(config_json(path))
     return {name: tensor["shape"] for name, tensor in _tensors(path)}
 
@@ -117,6 +118,11 @@ def _described_shapes(settings: Mapping[str, object]) -> dict[str, list[int]]:
         number = len(labels) if isinstance(labels, dict) else 2
         shapes[VALUE_HEAD] = [number, *shapes.get(EMBEDDINGS, [0, 0])[1:]]
     return shapes
+
+
+def has_tokenizer(path: str) -> bool:
+    """Return whether a directory has the vocabulary of a tokenizer."""
+    return any((Path(path) / name).is_file() for name in VOCABULARY_FILES)
 
 
 def is_awaited(path: str) -> bool:

@@ -43,9 +43,11 @@ def resource_problems(config: Config, machine: Machine | None) -> Iterator[Probl
 
     Args:
         config: Configuration of the run, resolved for this machine.
-        machine: Machine that must hold the run. None checks only the disk.
+        machine: Machine that must hold the run. None checks only the disk, of which a
+            description says nothing.
     """
-    yield from _disk_problems(config)
+    if machine is None or not machine.is_described:
+        yield from _disk_problems(config)
     if machine is None:
         return
 
@@ -137,19 +139,39 @@ def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
             )
             yield Problem("rollout.tensor_parallel", parallel, rule, fix)
 
+    if machine.nodes > 1:
+        yield from _node_problems(config, machine)
+
     ranks = _ranks(config)
     needed = sum(ranks.values())
-    if needed > machine.gpus:
+    if needed > machine.total_gpus:
         largest = max(ranks, key=lambda name: ranks[name])
         rule = (
-            f"the run needs {needed} GPUs ({_as_sum(ranks)}), and this machine has"
-            f" {machine.gpus}"
+            f"the run needs {needed} GPUs ({_as_sum(ranks)}), and {machine.in_words}"
+            f" has {machine.total_gpus}"
         )
         fix = (
-            f"Lower it by {needed - machine.gpus}, choose placement=colocated, or set"
-            " ray.address to a cluster."
+            f"Lower it by {needed - machine.total_gpus}, choose placement=colocated, or"
+            f" {_larger(machine)}."
         )
         yield Problem(_ranks_key(largest, config), ranks[largest], rule, fix)
+
+
+def _node_problems(config: Config, machine: Machine) -> Iterator[Problem]:
+    """Yield engines with more ranks than a node has GPUs."""
+    for engine in config.engines.values():
+        parallel = engine.config.tensor_parallel
+        if parallel > machine.gpus:
+            rule = f"the ranks of an engine share a node, which has {machine.gpus} GPUs"
+            key = f"{engine.section}.tensor_parallel"
+            yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
+
+
+def _larger(machine: Machine) -> str:
+    """Return what to do about a machine that is too small, after "or"."""
+    if machine.is_described:
+        return "describe a larger machine"
+    return "set ray.address to a cluster"
 
 
 def _cpu_warnings(config: Config, machine: Machine) -> Iterator[str]:
@@ -161,10 +183,11 @@ def _cpu_warnings(config: Config, machine: Machine) -> Iterator[str]:
         threads = config.run.threads_per_rank
 
     busy = sum(ranks.values()) * threads
-    if busy > machine.cores:
+    cores = machine.nodes * machine.cores
+    if busy > cores:
         yield (
             f"{busy} threads compute at once ({_as_sum(ranks)}, {threads} per rank) on"
-            f" {machine.cores} cores: the run works, slower than with fewer ranks"
+            f" {cores} cores: the run works, slower than with fewer ranks"
             " (num_ranks, rollout.num_replicas, run.threads_per_rank)"
         )
 
@@ -202,7 +225,7 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
 
 def _shared_memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     """Yield a problem if /dev/shm is too small."""
-    needed = _shared_memory_bytes(config)
+    needed = _shared_memory_bytes(config, machine.nodes)
     if needed <= machine.shm_free_bytes:
         return
 
@@ -219,11 +242,14 @@ def _shared_memory_problems(config: Config, machine: Machine) -> Iterator[Proble
     yield Problem("/dev/shm", free, rule, fix)
 
 
-def _shared_memory_bytes(config: Config) -> int:
-    """Return the shared memory for a step's rows, and for the weights on their way."""
+def _shared_memory_bytes(config: Config, nodes: int) -> int:
+    """Return a node's shared memory, which its rows and the weights travel through.
+
+    The rows of a step are shared out over the nodes.
+    """
     sizes = batch_algebra(config)
     rows = sizes.rows * sizes.max_row_tokens * BYTES_PER_TOKEN_OF_A_ROW
-    object_store = max(rows, OBJECT_STORE_FLOOR_BYTES)
+    object_store = max(rows // nodes, OBJECT_STORE_FLOOR_BYTES)
     if config.rollout_task is None:
         return object_store
     return object_store + wire_bytes(config.rollout_task)
@@ -253,11 +279,13 @@ def _host_memory_problems(
 ) -> Iterator[Problem]:
     """Yield a problem if the machine has too little memory, with what takes most."""
     phase, needed = plan.fullest(on_device=False, certain=True)
-    if needed <= machine.memory_bytes:
+    # The fullest of equal nodes holds at least its share.
+    memory_bytes = machine.nodes * machine.memory_bytes
+    if needed <= memory_bytes:
         return
 
     at_least = f"at least {needed / GIB:.1f} GiB"
-    available = f"This machine has {machine.memory_bytes / GIB:.1f} GiB"
+    available = f"{machine.in_words.capitalize()} has {memory_bytes / GIB:.1f} GiB"
 
     # Fewer processes help if these take more than half of the memory by themselves.
     if 2 * sum(group.nbytes for group in plan.processes) > needed:
@@ -269,7 +297,7 @@ def _host_memory_problems(
             f"{kinds.total()} processes ({_as_sum(kinds)}) and what they hold take"
             f" {at_least}"
         )
-        fix = f"{available}: use fewer, or set ray.address to a cluster."
+        fix = f"{available}: use fewer, or {_larger(machine)}."
         yield Problem(most.key, most.value, rule, fix)
         return
 
