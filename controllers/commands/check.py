@@ -133,7 +133,8 @@ def checked_config(
     composition = examine(config_name, overrides, config_dir, evaluates=evaluates)
     config = composition.config
     problems = list(composition.problems)
-    findings, machine = Findings(), None
+    findings = Findings()
+
     # The machine is checked in any case, so that all problems come together.
     if config is not None:
         machine = described or machine_of(config)

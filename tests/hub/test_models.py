@@ -81,6 +81,23 @@ def test_a_model_is_pinned_then_checked_by_its_small_files_then_fetched(
     )
 
 
+def test_another_machine_needs_no_weights_of_the_hub(
+    hub: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub.commit("me/tiny", model)
+    config, problems = pinned_models(config_of(), {}, needs_weights=False)
+    assert problems == [] and is_awaited(config.model.folder)
+    brought = [request for request in hub.requests if request.startswith("GET /me/")]
+    assert any("config.json" in request for request in brought)
+    assert not any(".safetensors" in request for request in brought)
+
+    # Nor does it without a network, where a run here would need them.
+    point_to("http://127.0.0.1:9", monkeypatch)
+    forget()
+    assert pinned_models(config_of(), {}, needs_weights=False) == (config, [])
+    assert "does not hold all of it" in problem().rule
+
+
 def test_a_resumed_run_keeps_its_commit_and_asks_nobody(
     hub: HubServer, model: Path
 ) -> None:

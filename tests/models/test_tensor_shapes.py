@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.preflight.published import PARAMETERS, published
 from verl_ray.models.names import checkpoint_tensors
 from verl_ray.models.tensor_shapes import described_tensors
 from verl_ray.models.weights import parameters_on_meta
+from verl_ray.preflight.model_files import config_json
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32, "intermediate_size": 48, "vocab_size": 20, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -26,10 +29,14 @@ EXPERTS = {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 
         ("llama", {"tie_word_embeddings": True}),
         ("gemma", {}),
         ("gemma", {"attention_bias": True}),
+        ("gemma", {"tie_word_embeddings": False}),
         ("qwen2", {"head_dim": 8}),
+        ("qwen2", {"head_dim": 8, "tie_word_embeddings": True}),
         ("qwen3", {}),
         ("qwen3", {"attention_bias": True}),
+        ("qwen3", {"tie_word_embeddings": True}),
         ("qwen3_moe", EXPERTS),
+        ("qwen3_moe", EXPERTS | {"attention_bias": True, "tie_word_embeddings": True}),
         ("qwen3_moe", EXPERTS | {"mlp_only_layers": [3], "decoder_sparse_step": 2}),
     ],
 )
@@ -44,6 +51,12 @@ def test_tensors_are_those_of_the_model(family: str, settings: dict[str, Any]) -
         for tensor in checkpoint_tensors(name, parameter.shape)
     }
     assert dict(described_tensors(config.to_dict())) == built
+
+
+@pytest.mark.parametrize(("name", "parameters"), PARAMETERS.items())
+def test_published_models_have_their_published_size(name: str, parameters: int) -> None:
+    shapes = dict(described_tensors(config_json(published(name))))
+    assert sum(math.prod(shape) for shape in shapes.values()) == parameters
 
 
 def test_defaults_of_a_family_are_not_guessed() -> None:

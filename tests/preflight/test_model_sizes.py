@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from controllers.compose.composition import compose
+from tests.preflight.models import LLAMA, write_model
+from tests.preflight.published import published
 from verl_ray.config.preparation import TinyModelConfig
 from verl_ray.preflight.model_sizes import size_of
 
@@ -41,3 +44,35 @@ def test_what_is_said_of_a_model_before_it_is_made_is_true_of_it(
     )
     assert before.outside_layers == 48 + 14 * 48 * (1 if tie or head == "value" else 2)
     assert before.adapter == 2 * (48 + 128 + 80 + 48) and before.tied == tie
+
+
+EXPERTS = LLAMA | {
+    "model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 48,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", [LLAMA, EXPERTS])
+@pytest.mark.parametrize("head", ["policy", "value"])
+def test_config_json_alone_says_the_same_as_the_weights(
+    tmp_path: Path, model: Path, settings: dict[str, object], head: str
+) -> None:
+    config = compose("quickstart")
+    folder = write_model(tmp_path / "model", model, settings)
+    adapted = ("q_proj", "down_proj")
+    whole = size_of(str(folder), config, head, adapted)  # type: ignore[arg-type]
+    (folder / "model.safetensors").unlink()
+    assert size_of(str(folder), config, head, adapted) == whole  # type: ignore[arg-type]
+    assert whole.parameters > 3 * 128 * 128
+
+    # An index names files of which none has arrived.
+    index = {"weight_map": {"lm_head.weight": "model-00001-of-00002.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert size_of(str(folder), config, head, adapted) == whole  # type: ignore[arg-type]
+
+
+def test_experts_are_counted_apart() -> None:
+    size = size_of(published("Qwen3-30B-A3B"), compose("quickstart"), "policy")
+    # 48 layers of 128 experts with three matrices of 2048 x 768.
+    assert size.in_experts == 48 * 128 * 3 * 2048 * 768
+    # Beside the layers: embedding and head of 151,936 tokens, and the last norm.
+    assert size.outside_layers == 2 * 151_936 * 2048 + 2048 and not size.tied

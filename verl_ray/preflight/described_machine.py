@@ -177,12 +177,12 @@ def _parts(text: str, problems: list[Problem]) -> dict[str, str]:
 
 
 def _count(key: str, word: str, least: int, most: int, problems: list[Problem]) -> int:
-    """Return a whole number; the least one if it is none, which is a problem."""
+    """Return a whole number; the greatest one if it is none, which is a problem."""
     if re.fullmatch(r"[0-9]{1,9}", word) and least <= int(word) <= most:
         return int(word)
     rule = f"this is a whole number from {least} to {most}"
     problems.append(_problem(f"{key}={word}", rule, f"Write {key}={max(least, 8)}."))
-    return least
+    return most
 
 
 def _amount(
