@@ -162,6 +162,7 @@ def _of_keys_and_values(inputs: Inputs) -> list[Mistake]:
             "the task rl has no section sft",
         ),
         ("an engine that does not exist", "backend=deepspeed", "fsdp"),
+        ("a GPU without its memory", "--machine=gpus=8,gpu=H100", "mean H100-80G?"),
     ]
     return [
         Mistake(name, _check(inputs, override), fix) for name, override, fix in table
