@@ -112,8 +112,8 @@ def test_auto_counts_all_nodes(data: Path) -> None:
     config = ppo(Path(published("Qwen3-8B")), data)
     facts = facts_here(config, parse_machine(f"nodes=64,{H100},cores=100"))
     assert (facts.nodes, facts.cores, facts.gpus) == (64, 100, 512)
-    # 8,190,735,360 parameters in float32, from config.json alone.
-    assert facts.sent_bytes == 4 * 8_190_735_360
+    # From config.json alone.
+    assert facts.sent_parameters == 8_190_735_360
 
 
 def test_gpus_of_all_nodes_are_counted(data: Path) -> None:

@@ -80,6 +80,7 @@ ON_NODE = ON_LAPTOP | {
     "rollout.sync.probe_tolerance": "measured",
     **{f"{role}.backend.dtype": "bfloat16" for role in ROLES},
     # The memory of these GPUs is not known, so everything saves memory.
+    **{f"{role}.backend.micro_batch_tokens_per_rank": 4096 for role in ROLES},
     "actor.backend.activation_checkpointing": True,
     "critic.backend.activation_checkpointing": True,
     "rollout.dtype": "bfloat16",
@@ -176,7 +177,7 @@ def test_a_supervised_run_has_fewer_settings() -> None:
         role = "actor" if root == "sft" else "reward"
         assert values(config, NODE) == {
             f"{role}.backend.dtype": "bfloat16",
-            f"{role}.backend.micro_batch_tokens_per_rank": 8192,
+            f"{role}.backend.micro_batch_tokens_per_rank": 4096,
             f"{role}.backend.activation_checkpointing": True,
             "run.resume": "none",
             "run.threads_per_rank": {"trainers": 32, "engines": 64, "graders": 1},

@@ -32,7 +32,7 @@ errors of the estimates.
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0
 
-MICRO_BATCH_TOKENS = (32768, 16384, 8192)
+MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096)
 """Sizes of micro-batches on GPUs. Fewer, larger ones gather a layer's weights less
 often."""
 
@@ -137,22 +137,27 @@ def device_values(config: Config, device: Device) -> Iterator[DeviceValue]:
         device: Device that the run computes on.
     """
     level_keys = list(_level_keys(config))
-    engines = [
-        engine
-        for engine in config.engines.values()
+    engines = {
+        name: engine
+        for name, engine in config.engines.items()
         if engine.config.kv_cache_gib == "auto"
-    ]
+    }
 
     level = ON_CPU
     caches = [CPU_KV_CACHE_GIB] * len(engines)
     because = "the run computes on a CPU"
     if device.is_gpu:
-        search = _Search(config, device, level_keys)
+        search = _Search(config, device, level_keys, engines)
         level, caches, because = search.fastest()
 
     for key, value in level.changes(config, level_keys).items():
         yield key, value, because
-    for engine, cache_gib in zip(engines, caches, strict=True):
+
+    for engine, cache_gib in zip(engines.values(), caches, strict=True):
+        _, most = _cache_bounds(engine, config)
+        if device.is_gpu:
+            size = "as much as its rows of a step can use" if cache_gib >= most else ""
+            because = size or f"all its rows could use {most:.1f}, and no more is free"
         yield f"{engine.section}.kv_cache_gib", cache_gib, because
 
 
@@ -184,16 +189,16 @@ class _Search:
     """The search for the fastest level that fits a GPU."""
 
     def __init__(
-        self, config: Config, device: Device, level_keys: Sequence[str]
+        self,
+        config: Config,
+        device: Device,
+        level_keys: Sequence[str],
+        engines: Mapping[str, ServedModel],
     ) -> None:
         self._config = config
         self._device = device
         self._level_keys = level_keys
-        self._engines = {
-            name: engine
-            for name, engine in config.engines.items()
-            if engine.config.kv_cache_gib == "auto"
-        }
+        self._engines = engines
 
     def fastest(self) -> tuple[Level, list[float], str]:
         """Return the level, the KV cache of each engine in GiB, and why."""
@@ -237,7 +242,7 @@ class _Search:
                 if plan.by_role[name][phase].of("cache")
             ]
             available_gib = (usable - max(cached)) / GIB
-            least, most = self._cache_bounds(engine)
+            least, most = _cache_bounds(engine, self._config)
             if available_gib < max(least, share * most):
                 return None
             caches.append(max(least, math.floor(100 * min(available_gib, most)) / 100))
@@ -252,18 +257,30 @@ class _Search:
 
     def _small_caches(self) -> list[float]:
         """Return caches in GiB that hold a row, and no more than is modest."""
-        bounds = [self._cache_bounds(engine) for engine in self._engines.values()]
+        engines = self._engines.values()
+        bounds = [_cache_bounds(engine, self._config) for engine in engines]
         return [max(least, min(most, UNKNOWN_KV_CACHE_GIB)) for least, most in bounds]
 
-    def _cache_bounds(self, engine: ServedModel) -> tuple[float, float]:
-        """Return the least and the largest useful KV cache of an engine, in GiB."""
-        row_bytes = row_cache_bytes(engine, settings_of(engine.path, self._config))
-        if row_bytes is None:
-            return LEAST_KV_CACHE_GIB, UNKNOWN_KV_CACHE_GIB
 
-        rows = -(-self._config.rows_per_step // engine.replicas)
-        at_once = min(rows, VLLM_BATCHED_REQUESTS)
-        # vLLM counts in blocks, which hold a little more than a row.
-        row_gib = math.ceil(100 * CACHE_PER_ROW * row_bytes / GIB) / 100
-        least = max(LEAST_KV_CACHE_GIB, row_gib)
-        return least, max(least, at_once * row_gib)
+def least_cache_gib(engine: ServedModel, config: Config) -> float:
+    """Return the smallest KV cache of an engine that holds a row, in GiB."""
+    least, _ = _cache_bounds(engine, config)
+    return least
+
+
+def _cache_bounds(engine: ServedModel, config: Config) -> tuple[float, float]:
+    """Return the least and the largest useful KV cache of an engine, in GiB."""
+    row_bytes = row_cache_bytes(engine, settings_of(engine.path, config))
+    if row_bytes is None:
+        return LEAST_KV_CACHE_GIB, UNKNOWN_KV_CACHE_GIB
+
+    rows = -(-config.rows_per_step // engine.replicas)
+    at_once = min(rows, VLLM_BATCHED_REQUESTS)
+    # vLLM counts in blocks, which hold a little more than a row.
+    row_gib = CACHE_PER_ROW * row_bytes / GIB
+    least = max(LEAST_KV_CACHE_GIB, _rounded_up(row_gib))
+    return least, max(least, _rounded_up(at_once * row_gib))
+
+
+def _rounded_up(gib: float) -> float:
+    return math.ceil(100 * gib) / 100

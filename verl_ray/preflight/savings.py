@@ -1,0 +1,143 @@
+"""The cheapest change of settings with which a run fits its GPUs.
+
+Invariant: the change obeys every rule, and the memory plan of the changed configuration
+fits. Deliberately not here: the values of `auto`, which fit already
+(`device_defaults.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from verl_ray.config.algebra import row_tokens_per_rank
+from verl_ray.config.rules import rule_violations
+from verl_ray.config.schema import Config
+from verl_ray.preflight.device_defaults import Changes, least_cache_gib, with_changes
+from verl_ray.preflight.memory_plan import memory_plan
+
+
+def cheapest_change(config: Config, memory_bytes: int) -> Changes | None:
+    """Return the settings to change so that the prediction fits, by key.
+
+    A single kind of change is preferred, then as few as possible of them together, in
+    the order of `SAVINGS`.
+
+    Args:
+        config: Resolved configuration of the run.
+        memory_bytes: Memory of a GPU.
+
+    Returns:
+        The changes; None if no combination fits.
+    """
+    savings = [changes for saving in SAVINGS if (changes := dict(saving(config)))]
+
+    for changes in savings:
+        if _fits(config, changes, memory_bytes):
+            return changes
+
+    together: dict[str, object] = {}
+    for changes in savings:
+        together |= changes
+    if not _fits(config, together, memory_bytes):
+        return None
+
+    # The dearest ones go first where the others are enough.
+    for changes in reversed(savings):
+        fewer = {key: together[key] for key in together if key not in changes}
+        if _fits(config, fewer, memory_bytes):
+            together = fewer
+    return together
+
+
+def in_words(changes: Changes) -> str:
+    """Return changes as overrides; roles that share a value share an override."""
+    shared: dict[tuple[str, object], list[str]] = {}
+    for key, value in changes.items():
+        _, separator, setting = key.partition(".backend.")
+        name = f"backend.{setting}" if separator else key
+        shared.setdefault((name, value), []).append(key)
+
+    words = []
+    for (name, value), keys in shared.items():
+        # A single role keeps its own key.
+        key = name if len(keys) > 1 else keys[0]
+        text = str(value).lower() if isinstance(value, bool) else str(value)
+        words.append(f"{key}={text}")
+    return " ".join(words)
+
+
+def _fits(config: Config, changes: Changes, memory_bytes: int) -> bool:
+    changed = with_changes(config, changes)
+    if set(map(str, rule_violations(changed))) - set(map(str, rule_violations(config))):
+        return False
+    _, needed = memory_plan(changed, on_gpus=True).fullest(on_device=True)
+    return needed <= memory_bytes
+
+
+# ----------------------------------------------------- changes, the cheapest ones first
+
+
+def _sharded_sums(config: Config) -> Iterator[tuple[str, object]]:
+    for name in config.learners:
+        if getattr(config.model_roles[name].backend, "accumulate", None) == "whole":
+            yield f"{name}.backend.accumulate", "sharded"
+
+
+def _smaller_micro_batches(config: Config) -> Iterator[tuple[str, object]]:
+    for name, role in config.model_roles.items():
+        longest = row_tokens_per_rank(config, name)
+        if role.backend.micro_batch_tokens_per_rank != longest:
+            yield f"{name}.backend.micro_batch_tokens_per_rank", longest
+
+
+def _smaller_caches(config: Config) -> Iterator[tuple[str, object]]:
+    for engine in config.engines.values():
+        least = least_cache_gib(engine, config)
+        cache_gib = engine.config.kv_cache_gib
+        if cache_gib != "auto" and cache_gib > least:
+            yield f"{engine.section}.kv_cache_gib", least
+
+
+def _offloading(config: Config) -> Iterator[tuple[str, object]]:
+    task = config.rollout_task
+    if task is not None and task.shares_processes and task.placement.offload != "all":
+        yield "placement.offload", "all"
+
+
+def _recomputation(config: Config) -> Iterator[tuple[str, object]]:
+    for name in config.learners:
+        backend = config.model_roles[name].backend
+        if getattr(backend, "activation_checkpointing", None) is False:
+            yield f"{name}.backend.activation_checkpointing", True
+        if getattr(backend, "recompute", "full") != "full":
+            yield f"{name}.backend.recompute", "full"
+
+
+def _bfloat16(config: Config) -> Iterator[tuple[str, object]]:
+    for name, role in config.model_roles.items():
+        if role.backend.dtype == "float32":
+            yield f"{name}.backend.dtype", "bfloat16"
+    for engine in config.engines.values():
+        if engine.config.dtype == "float32":
+            yield f"{engine.section}.dtype", "bfloat16"
+
+
+def _parameters_on_the_host(config: Config) -> Iterator[tuple[str, object]]:
+    for name, role in config.model_roles.items():
+        if getattr(role.backend, "host_parameters", None) is False:
+            yield f"{name}.backend.host_parameters", True
+
+
+Saving = Callable[[Config], Iterator[tuple[str, object]]]
+
+SAVINGS: tuple[Saving, ...] = (
+    _sharded_sums,
+    _smaller_micro_batches,
+    _smaller_caches,
+    _offloading,
+    _recomputation,
+    _bfloat16,
+    _parameters_on_the_host,
+)
+"""Kinds of changes. The first ones cost little time; the type of the computation is
+changed late, since it changes numbers; an optimizer on the host costs most."""
