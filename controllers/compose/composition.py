@@ -18,7 +18,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from controllers.compose.choices import choose, parse_overrides
 from controllers.compose.overrides import accept, set_value, touched_keys
-from controllers.compose.sources import backend_set_in_yaml, config_sources, options_of
+from controllers.compose.sources import (
+    backend_set_in_yaml,
+    config_sources,
+    roots_beside,
+)
 from controllers.compose.trees import (
     Tree,
     as_plain,
@@ -108,7 +112,7 @@ def _compose_into(
     evaluates: bool,
 ) -> None:
     """Fill `result` as far as possible, while Hydra knows the sources of configs."""
-    roots = options_of("")
+    roots = roots_beside(config_name)
     if config_name not in roots:
         rule = "no such root config"
         fix = did_you_mean(config_name, roots, "root config")

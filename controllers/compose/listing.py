@@ -18,10 +18,17 @@ WIDTH = 100
 # A folder with what root configs have in common, which is no choice.
 _COMMON_FOLDER = "base"
 
+RECIPES = "recipes"
+"""A folder with root configs of real models."""
+
 
 def root_configs() -> dict[str, str]:
     """Return the names that may follow --config-name, each with what it is."""
-    return _choices(importlib.resources.files("configs"))
+    folder = importlib.resources.files("configs")
+    recipes = {
+        f"{RECIPES}/{name}": about for name, about in _choices(folder / RECIPES).items()
+    }
+    return _choices(folder) | recipes
 
 
 def groups() -> dict[str, dict[str, str]]:
@@ -29,7 +36,7 @@ def groups() -> dict[str, dict[str, str]]:
     choices_of = {}
 
     for folder in importlib.resources.files("configs").iterdir():
-        if folder.is_dir() and folder.name != _COMMON_FOLDER:
+        if folder.is_dir() and folder.name not in (_COMMON_FOLDER, RECIPES):
             choices_of[folder.name] = _choices(folder)
 
     return {name: choices_of[name] for name in sorted(choices_of) if choices_of[name]}
@@ -73,7 +80,10 @@ def _choices(folder: Traversable) -> dict[str, str]:
 
 def _about(file: Traversable) -> str:
     """Return the comment that a YAML file begins with; empty if there is none."""
-    first_line, _, _ = file.read_text("utf-8").partition("\n")
-    if not first_line.startswith("#"):
+    lines = file.read_text("utf-8").splitlines()
+    # Hydra reads the place of its settings from the first line.
+    if lines and lines[0].startswith("# @package"):
+        del lines[0]
+    if not lines or not lines[0].startswith("#"):
         return ""
-    return first_line.removeprefix("#").strip()
+    return lines[0].removeprefix("#").strip()

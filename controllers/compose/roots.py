@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from controllers.compose.listing import RECIPES
 from verl_ray.errors import ConfigError, Problem
 from verl_ray.paths import path_suggestion, typed_path
 
@@ -47,9 +48,13 @@ def named_root(config_name: str, config_dir: str | None) -> tuple[str, str | Non
         return name, config_dir
 
     file = folder / f"{name}{_SUFFIX}"
-    if not file.is_file():
-        hint = "Give the path of a .yaml file, or the name of a root config."
-        rule = f"there is no file {file}"
-        fix = path_suggestion(file, hint)
-        raise ConfigError([Problem("--config-name", config_name, rule, fix)])
-    return name, str(folder)
+    if file.is_file():
+        return name, str(folder)
+
+    # The project has a folder of root configs, too.
+    if config_dir is None and folder == Path(RECIPES):
+        return f"{RECIPES}/{name}", None
+    hint = "Give the path of a .yaml file, or the name of a root config."
+    rule = f"there is no file {file}"
+    fix = path_suggestion(file, hint)
+    raise ConfigError([Problem("--config-name", config_name, rule, fix)])

@@ -135,6 +135,13 @@ def options_of(group: str) -> list[str]:
     return [name for name in options if not name.startswith("_")]
 
 
+def roots_beside(config_name: str) -> list[str]:
+    """Return the root configs in the folder of one, by the names that users type."""
+    folder = config_name.rpartition("/")[0]
+    prefix = f"{folder}/" if folder else ""
+    return [f"{prefix}{name}" for name in options_of(folder)]
+
+
 def backend_set_in_yaml(base: DictConfig, choices: Mapping[str, str]) -> list[Problem]:
     """Return a problem for each backend setting in the body of a user's root config.
 
