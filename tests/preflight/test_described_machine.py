@@ -167,6 +167,18 @@ def test_memory_of_the_hosts_is_that_of_all_nodes(data: Path) -> None:
     assert "The machine has 256.0 GiB" in found[1]["model.path"]
 
 
+def test_nodes_share_out_the_rows_of_a_step(data: Path) -> None:
+    # 4096 prompts x 1 row x 12,288 tokens x 32 bytes are 1.5 GiB.
+    rows = ["data.prompts_per_step=4096", "rollout.group_size=1"]
+    tokens = ["data.max_prompt_tokens=4096", "rollout.max_response_tokens=8192"]
+    longer = ["backend.micro_batch_tokens_per_rank=12288", "rollout.kv_cache_gib=8"]
+    model = Path(published("Qwen2.5-0.5B"))
+    config = ppo(model, data, *rows, *tokens, *longer)
+    for nodes, keys in ((1, {"/dev/shm"}), (2, set())):
+        machine = parse_machine(f"nodes={nodes},gpus=8,gpu=H200-141G,shm=1G")
+        assert problems_by_key(preflight(config, machine)).keys() == keys
+
+
 def test_what_concerns_this_machine_alone_is_left_out(
     data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
