@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants, snapshot_download
 
+from controllers.command_line import main
 from controllers.compose.composition import compose
 from tests.controllers.runs import make_inputs
 from tests.hub.conftest import forget, point_to
@@ -96,6 +97,11 @@ def test_another_machine_needs_no_weights_of_the_hub(
     forget()
     assert pinned_models(config_of(), {}, needs_weights=False) == (config, [])
     assert "does not hold all of it" in problem().rule
+
+    names = ["model.path=me/tiny", "data.train_path=/t", "data.validation_path=/v"]
+    words = ["check", "--config-name", "grpo", "--data", "off", *names]
+    assert main([*words, "--machine", "gpus=1,gpu=L40S-48G"]) == 0
+    assert main(words) == 2
 
 
 def test_a_resumed_run_keeps_its_commit_and_asks_nobody(
