@@ -87,7 +87,8 @@ def test_what_is_left_out_is_assumed_and_named(
         (f"{H100},memory=0G", "memory=0G", "above 0"),
         (f"{H100},memory=2TB", "memory=2TB", "GiB (G) or TiB (T) per node"),
         (f"{H100},link=50GB", "link=50GB", "400G, which is 50 GB/s"),
-        (f"{H100},memory=1T,shm=2T", "shm=2T", "memory, which is 1T"),
+        (f"{H100},memory=1T,shm=2T", "shm=2T", "memory, which is 1024G"),
+        ("gpus=0,shm=1T", "shm=1T", "memory, which is 128G"),
     ],
 )
 def test_each_mistake_names_its_part(text: str, part: str, words: str) -> None:
@@ -151,6 +152,31 @@ def test_an_engine_stays_on_a_node(data: Path) -> None:
     assert message["rollout.tensor_parallel"] == (
         "the ranks of an engine share a node, which has 8 GPUs | Use at most 8."
     )
+
+
+def test_engines_are_not_cut_across_nodes(data: Path) -> None:
+    # Of 6 GPUs an engine of 4 leaves 2, where no other one fits: 5 engines and three
+    # trainers would need 23 of 24 GPUs.
+    config = ppo(
+        Path(published("Qwen2.5-1.5B")),
+        data,
+        "placement=separate",
+        "rollout.tensor_parallel=4",
+        "rollout.num_replicas=5",
+    )
+    messages = {
+        nodes: problems_by_key(
+            preflight(config, parse_machine(f"nodes={nodes},gpus=6,gpu=A100-80G"))
+        )
+        for nodes in (4, 5)
+    }
+    assert messages == {
+        4: {
+            "rollout.num_replicas": "the ranks of an engine share a node, which has 6"
+            " GPUs: 4 nodes hold 4 engines of 4 ranks | Use at most 4."
+        },
+        5: {},
+    }
 
 
 def test_memory_of_the_hosts_is_that_of_all_nodes(data: Path) -> None:

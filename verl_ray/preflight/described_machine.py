@@ -74,12 +74,16 @@ def parse_machine(text: str) -> Machine:
             amounts[key] = _amount(key, words[key], units, problems)
 
     gpu = _gpu(words, counts.get("gpus"), problems)
-    if {"memory", "shm"} <= amounts.keys() and amounts["shm"] > amounts["memory"]:
-        rule = f"it is a part of the node's memory, which is {words['memory']}"
-        problems.append(_problem(f"shm={words['shm']}", rule, "Give less."))
     if problems:
         raise ConfigError(problems)
-    return _with_assumptions(counts, amounts, gpu)
+
+    machine = _with_assumptions(counts, amounts, gpu)
+    if machine.shm_free_bytes > machine.memory_bytes:
+        memory_gib = machine.memory_bytes / GIB
+        rule = f"it is a part of the node's memory, which is {memory_gib:g}G"
+        fix = "Give less, or more memory."
+        raise ConfigError([_problem(f"shm={words['shm']}", rule, fix)])
+    return machine
 
 
 def _with_assumptions(

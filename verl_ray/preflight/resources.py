@@ -163,13 +163,20 @@ def _gpu_problems(config: Config, machine: Machine) -> Iterator[Problem]:
 
 
 def _node_problems(config: Config, machine: Machine) -> Iterator[Problem]:
-    """Yield engines with more ranks than a node has GPUs."""
+    """Yield engines that do not fit the nodes, since their ranks share one."""
     for engine in config.engines.values():
         parallel = engine.config.tensor_parallel
+        replicas = engine.config.num_replicas
+        most = machine.nodes * (machine.gpus // parallel)
+        rule = f"the ranks of an engine share a node, which has {machine.gpus} GPUs"
+
         if parallel > machine.gpus:
-            rule = f"the ranks of an engine share a node, which has {machine.gpus} GPUs"
             key = f"{engine.section}.tensor_parallel"
             yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
+        elif replicas > most:
+            key = f"{engine.section}.num_replicas"
+            rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"
+            yield Problem(key, replicas, rule, f"Use at most {most}.")
 
 
 def _larger(machine: Machine) -> str:
