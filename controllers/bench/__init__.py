@@ -28,6 +28,7 @@ SUITES = {
     "megatron_fsdp_memory": (
         "memory of a rank under each sharding strategy, compared with the formula"
     ),
+    "peaks": "the most memory of passes on a CPU, compared with the memory plan",
     "rollout": "the rollout servers, compared with vLLM's own offline `LLM.generate`",
     "step": (
         "whole training steps of a small GRPO run, compared with a floor of raw"

@@ -94,13 +94,19 @@ class ActivationPartition:
         recompute: True if the backward pass computes whole layers again.
         offloaded: True if activations that the backward pass needs are kept on the
             host. It changes nothing on a CPU.
+        residual_width: Bytes of a number that passes from layer to layer.
+        fused: True if queries, keys and values are one projection, as are the gate and
+            up projections, whose outputs the backward pass needs beside their parts.
     """
+
+    residual_width: int
 
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     sequence_parallel: bool = False
     recompute: bool = False
     offloaded: bool = False
+    fused: bool = False
 
 
 class BackendSettings(Section):
@@ -253,7 +259,10 @@ class ModuleBackend(BackendSettings):
     activation_settings: ClassVar[tuple[str, ...]] = ("activation_checkpointing",)
 
     def activation_partition(self) -> ActivationPartition:
-        return ActivationPartition(recompute=resolved(self.activation_checkpointing))
+        return ActivationPartition(
+            residual_width=self.compute_width,
+            recompute=resolved(self.activation_checkpointing),
+        )
 
 
 def adapter_parameters(model: ParameterCounts, trained: int) -> int:

@@ -5,11 +5,13 @@ Deliberately not here: the computation (`verl_ray/engine/plain.py`).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import ClassVar, Literal
 
 from verl_ray.backends.base import (
     FLOAT32,
     MOMENTS,
+    ActivationPartition,
     MemoryPart,
     ModuleBackend,
     ParameterCounts,
@@ -52,11 +54,20 @@ class EngineBackend(ModuleBackend):
         batches: int,
         learns: bool,
     ) -> int:
+        apart = 0
+        if learns and num_ranks > 1 and batches > 1:
+            # DDP's buckets take gradients only when they are summed, in the last
+            # micro-batch; until then they are apart.
+            apart = FLOAT32 * trained
         if self.compute_width == FLOAT32:
-            return 0
+            return apart
 
         cast_parameters = model.largest_layer
         if trained:
             # Autocast keeps the cast copies of weights that learn.
             cast_parameters = model.parameters
-        return self.compute_width * cast_parameters
+        return apart + self.compute_width * cast_parameters
+
+    def activation_partition(self) -> ActivationPartition:
+        # Autocast narrows the inputs of matrix products, but not the embeddings.
+        return replace(super().activation_partition(), residual_width=FLOAT32)

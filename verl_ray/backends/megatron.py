@@ -202,8 +202,10 @@ class MegatronBackend(BackendSettings):
 
     def activation_partition(self) -> ActivationPartition:
         return ActivationPartition(
+            residual_width=self.compute_width,
             tensor_parallel=self.tensor_parallel,
             pipeline_parallel=self.pipeline_parallel,
             sequence_parallel=self.sequence_parallel,
             recompute=resolved(self.recompute) == "full",
+            fused=True,
         )

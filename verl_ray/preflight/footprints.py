@@ -13,7 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_ray.backends import Backend
-from verl_ray.backends.base import FLOAT32, BytesPerPart, MemoryPart
+from verl_ray.backends.base import (
+    FLOAT32,
+    ActivationPartition,
+    BytesPerPart,
+    MemoryPart,
+)
 from verl_ray.config.roles import ModelRole
 from verl_ray.config.rollout import (
     VLLM_BATCHED_REQUESTS,
@@ -27,6 +32,9 @@ from verl_ray.profiling.flops import ModelShape
 
 BFLOAT16 = 2
 """Bytes of a bfloat16 number."""
+
+ROW_BYTES = 64
+"""Bytes per token of ids, positions, indices and the columns that a loss reads."""
 
 CERTAIN: frozenset[MemoryPart] = frozenset(
     {"weights", "gradients", "optimizer", "cache"}
@@ -140,30 +148,73 @@ def _activations(
         + width * (2 * queries + 2 * keys + 3 * inner) // tensor
     )
     head = _head(shape, work.logit_tokens, width, device, tensor, learns=learns)
+    # Hidden states before, in and after the last norm, and as ranks exchange them;
+    # cosines and sines of positions; the columns of rows.
+    positions = 2 * shape.head_size
+    of_tokens = work.tokens * (FLOAT32 * (4 * hidden + positions) + ROW_BYTES)
     if not learns:
-        return max(current_layer, head) + work.tokens * FLOAT32 * hidden
+        return max(current_layer, head) + of_tokens
 
-    # Saved of a layer for the backward pass: 3 inputs and outputs of each norm in
-    # float32; of attention, queries and outputs before and after norms and exchanges,
-    # keys and values; of the feed-forward part, the gate, its activation, the up
-    # projection and their product.
-    saved_of_layer = work.tokens * (
-        FLOAT32 * 6 * hidden // norm_ranks
-        + width * (5 * queries + 4 * keys + 4 * inner) // tensor
-    )
+    saved_of_layer = work.tokens * _saved_of_layer(shape, partition, width)
 
     # A pipeline stage holds as many micro-batches as there are stages (1F1B).
     pipeline = partition.pipeline_parallel
     layers = shape.num_layers // pipeline * min(pipeline, work.batches)
 
     if partition.recompute:
-        inputs = layers * work.tokens * FLOAT32 * hidden // norm_ranks
-        saved = inputs + saved_of_layer
-    elif partition.offloaded and device != "cpu":
+        # While the head computes, no layer is computed again.
+        residual = partition.residual_width * hidden // norm_ranks
+        inputs = layers * work.tokens * residual
+        return inputs + max(saved_of_layer + current_layer, head) + of_tokens
+
+    saved = layers * saved_of_layer
+    if partition.offloaded and device != "cpu":
         saved = saved_of_layer
-    else:
-        saved = layers * saved_of_layer
-    return saved + max(current_layer, head)
+    return saved + max(current_layer, head) + of_tokens
+
+
+def _saved_of_layer(
+    shape: ModelShape, partition: ActivationPartition, width: int
+) -> int:
+    """Return the bytes per token that the backward pass of a layer needs.
+
+    Norms compute in float32, those of queries and keys too. `tests/preflight` compares
+    the sum with measurements of every backend.
+
+    Args:
+        shape: Shape of the model.
+        partition: How the activations of a rank are reduced.
+        width: Bytes of a number in the type of the computation.
+    """
+    tensor = partition.tensor_parallel
+    norm_ranks = tensor if partition.sequence_parallel else 1
+    queries = shape.num_heads * shape.head_size
+    keys = shape.num_kv_heads * shape.head_size
+    inner = shape.intermediate_size
+
+    # The two norms and additions; of attention, queries and outputs before and after
+    # norms and exchanges, keys and values; of the feed-forward part, the gate, its
+    # activation, the up projection and their product.
+    of_hidden = 2 * FLOAT32 + 4 * partition.residual_width
+    of_queries = FLOAT32 + 4 * width
+    of_keys = FLOAT32 + 3 * width
+    of_inner = 4 * width
+    of_positions = 0
+
+    if partition.residual_width > width:
+        # The inputs of matrix products are copies.
+        of_hidden += width
+    if partition.fused:
+        of_hidden += FLOAT32
+        of_queries += width
+        of_keys += width
+        of_inner += width
+        # Every layer has cosines and sines of positions, for queries and for keys.
+        of_positions = 4 * width
+
+    parts = of_queries * queries + of_keys * keys + of_inner * inner
+    whole = of_hidden * shape.hidden_size // norm_ranks
+    return whole + parts // tensor + of_positions * shape.head_size
 
 
 def _head(
@@ -190,8 +241,10 @@ def _head(
 
     words = -(-shape.vocab_size // tensor)
     logits = logit_tokens * words
-    # A chunk of logits in float32, its log-probs, and their entropy.
-    chunk = 3 * FLOAT32 * min(logits, CHUNK_LOGITS[device])
+    # A chunk of logits in float32 and its log-probs; with gradients, theirs too.
+    chunk = (3 if learns else 2) * FLOAT32 * min(logits, CHUNK_LOGITS[device])
+    # The hidden states of these tokens.
+    chunk += FLOAT32 * logit_tokens * shape.hidden_size
 
     if logits <= KEPT_LOGITS:
         copies = 2 if learns else 1
@@ -199,7 +252,9 @@ def _head(
 
     # Logits are computed again in the backward pass, which sums the head's gradient.
     if learns:
-        return chunk + FLOAT32 * words * shape.hidden_size
+        # Its share of a chunk is as large, in the type of the computation.
+        widths = FLOAT32 + (width if width != FLOAT32 else 0)
+        return chunk + widths * words * shape.hidden_size
     return chunk
 
 

@@ -1,0 +1,394 @@
+"""`verl-ray bench peaks`: the most memory of passes on a CPU, compared with the plan.
+
+Invariant: a peak is exact. torch's profiler reports every allocation and release of the
+CPU allocator, temporary memory of kernels included, so nothing depends on what the C
+library keeps. The peak of ranks is that of the rank with most.
+
+Deliberately not here: the prediction (`verl_ray/preflight/footprints.py`), memory
+between calls (`megatron_fsdp_memory.py`), and memory outside of torch, such as gloo's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from controllers.bench.megatron_fsdp_memory import MIB
+from controllers.bench.processes import PATIENCE_S, fork, run_processes
+from verl_ray.data.batch import offsets_of
+from verl_ray.data.packing import balance
+from verl_ray.data.stages import TrainingBatch
+
+if TYPE_CHECKING:
+    from verl_ray.algorithms.objectives import Objective
+    from verl_ray.config.roles import ModelRole
+    from verl_ray.config.tasks.rl import RLConfig
+    from verl_ray.engine.base import Engine
+
+PASSES = ("forward", "update")
+"""A pass without gradients, and an optimizer step."""
+
+_SHARED_IMPORTS = (
+    "controllers.compose.composition",
+    "torch.profiler",
+    "transformers.modeling_utils",
+    "verl_ray.engine.plain",
+    "verl_ray.preflight.footprints",
+)
+"""Modules that every rank needs; they are imported once, before ranks are forked."""
+
+_TEMPERATURE = 0.8
+_ROW_TOKENS = 256
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "intermediate_size": 768,
+    "max_position_embeddings": _ROW_TOKENS,
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+"""Entries of the model's config.json."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend that computes rows of one length, and the model's head.
+
+    Attributes:
+        backend: Kind of the backend.
+        world: Number of ranks.
+        settings: Settings of the backend that differ from the shipped ones.
+        head: Head of the model.
+        vocabulary: Number of words.
+        rows: Number of rows of a micro-batch.
+        batches: Number of micro-batches of a call.
+    """
+
+    backend: str
+    world: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    head: Literal["policy", "value"] = "policy"
+    vocabulary: int = 4096
+    rows: int = 4
+    batches: int = 2
+
+    @property
+    def name(self) -> str:
+        """The case in words."""
+        parts = [f"{self.backend} on {self.world}"]
+        parts += [f"{key}={value}" for key, value in self.settings.items()]
+        if self.head == "value":
+            parts.append("value head")
+        if self.vocabulary != Case.vocabulary:
+            parts.append(f"{self.vocabulary} words")
+        return ", ".join(parts)
+
+
+_NARROW: Mapping[str, Any] = {"dtype": "bfloat16"}
+_AGAIN: Mapping[str, Any] = {"activation_checkpointing": True}
+_FULL: Mapping[str, Any] = {"recompute": "full"}
+_TP: Mapping[str, Any] = {"tensor_parallel": 2}
+_SP: Mapping[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
+_PP: Mapping[str, Any] = {"pipeline_parallel": 2}
+
+TESTED = (
+    Case("engine"),
+    Case("engine", 1, {**_NARROW, **_AGAIN}),
+    Case("fsdp", 1, _NARROW),
+    Case("fsdp", 1, _AGAIN),
+    Case("megatron"),
+    Case("megatron", 1, {**_NARROW, **_FULL}),
+    Case("megatron_fsdp", 1, _NARROW),
+    Case("megatron", 2, _SP),
+)
+"""The cases of the test, which is fast."""
+
+CASES = (
+    *TESTED,
+    Case("engine", 1, _NARROW),
+    Case("engine", 1, _AGAIN),
+    Case("engine", 1, _NARROW, head="value"),
+    Case("engine", 1, _NARROW, vocabulary=2**18, rows=2),
+    Case("engine", 2),
+    Case("fsdp"),
+    Case("fsdp", 1, {**_NARROW, **_AGAIN}),
+    Case("fsdp", 2, _NARROW),
+    Case("fsdp", 2, {"sequence_parallel": 2}),
+    Case("megatron", 1, _NARROW),
+    Case("megatron", 1, _FULL),
+    Case("megatron", 1, {"recompute": "selective"}),
+    Case("megatron", 2, {**_NARROW, **_TP}),
+    Case("megatron", 2, _PP, batches=4),
+    Case("megatron_fsdp"),
+    Case("megatron_fsdp", 1, _AGAIN),
+    Case("megatron_fsdp", 1, {**_NARROW, **_AGAIN}),
+    Case("megatron_fsdp", 2, _NARROW),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Measure all cases, and print the figures as JSON or as a table.
+
+    Returns:
+        The exit code, 0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="verl-ray bench peaks",
+        description=str(__doc__).partition("\n")[0],
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--only", nargs="+", help="of the backends (all)", metavar="BACKEND"
+    )
+    parser.add_argument(
+        "--table",
+        action="store_true",
+        help="print a table in Markdown, in MiB, in place of JSON",
+    )
+    options = parser.parse_args(argv)
+
+    cases = [
+        case for case in CASES if options.only is None or case.backend in options.only
+    ]
+    figures = measure(cases)
+
+    print(_table(figures) if options.table else json.dumps(figures, indent=2))
+    return 0
+
+
+def measure(cases: Sequence[Case]) -> dict[str, dict[str, dict[str, int]]]:
+    """Return what is predicted and measured of each case, by its name.
+
+    Both are dictionaries of bytes by the names in `PASSES`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        task = {"folder": folder, "cases": [asdict(case) for case in cases]}
+        # One process loads torch, and all ranks are forks of it.
+        (figures,) = run_processes(__name__, [task], 1, patience_s=4 * PATIENCE_S)
+    return figures
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """Return the most bytes by which torch's memory on the CPU grows in `run`."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+
+    assert profiler.profiler is not None
+    events = profiler.profiler.kineto_results.events()
+    changes = [event for event in events if event.name() == "[memory]"]
+    changes.sort(key=lambda event: event.start_ns())
+    growth = np.cumsum([event.nbytes() for event in changes])
+    return int(growth.max(initial=0))
+
+
+def _table(figures: Mapping[str, Mapping[str, Mapping[str, int]]]) -> str:
+    lines = [
+        "| backend | forward: predicted | measured | ratio |"
+        " update: predicted | measured | ratio |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, case in figures.items():
+        cells = [name]
+        for passing in PASSES:
+            predicted = case["predicted"][passing]
+            measured = case["measured"][passing]
+            cells += [
+                f"{predicted / MIB:.0f}",
+                f"{measured / MIB:.0f}",
+                f"{predicted / measured:.2f}",
+            ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _measure(folder: str, cases: Sequence[Case]) -> dict[str, Any]:
+    """Measure the cases one after another, in forks of this process."""
+    for name in _SHARED_IMPORTS:
+        importlib.import_module(name)
+
+    figures: dict[str, Any] = {}
+    for number, case in enumerate(cases):
+        print(f"{case.name} ...", file=sys.stderr, flush=True)
+        own_folder = Path(folder) / str(number)
+        fork(_make_model, [[case, str(own_folder)]])
+        fork(_run_rank, [[case, rank, str(own_folder)] for rank in range(case.world)])
+
+        ranks = [
+            json.loads((own_folder / f"{rank}.json").read_text())
+            for rank in range(case.world)
+        ]
+        figures[case.name] = {
+            kind: {name: max(rank[kind][name] for rank in ranks) for name in PASSES}
+            for kind in ("predicted", "measured")
+        }
+    return figures
+
+
+# ----------------------------------------------------------------------------- one rank
+
+
+def _make_model(case: Case, folder: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, Qwen3Config
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    config = Qwen3Config(vocab_size=case.vocabulary, **_SIZES)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.save_pretrained(folder)
+
+
+def _run_rank(case: Case, rank: int, folder: str) -> None:
+    import torch
+    import torch.distributed as dist
+
+    from verl_ray.engine.base import EngineSpec
+    from verl_ray.engine.build import build_engine
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=case.world,
+        timeout=timedelta(seconds=PATIENCE_S),
+    )
+
+    config = _configuration(case, folder)
+    role = config.actor if case.head == "policy" else config.critic
+    assert role is not None and role.as_learner is not None
+    optimizer = role.as_learner.optimizer
+    spec = EngineSpec("actor", folder, case.head, role.backend, optimizer, 10, seed=0)
+    engine = build_engine(
+        spec, device=torch.device("cpu"), rank=rank, world_size=case.world
+    )
+
+    figures = {
+        "predicted": _predicted(case, role, config, folder),
+        "measured": _measured(case, config, engine),
+    }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _configuration(case: Case, folder: str) -> RLConfig:
+    from controllers.compose.composition import compose
+    from verl_ray.config.tasks.rl import RLConfig
+
+    overrides = [
+        f"backend={case.backend}",
+        f"actor.num_ranks={case.world}",
+        f"critic.num_ranks={case.world}",
+        f"model.path={folder}",
+        f"data.max_prompt_tokens={_ROW_TOKENS // 2}",
+        f"rollout.max_response_tokens={_ROW_TOKENS // 2}",
+        # The gradient of the entropy takes memory of its own.
+        "algorithm.entropy_coefficient=0.01",
+        "data.train_path=none",
+        "data.validation_path=none",
+        f"backend.micro_batch_tokens_per_rank={case.rows * _ROW_TOKENS}",
+        *(f"backend.{key}={value}" for key, value in case.settings.items()),
+    ]
+    config = compose("ppo", overrides)
+    assert isinstance(config, RLConfig)
+    return config
+
+
+def _predicted(
+    case: Case, role: ModelRole, config: RLConfig, folder: str
+) -> dict[str, int]:
+    from verl_ray.preflight.footprints import Workload, footprint
+    from verl_ray.preflight.model_sizes import size_of
+
+    tokens = case.rows * _ROW_TOKENS
+    work = Workload(tokens, logit_tokens=tokens // 2, batches=case.batches)
+    size = size_of(folder, config, case.head)
+    own = footprint(role, size, work, work, "cpu")
+    return {
+        "forward": sum(own.forward.values()),
+        "update": sum(own.update.values()),
+    }
+
+
+def _measured(case: Case, config: RLConfig, engine: Engine) -> dict[str, int]:
+    from verl_ray.algorithms.objectives import PolicyObjective, ValueObjective
+    from verl_ray.ops.outputs import RequestedOutputs
+
+    is_policy = case.head == "policy"
+    outputs = RequestedOutputs(
+        log_probs=is_policy,
+        entropy=is_policy,
+        values=not is_policy,
+        temperature=_TEMPERATURE,
+    )
+    objective: Objective = PolicyObjective(config.algorithm, _TEMPERATURE, 0.0)
+    if not is_policy:
+        assert config.algorithm.value_loss is not None
+        objective = ValueObjective(config.algorithm.value_loss)
+
+    topology = engine.topology
+    # Peers that share the tokens of a row have as many more rows.
+    slices = config.actor.backend.token_slices
+    rows = _rows(case.rows * case.batches * slices * topology.dp_size)
+    rows = rows.select(balance(rows.lengths, topology.dp_size)[topology.dp_rank])
+
+    def update() -> None:
+        engine.forward_backward(rows, objective)
+        engine.optimizer_step()
+
+    # What is allocated once does not count; DDP makes its buckets anew in a second
+    # step.
+    engine.forward(rows, outputs)
+    update()
+    update()
+    return {
+        "forward": peak_bytes(lambda: engine.forward(rows, outputs)),
+        "update": peak_bytes(update),
+    }
+
+
+def _rows(count: int) -> TrainingBatch:
+    """Return rows of equal length, whose second halves are responses."""
+    random = np.random.default_rng(7)
+    tokens = count * _ROW_TOKENS
+    in_response = np.arange(_ROW_TOKENS) >= _ROW_TOKENS // 2
+    mask = np.tile(in_response, count)
+
+    def column() -> np.ndarray[Any, np.dtype[np.float32]]:
+        return random.uniform(-2, 2, tokens).astype(np.float32)
+
+    return TrainingBatch(
+        offsets=offsets_of([_ROW_TOKENS] * count),
+        tokens=random.integers(0, 100, tokens).astype(np.int32),
+        response_mask=mask,
+        loss_weight=np.full(count, 1 / mask.sum(), np.float32),
+        old_log_probs=column(),
+        advantages=column(),
+        old_values=column(),
+        returns=column(),
+    )
+
+
+if __name__ == "__main__":
+    given_task = json.loads(sys.argv[1])
+    requested_cases = [Case(**fields) for fields in given_task["cases"]]
+    print(json.dumps(_measure(given_task["folder"], requested_cases)))
