@@ -295,6 +295,8 @@ class MegatronFsdpBackend(ModuleBackend):
     ) -> int:
         in_flight = self.memory_per_rank(num_ranks, model).in_flight
         if learns:
-            return in_flight
+            # Gradients of a module exist before they are added to those that are kept.
+            largest_module = max(model.largest_layer, model.outside_layers)
+            return max(in_flight, self.compute_width * largest_module)
         # Without a backward pass no gradients are in flight: about half.
         return in_flight // 2

@@ -152,6 +152,10 @@ def _activations(
     # cosines and sines of positions; the columns of rows.
     positions = 2 * shape.head_size
     of_tokens = work.tokens * (FLOAT32 * (4 * hidden + positions) + ROW_BYTES)
+    if partition.sequence_parallel:
+        # Inputs and outputs of matrix products, gathered from all ranks; the host
+        # releases them late.
+        of_tokens += work.tokens * width * 6 * hidden
     if not learns:
         return max(current_layer, head) + of_tokens
 
