@@ -53,6 +53,7 @@ _MARK_BYTES = 1_234_567
 _ROW_TOKENS = 256
 
 _SIZES: dict[str, Any] = {
+    "vocab_size": 4096,
     "hidden_size": 256,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
@@ -77,7 +78,6 @@ class PeakCase:
         world: Number of ranks.
         settings: Settings of the backend that differ from the shipped ones.
         head: Head of the model.
-        vocabulary: Number of words.
         rows: Number of rows of a micro-batch.
         batches: Number of micro-batches of a call.
     """
@@ -86,7 +86,6 @@ class PeakCase:
     world: int = 1
     settings: Mapping[str, Any] = field(default_factory=dict)
     head: Literal["policy", "value"] = "policy"
-    vocabulary: int = 4096
     rows: int = 4
     batches: int = 2
 
@@ -97,8 +96,6 @@ class PeakCase:
         parts += [f"{key}={value}" for key, value in self.settings.items()]
         if self.head == "value":
             parts.append("value head")
-        if self.vocabulary != PeakCase.vocabulary:
-            parts.append(f"{self.vocabulary} words")
         return ", ".join(parts)
 
 
@@ -125,7 +122,6 @@ CASES = (
     PeakCase("engine", 1, _NARROW),
     PeakCase("engine", 1, _AGAIN),
     PeakCase("engine", 1, _NARROW, head="value"),
-    PeakCase("engine", 1, _NARROW, vocabulary=2**18, rows=2),
     PeakCase("engine", 2),
     PeakCase("fsdp"),
     PeakCase("fsdp", 1, _AGAIN, rows=8, batches=1),
@@ -235,7 +231,7 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
     for number, case in enumerate(cases):
         print(f"{case.name} ...", file=sys.stderr, flush=True)
         own_folder = Path(folder) / str(number)
-        fork(_make_model, [[case, str(own_folder)]])
+        fork(_make_model, [[str(own_folder)]])
         fork(_run_rank, [[case, rank, str(own_folder)] for rank in range(case.world)])
 
         ranks = [
@@ -252,13 +248,13 @@ def _measure(folder: str, cases: Sequence[PeakCase]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------- one rank
 
 
-def _make_model(case: PeakCase, folder: str) -> None:
+def _make_model(folder: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM, Qwen3Config
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    config = Qwen3Config(vocab_size=case.vocabulary, **_SIZES)
+    config = Qwen3Config(**_SIZES)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder)
 
