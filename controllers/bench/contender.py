@@ -167,6 +167,7 @@ def _engine_passes(
     task: ContenderTask, device: torch.device
 ) -> dict[str, Callable[[], object]]:
     """Return the passes of a training backend, on packed micro-batches."""
+    from controllers.bench.shipped import as_on_a_cpu
     from controllers.compose.composition import compose
     from verl_ray.algorithms.objectives import SupervisedObjective
     from verl_ray.data.packing import balance
@@ -187,7 +188,7 @@ def _engine_passes(
         f"actor.backend.micro_batch_tokens_per_rank={task.micro_batch_tokens}",
     ]
     overrides += [f"actor.backend.{setting}" for setting in task.settings]
-    role = compose("sft", overrides).learners["actor"]
+    role = as_on_a_cpu(compose("sft", overrides)).learners["actor"]
 
     spec = EngineSpec(
         "actor", task.model, "policy", role.backend, role.optimizer, 1000, seed=0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Self
 import numpy as np
 import numpy.typing as npt
 
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.stages import Rollouts
 from verl_ray.errors import VerlRayError
@@ -69,8 +70,8 @@ class Floor:
                 **environment("cpu", threads),
             },
             model_path=config.actor.model.folder,
-            dtype=rollout.dtype,
-            kv_cache_bytes=int(rollout.kv_cache_gib * 2**30),
+            dtype=resolved(rollout.dtype),
+            kv_cache_bytes=int(resolved(rollout.kv_cache_gib) * 2**30),
             max_model_len=config.data.max_prompt_tokens + rollout.max_response_tokens,
             learning_rate=config.actor.optimizer.lr,
         )

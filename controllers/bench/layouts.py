@@ -269,6 +269,7 @@ def _configuration(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
 
     The layout of the backend is set by each case.
     """
+    from controllers.bench.shipped import as_on_a_cpu
     from controllers.compose.composition import compose
     from verl_ray.config.load import parse, to_tree
     from verl_ray.config.tasks.rl import RLConfig
@@ -286,7 +287,7 @@ def _configuration(kind: str) -> tuple[SupervisedRole, AlgorithmConfig]:
         "data.validation_path=null",
         "model.path=none",
     ]
-    role = compose("sft", overrides).learners["actor"]
+    role = as_on_a_cpu(compose("sft", overrides)).learners["actor"]
 
     ppo = parse(to_tree(compose("quickstart", ["algorithm=ppo"])), RLConfig)
     return role, ppo.algorithm

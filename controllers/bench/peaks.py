@@ -294,6 +294,7 @@ def _run_rank(case: PeakCase, rank: int, folder: str) -> None:
 
 
 def _configuration(case: PeakCase, folder: str) -> RLConfig:
+    from controllers.bench.shipped import as_on_a_cpu
     from controllers.compose.composition import compose
     from verl_ray.config.tasks.rl import RLConfig
 
@@ -311,7 +312,7 @@ def _configuration(case: PeakCase, folder: str) -> RLConfig:
         f"backend.micro_batch_tokens_per_rank={case.rows * _ROW_TOKENS}",
         *(f"backend.{key}={value}" for key, value in case.settings.items()),
     ]
-    config = compose("ppo", overrides)
+    config = as_on_a_cpu(compose("ppo", overrides))
     assert isinstance(config, RLConfig)
     return config
 

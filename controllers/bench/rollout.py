@@ -34,6 +34,7 @@ from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.cluster.waiting import TICK_S
 from verl_ray.config.rollout import VLLM_BATCHED_REQUESTS, VLLM_BATCHED_TOKENS
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.data.prompts import PromptSource
 from verl_ray.data.stages import Prompts
@@ -185,7 +186,7 @@ def offline(
 
     spec = rollout_spec(config)
     engine_settings: dict[str, object] = {
-        "kv_cache_memory_bytes": int(config.rollout.kv_cache_gib * 2**30),
+        "kv_cache_memory_bytes": int(resolved(config.rollout.kv_cache_gib) * 2**30),
         "max_model_len": spec.max_model_len,
         "max_num_seqs": VLLM_BATCHED_REQUESTS,
         "max_num_batched_tokens": max(spec.max_model_len, VLLM_BATCHED_TOKENS),
@@ -206,7 +207,7 @@ def offline(
         for index in range(count):
             task = {
                 "model": spec.model_path,
-                "dtype": config.rollout.dtype,
+                "dtype": resolved(config.rollout.dtype),
                 "engine": engine_settings,
                 "max_tokens": config.rollout.max_response_tokens,
                 "prompts": rows[index::count],

@@ -34,6 +34,7 @@ from verl_ray.cluster.launch import start_groups
 from verl_ray.cluster.session import Session
 from verl_ray.cluster.signals import stop_on_signals
 from verl_ray.config.rollout import WireName
+from verl_ray.config.section import resolved
 from verl_ray.config.tasks.rl import RLConfig
 from workers.actor import ActorWorker
 from workers.rollout import RolloutSpec, RolloutWorker
@@ -53,7 +54,7 @@ class MeasuredWorker(RolloutWorker):
     def __init__(self, context: WorkerContext, spec: RolloutSpec) -> None:
         super().__init__(context, spec)
         self._device = context.device
-        self._dtype = spec.config.dtype
+        self._dtype = resolved(spec.config.dtype)
 
     def hold(self, path: str) -> int:
         """Read the weights of a model directory into the memory of the device.

@@ -10,12 +10,13 @@ pytestmark = pytest.mark.ranks
 
 Figures = dict[str, dict[str, dict[str, int]]]
 
-LOOSEST = 1.4
+LOOSEST = 1.6
 """Largest ratio of prediction to measurement.
 
 Predictions add up parts whose peaks are at different moments: parameters that FSDP
 gathers and gradients that wait, and what the head takes. These small models have large
-heads; `docs/memory.md` has the ratios.
+heads; `docs/memory.md` has the ratios. Ranks that exchange tokens release copies of
+them at other moments in each run, a quarter of their peak.
 """
 
 

@@ -166,7 +166,7 @@ def _node_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     """Yield engines that do not fit the nodes, since their ranks share one."""
     for engine in config.engines.values():
         parallel = engine.config.tensor_parallel
-        replicas = engine.config.num_replicas
+        replicas = engine.replicas
         most = machine.nodes * (machine.gpus // parallel)
         rule = f"the ranks of an engine share a node, which has {machine.gpus} GPUs"
 
