@@ -363,7 +363,10 @@ def start_engine(
     from verl_ray.rollout.vllm_setup import environment
 
     device = context.device.partition(":")[0]
-    os.environ.update(environment(device, context.threads, config.tensor_parallel))
+    variables = environment(
+        device, context.threads, config.tensor_parallel, dtype=config.dtype
+    )
+    os.environ.update(variables)
     with counting_reads():
         return VllmEngine(
             model_path,

@@ -215,7 +215,8 @@ def offline(
             path = Path(config.run.dir) / f"offline-{index}.json"
             path.write_text(json.dumps(task))
 
-            variables = environment("cuda" if on_gpus else "cpu", threads)
+            device = "cuda" if on_gpus else "cpu"
+            variables = environment(device, threads, dtype=config.rollout.dtype)
             if on_gpus:
                 variables["CUDA_VISIBLE_DEVICES"] = devices[index]
             process = subprocess.Popen(

@@ -21,7 +21,7 @@ CORRECTED = (
 
 def test_sampler_and_trainer_of_different_types(model: Path, data: Path) -> None:
     mixed = ("rollout.dtype=bfloat16", "backend.dtype=float32")
-    (warning,) = preflight(ppo(model, data, *mixed), GPU).warnings
+    (warning,) = preflight(ppo(model, data, *mixed), BIG).warnings
     assert warning.startswith(
         "rollout.dtype=bfloat16 beside actor.backend.dtype=float32:"
     )
@@ -31,9 +31,23 @@ def test_sampler_and_trainer_of_different_types(model: Path, data: Path) -> None
         (*mixed, *CORRECTED),
         ("rollout.dtype=bfloat16", "backend.dtype=bfloat16"),
     ):
-        assert preflight(ppo(model, data, *settings), GPU).warnings == []
+        assert preflight(ppo(model, data, *settings), BIG).warnings == []
     measured = settled(ppo(model, data, *mixed))
     assert list(cost_warnings(measured, GPU, evaluates=True)) == []
+
+
+def test_float32_on_gpus(model: Path, data: Path) -> None:
+    trains, rolls = preflight(ppo(model, data), GPU).warnings
+    assert trains.startswith(
+        "actor.backend.dtype, critic.backend.dtype, reference.backend.dtype=float32 on"
+        " GPUs: matrix products and attention run without tensor cores"
+    )
+    assert rolls.startswith("rollout.dtype=float32 on GPUs: FlashAttention and")
+
+    # An evaluation has no trainers.
+    assert list(cost_warnings(ppo(model, data), GPU, evaluates=True)) == [rolls]
+    both = ppo(model, data, "backend.dtype=bfloat16", "rollout.dtype=bfloat16")
+    assert preflight(both, GPU).warnings == []
 
 
 def test_bfloat16_on_a_cpu(model: Path, data: Path) -> None:
@@ -71,5 +85,5 @@ def test_a_warm_up_longer_than_the_run(model: Path, data: Path) -> None:
 
 
 def test_a_learning_rate_of_0(model: Path, data: Path) -> None:
-    (warning,) = preflight(ppo(model, data, "actor.optimizer.lr=0"), GPU).warnings
+    (warning,) = preflight(ppo(model, data, "actor.optimizer.lr=0"), BIG).warnings
     assert warning == "actor.optimizer.lr=0: the actor never changes; raise it"

@@ -5,6 +5,7 @@ A vLLM engine of these fixtures leaves the process as it was.
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,8 +19,10 @@ from verl_ray.config.rollout import RolloutConfig
 from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.models.names import checkpoint_tensors
 from verl_ray.models.tiny import Architecture, make_tiny
+from verl_ray.rollout import vllm_engine
 from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.vllm_engine import VllmEngine
+from verl_ray.rollout.vllm_setup import engine_config
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -69,6 +72,16 @@ def rollout_config() -> Callable[..., RolloutConfig]:
 EngineStarter = Callable[..., VllmEngine]
 
 
+def _asynchronous_config(*arguments: Any, **options: Any) -> Any:
+    """Return the configuration of an engine that schedules as it does on a GPU.
+
+    vLLM turns this off on a CPU, where it would gain nothing.
+    """
+    config = engine_config(*arguments, **options)
+    config.scheduler_config.async_scheduling = True
+    return config
+
+
 @pytest.fixture(scope="module")
 def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineStarter]:
     """Start engines in this process, one at a time, and close them after the module."""
@@ -79,14 +92,18 @@ def start_vllm(rollout_config: Callable[..., RolloutConfig]) -> Iterator[EngineS
         *,
         initial_version: int | None = None,
         lora: LoraConfig | None = None,
+        asynchronous: bool = False,
         **changes: object,
     ) -> VllmEngine:
         while started:
             started.pop().close()
-        engine = VllmEngine(
-            str(model), rollout_config(**changes), max_model_len=MAX_MODEL_LEN, seed=0, device="cpu",
-            initial_version=initial_version, lora=lora,
-        )  # fmt: skip
+        with pytest.MonkeyPatch.context() as patch:
+            if asynchronous:
+                patch.setattr(vllm_engine, "engine_config", _asynchronous_config)
+            engine = VllmEngine(
+                str(model), rollout_config(**changes), max_model_len=MAX_MODEL_LEN, seed=0, device="cpu",
+                initial_version=initial_version, lora=lora,
+            )  # fmt: skip
         started.append(engine)
         return engine
 

@@ -18,6 +18,7 @@ from verl_ray.rollout.base import RolloutEngine
 from verl_ray.rollout.requests import Chunk, GenerationRequest, Sampling
 from verl_ray.rollout.scripted import ScriptedEngine
 from verl_ray.rollout.update import Probe
+from verl_ray.rollout.vllm_engine import VllmEngine
 from verl_ray.weight_sync.buckets import plan_buckets
 from verl_ray.weight_sync.fingerprint import Fingerprint
 from verl_ray.weight_sync.manifest import Manifest, Parameter, Slice
@@ -51,6 +52,19 @@ def _join(
     )
 
 
+def _step_until(engine: RolloutEngine, request_id: int, tokens: int) -> list[Chunk]:
+    """Step until a streamed request has delivered so many tokens.
+
+    An engine with a step under way delivers nothing with the first.
+    """
+    chunks: list[Chunk] = []
+    for _ in range(tokens + 1):
+        chunks += engine.step()
+        if len(_join(chunks, request_id)[0]) == tokens:
+            return chunks
+    raise AssertionError(f"request {request_id} has not {tokens} tokens: {chunks}")
+
+
 @pytest.fixture(scope="module")
 def model(
     make_model: Callable[..., Path], load_reference: Callable[[Path], PreTrainedModel]
@@ -59,7 +73,13 @@ def model(
 
 
 @pytest.fixture(
-    scope="module", params=["scripted", pytest.param("vllm", marks=pytest.mark.vllm)]
+    scope="module",
+    params=[
+        "scripted",
+        pytest.param("vllm", marks=pytest.mark.vllm),
+        # As on a GPU, where a step is under way while another is scheduled.
+        pytest.param("vllm asynchronous", marks=pytest.mark.vllm),
+    ],
 )
 def shared(
     request: pytest.FixtureRequest, make_model: Callable[..., Path]
@@ -68,7 +88,9 @@ def shared(
         return ScriptedEngine(
             lambda asked: [(int(asked.tokens[0]) + i, -0.5 * i) for i in range(1000)]
         )
-    return request.getfixturevalue("start_vllm")(make_model("qwen3", tie=False))
+    return request.getfixturevalue("start_vllm")(
+        make_model("qwen3", tie=False), asynchronous=request.param != "vllm"
+    )
 
 
 @pytest.fixture
@@ -131,7 +153,7 @@ def test_one_chunk_at_the_end_or_many_with_the_same_content(
 
 def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
     engine.submit([_request(1, 20), _request(2, 20, stream=True), _request(3, 3)])
-    chunks = engine.step() + engine.step()
+    chunks = _step_until(engine, 2, 2)
     engine.abort([1, 99])
     chunks += engine.step()
     assert len(_join(chunks, 1)[0]) == 2 and _join(chunks, 1)[2] == [Finish.ABORTED]
@@ -146,6 +168,19 @@ def test_an_abort_delivers_what_there_is(engine: RolloutEngine) -> None:
     assert [
         chunk.finish for step in generate(engine, [_request(1)]) for chunk in step
     ] == [Finish.LENGTH]
+
+
+def test_an_id_is_free_as_soon_as_its_request_has_ended(engine: RolloutEngine) -> None:
+    (undisturbed,) = [
+        chunk for step in generate(engine, [_request(1)]) for chunk in step
+    ]
+    engine.submit([_request(1, 20, stream=True)])
+    _step_until(engine, 1, 3)
+    engine.abort([1])
+    assert [chunk.finish for chunk in engine.step()] == [Finish.ABORTED]
+    # What the device still samples for the first is not taken for the second.
+    (again,) = [chunk for step in generate(engine, [_request(1)]) for chunk in step]
+    assert again.tokens.tolist() == undisturbed.tokens.tolist()
 
 
 def test_a_pause_keeps_requests_where_they_are(engine: RolloutEngine) -> None:
@@ -262,7 +297,8 @@ def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     ):
         with pytest.raises(RolloutError, match="1 requests are in flight"):
             refused()
-    chunks += engine.step() + engine.step()
+    while not _join(chunks, 3)[2]:
+        chunks += engine.step()
     assert _join(chunks, 3)[2] == [Finish.LENGTH] and engine.unfinished == 2
     publish(engine, model, 6)
     assert engine.unfinished == 2 and engine.has_work  # ended, and not delivered yet
@@ -280,9 +316,9 @@ def test_requests_that_give_way_end_where_they_are_once_no_others_are_in_flight(
     publish(engine, model, 7)  # paused, they stay
     assert engine.unfinished == 2
     engine.sleep("weights")
-    assert [chunk.finish for chunk in engine.step()] == [
-        Finish.ABORTED
-    ] * 2  # also while it sleeps
+    # Also while it sleeps.
+    finishes = [chunk.finish for chunk in engine.step() if chunk.finish is not None]
+    assert finishes == [Finish.ABORTED] * 2
 
 
 def test_requests_live_through_a_weight_update(
@@ -292,7 +328,11 @@ def test_requests_live_through_a_weight_update(
         chunk for step in generate(engine, [_request(1, 20)]) for chunk in step
     ]
     engine.submit([_request(1, 20), _request(2, 20, stream=True)])
-    chunks = [chunk for _ in range(6) for chunk in engine.step()]
+    chunks = _step_until(engine, 2, 5)
+    # What is under way on the device is of the weights that it was started with.
+    old = 5
+    if isinstance(engine, VllmEngine):
+        old += len(engine.core._core.batch_queue or ())
     engine.pause()
     publish(
         engine, model, 6
@@ -304,9 +344,11 @@ def test_requests_live_through_a_weight_update(
         chunks += engine.step()
     assert _join(chunks, 1)[0] == _join(chunks, 2)[0] == undisturbed.tokens.tolist()
     (whole,) = (chunk for chunk in chunks if chunk.request_id == 1)
-    assert whole.version_spans == ((0, 5), (6, 6))
+    assert whole.version_spans == ((0, 5), (old, 6))
     streamed = [chunk for chunk in chunks if chunk.request_id == 2]
-    assert [chunk.version_spans for chunk in streamed[5:7]] == [((5, 5),), ((6, 6),)]
+    assert [chunk.version_spans for chunk in streamed[old - 1 : old + 1]] == [
+        ((old - 1, 5),), ((old, 6),)
+    ]  # fmt: skip
     assert all(len(chunk.version_spans) == 1 for chunk in streamed)
 
 

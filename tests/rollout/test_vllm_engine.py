@@ -426,6 +426,12 @@ def test_the_environment_pins_each_rank_of_a_cpu_engine() -> None:
     assert "VLLM_CPU_OMP_THREADS_BIND" not in environment("cuda", 4)
 
 
+def test_float32_on_a_gpu_is_not_rounded_to_tf32() -> None:
+    assert environment("cuda", 1, dtype="float32")["TRITON_F32_DEFAULT"] == "ieee"
+    assert "TRITON_F32_DEFAULT" not in environment("cuda", 1, dtype="bfloat16")
+    assert "TRITON_F32_DEFAULT" not in environment("cpu", 1, dtype="float32")
+
+
 def test_a_rollout_engine_on_a_gpu_does_without_expandable_segments(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -204,6 +204,12 @@ def _attend(
             query, key, value, layout.cumulative, layout.longest, scaling, grouped
         )
 
+    if grouped and query.is_cuda:
+        # Of CUDA's kernels, only flash attention (which has no float32) takes groups,
+        # and the one without a kernel of its own, whose memory is quadratic.
+        key, value = _repeat_heads(query, key, value)
+        grouped = False
+
     results = []
     for bucket in layout.buckets:
         result = F.scaled_dot_product_attention(
@@ -244,9 +250,7 @@ def _flash(
     if grouped and varlen_attn_groups_heads():
         settings["enable_gqa"] = True
     elif grouped:
-        queries_per_key = query.shape[1] // key.shape[1]
-        key = key.repeat_interleave(queries_per_key, dim=1)
-        value = value.repeat_interleave(queries_per_key, dim=1)
+        key, value = _repeat_heads(query, key, value)
 
     result = varlen.varlen_attn(
         # Rotary embeddings leave queries and keys in float32 under autocast.
@@ -265,3 +269,12 @@ def _flash(
     # The kernel returns a pair only if the softmax normalizers are requested too.
     assert isinstance(result, Tensor)
     return result
+
+
+def _repeat_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Give each head of queries its own keys and values, all [tokens, heads, size]."""
+    queries_per_key = query.shape[1] // key.shape[1]
+    return (
+        key.repeat_interleave(queries_per_key, dim=1),
+        value.repeat_interleave(queries_per_key, dim=1),
+    )

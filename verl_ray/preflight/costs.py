@@ -25,7 +25,9 @@ def cost_warnings(
         machine: Machine that will hold the run, if it is known.
         evaluates: Whether the command only evaluates, so that nothing learns.
     """
-    if machine is not None and not (machine.gpus or machine.computes_bfloat16):
+    if machine is not None and machine.gpus:
+        yield from _float32_on_gpus(config, learns=not evaluates)
+    elif machine is not None and not machine.computes_bfloat16:
         yield from _bfloat16_on_a_cpu(config)
     if evaluates:
         return
@@ -56,16 +58,46 @@ def _different_types(config: Config) -> Iterator[str]:
     )
 
 
+def _float32_on_gpus(config: Config, *, learns: bool) -> Iterator[str]:
+    """Yield a warning for trainers and one for engines that compute in float32."""
+    trainers = _keys_of_type(config, "float32", trainers=True)
+    if trainers and learns:
+        yield (
+            f"{', '.join(trainers)}=float32 on GPUs: matrix products and attention run"
+            " without tensor cores, since TF32 is off, and activations take twice the"
+            " memory; use bfloat16"
+        )
+
+    # vLLM 0.32: `_get_backend_priorities` of platforms/cuda.py, and the
+    # `supported_dtypes` of the classes in v1/attention/backends.
+    engines = _keys_of_type(config, "float32", trainers=False)
+    if engines:
+        yield (
+            f"{', '.join(engines)}=float32 on GPUs: FlashAttention and FlashInfer take"
+            " no float32, so vLLM attends with a slower Triton kernel, and everything"
+            " runs without tensor cores; use bfloat16"
+        )
+
+
+def _keys_of_type(config: Config, dtype: str, *, trainers: bool) -> list[str]:
+    """Return the keys of trainers, or of rollout engines, that compute in `dtype`."""
+    if trainers:
+        types = {
+            f"{name}.backend.dtype": role.backend.dtype
+            for name, role in config.model_roles.items()
+        }
+    else:
+        types = {
+            f"{engine.section}.dtype": engine.config.dtype
+            for engine in config.engines.values()
+        }
+    return [key for key, value in types.items() if value == dtype]
+
+
 def _bfloat16_on_a_cpu(config: Config) -> Iterator[str]:
     """Yield a warning if anything computes in bfloat16, which the CPU emulates."""
-    types = {
-        f"{name}.backend.dtype": role.backend.dtype
-        for name, role in config.model_roles.items()
-    }
-    for engine in config.engines.values():
-        types[f"{engine.section}.dtype"] = engine.config.dtype
-
-    keys = [key for key, dtype in types.items() if dtype == "bfloat16"]
+    keys = _keys_of_type(config, "bfloat16", trainers=True)
+    keys += _keys_of_type(config, "bfloat16", trainers=False)
     if keys:
         yield (
             f"{', '.join(keys)}=bfloat16 on a CPU without instructions for it"

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import gc
 import importlib.metadata
+import itertools
 import time
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -121,6 +122,12 @@ class VllmCore:
         # The path is not read, since the workers have the adapter already.
         self._adapter = adapter_request("which the workers have")
 
+        # Callers may use an id again as soon as its request has ended. On a GPU a step
+        # is then still under way, and vLLM would take what it samples for the new
+        # request (0.32 fails). Its own front-end makes ids unique, too.
+        self._numbers = itertools.count()
+        self._core_ids: dict[str, str] = {}
+
         self._has_sessions = "session_id" in EngineCoreRequest.__struct_fields__
         self._has_versions = hasattr(self._client, "set_weight_version")
         self._frees_cache_alone = hasattr(self._core, "release_kv_cache_memory")
@@ -151,8 +158,10 @@ class VllmCore:
         if self._has_sessions:
             version_fields["session_id"] = session
 
+        core_id = f"{request_id}-{next(self._numbers)}"
+        self._core_ids[request_id] = core_id
         request = self._request_class(
-            request_id=request_id,
+            request_id=core_id,
             prompt_token_ids=tokens,
             mm_features=None,
             sampling_params=params,
@@ -172,11 +181,19 @@ class VllmCore:
         before it.
         """
         outputs: list[EngineCoreOutput] = self._client.get_output().outputs
+        for output in outputs:
+            output.request_id, _, _ = output.request_id.rpartition("-")
+            if output.finish_reason is not None:
+                del self._core_ids[output.request_id]
         return outputs
 
     def abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; the core returns no more outputs of them."""
-        self._client.abort_requests(list(request_ids))
+        """End requests; the core returns no more outputs of them.
+
+        Ids of requests that have ended by themselves are ignored.
+        """
+        core_ids = [self._core_ids.pop(name, None) for name in request_ids]
+        self._client.abort_requests([name for name in core_ids if name is not None])
 
     @property
     def is_paused(self) -> bool:

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 # -------------------------------------------------------------------------- environment
 
 
-def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str, str]:
+def environment(
+    device: str, threads: int, tensor_parallel: int = 1, *, dtype: str = "float32"
+) -> dict[str, str]:
     """Return the environment variables of a process that is to hold a `VllmEngine`.
 
     They must be set before the process imports torch.
@@ -42,6 +44,7 @@ def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str
         device: "cpu" or "cuda".
         threads: CPU threads of each rank of the engine.
         tensor_parallel: Number of ranks of the engine.
+        dtype: Type of the computation.
     """
     variables = {
         # The engine core is stepped in this process: it starts in 3 s instead of 40 s.
@@ -54,6 +57,10 @@ def environment(device: str, threads: int, tensor_parallel: int = 1) -> dict[str
     }
 
     if device != "cpu":
+        if dtype == "float32":
+            # In float32 vLLM attends with Triton, whose products would round their
+            # inputs to TF32, by more than the probe of a weight sync tolerates.
+            variables["TRITON_F32_DEFAULT"] = "ieee"
         return variables | _without_expandable_segments(os.environ)
 
     # Otherwise the first request waits 8 to 15 s for a compiler.

@@ -83,6 +83,27 @@ CASES = [
     ),
     Case(
         "vllm_args_are_free",
+        "rollout.vllm_args.kv_sharing_fast_prefill=true",
+        "rollout.vllm_args.kv_sharing_fast_prefill",
+        "log-probs of prompts are wrong",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "rollout.vllm_args.scheduler_cls=own.Scheduler",
+        "rollout.vllm_args.scheduler_cls",
+        "vLLM's own scheduler",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
+        "'rollout.vllm_args.kv_transfer_config={kv_role: kv_both}'",
+        "rollout.vllm_args.kv_transfer_config",
+        "what earlier weights computed",
+        "Leave it out",
+    ),
+    Case(
+        "vllm_args_are_free",
         "rollout.vllm_args.logits_processors=[own.penalty]",
         "rollout.vllm_args.logits_processors",
         "without penalties",

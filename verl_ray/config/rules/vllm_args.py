@@ -81,6 +81,16 @@ VLLM_ARGS_FIXED = {
     "use_tqdm_on_load": "the engine's process has no terminal",
     "worker_cls": _WORKER_CLASS,
     "worker_extension_cls": _WORKER_CLASS,
+    "scheduler_cls": (
+        "pauses, aborts and versions rely on the order of steps of vLLM's own scheduler"
+    ),
+    "kv_sharing_fast_prefill": (
+        "with it vLLM's log-probs of prompts are wrong, and the probe of a weight sync"
+        " compares them"
+    ),
+    "kv_transfer_config": (
+        "a KV cache outside of the engine would keep what earlier weights computed"
+    ),
     "weight_transfer_config": (
         "weights reach the engine through the project's own transport"
     ),
