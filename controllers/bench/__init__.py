@@ -23,6 +23,10 @@ SUITES = {
         "the training backends on 1 and 2 ranks, compared with plain PyTorch on the"
         " same rows"
     ),
+    "gpu": (
+        "everything that only a GPU can show, one part after another, in under ten"
+        " minutes"
+    ),
     "layouts": "results of megatron in every layout, compared with the plain engine",
     "megatron": "speed of megatron's layouts, compared with the plain engine",
     "megatron_fsdp_memory": (

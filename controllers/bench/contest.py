@@ -27,7 +27,7 @@ from typing import Any
 from controllers.bench import contender
 from controllers.bench.contender import LONGEST, SHORTEST, ContenderTask, row_lengths
 from controllers.bench.processes import run_processes
-from verl_ray.config.preparation import TinyModelConfig
+from controllers.bench.sizes import MODELS, make_model
 from verl_ray.data.batch import Int64
 from verl_ray.profiling.flops import (
     ModelShape,
@@ -52,61 +52,14 @@ class Contender:
         kind: `PLAIN`, `SORTED` or the name of a backend.
         world: The number of ranks.
         settings: Settings of the backend, `key=value`.
+        by_default: Whether it takes part without being named.
     """
 
     name: str
     kind: str
     world: int
     settings: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Size:
-    """A model to be made; the characters of its vocabulary have no meaning."""
-
-    vocab_size: int
-    layers: TinyModelConfig
-
-
-MODELS = {
-    "1m": Size(
-        1024,
-        TinyModelConfig(
-            hidden_size=128,
-            num_layers=4,
-            num_heads=4,
-            num_kv_heads=2,
-            head_size=32,
-            intermediate_size=384,
-            tie_embeddings=True,
-        ),
-    ),
-    "20m": Size(
-        4096,
-        TinyModelConfig(
-            hidden_size=512,
-            num_layers=6,
-            num_heads=8,
-            num_kv_heads=4,
-            head_size=64,
-            intermediate_size=1408,
-            tie_embeddings=True,
-        ),
-    ),
-    # The sizes of Qwen2.5-0.5B.
-    "500m": Size(
-        151_936,
-        TinyModelConfig(
-            hidden_size=896,
-            num_layers=24,
-            num_heads=14,
-            num_kv_heads=2,
-            head_size=64,
-            intermediate_size=4864,
-            tie_embeddings=True,
-        ),
-    ),
-}
+    by_default: bool = True
 
 
 @dataclass(frozen=True)
@@ -151,8 +104,11 @@ class Contest:
 
     def _chosen(self, options: argparse.Namespace) -> list[Contender]:
         """Return the requested contenders for which there are enough devices."""
-        names = options.only or [contender.name for contender in self.contenders]
-        requested = {self.yardstick, *names}
+        requested = set(options.only or ())
+        if not options.only:
+            requested = {each.name for each in self.contenders if each.by_default}
+        if not options.alone:
+            requested.add(self.yardstick)
 
         return [
             contender
@@ -260,7 +216,7 @@ def compare(
     Args:
         figures: The figures by contender; changed in place.
         worlds: The number of ranks of each contender.
-        yardstick: The contender whose speed is 1.
+        yardstick: The contender whose speed is 1, if it has taken part.
         shape: The sizes of the model.
         lengths: Tokens of each row, int64 [rows].
         peak: FLOPs per second of one device, or None where they are unknown.
@@ -268,13 +224,14 @@ def compare(
     forward = forward_flops(shape, lengths)
     training = training_flops(shape, lengths)
     flops = {"forward": forward, "forward_backward": training, "step": training}
-    yardstick_s = figures[yardstick]["best_s"]
+    yardstick_s = figures[yardstick]["best_s"] if yardstick in figures else None
 
     for name, contender_figures in figures.items():
         best_s = contender_figures["best_s"]
-        contender_figures[f"times_{yardstick}"] = {
-            key: round(yardstick_s[key] / value, 3) for key, value in best_s.items()
-        }
+        if yardstick_s is not None:
+            contender_figures[f"times_{yardstick}"] = {
+                key: round(yardstick_s[key] / value, 3) for key, value in best_s.items()
+            }
 
         utilization: dict[str, float] | None = None
         if peak is not None:
@@ -283,20 +240,6 @@ def compare(
                 key: round(flops[key] / (best_s[key] * available), 4) for key in flops
             }
         contender_figures["model_flops_utilization"] = utilization
-
-
-def make_model(name: str, folder: str) -> str:
-    """Make a model of `MODELS` and a tokenizer in `folder`; return the model's path."""
-    from verl_ray.data.tokenizers import character_tokenizer
-    from verl_ray.models.tiny import make_tiny_qwen3
-
-    size = MODELS[name]
-    specials = 2
-    first = 0x10000  # the planes of Unicode above the surrogates
-    alphabet = "".join(map(chr, range(first, first + size.vocab_size - specials)))
-    tokenizer = f"{folder}/tokenizer"
-    character_tokenizer(tokenizer, alphabet)
-    return str(make_tiny_qwen3(f"{folder}/model", tokenizer, size.layers, seed=0))
 
 
 def _gpus() -> int:
@@ -358,6 +301,11 @@ def _parser(
         nargs="+",
         choices=contenders,
         help="in addition to the yardstick (all)",
+    )
+    add(
+        "--alone",
+        action="store_true",
+        help="without the yardstick, where it would not fit",
     )
     add(
         "--device",

@@ -27,6 +27,14 @@ CONTEST = Contest(
         Contender("engine_1", "engine", 1),
         Contender("fsdp_1", "fsdp", 1),
         Contender("fsdp_2", "fsdp", 2),
+        # Weights, gradients and moments stay on the host.
+        Contender(
+            "fsdp_1_host",
+            "fsdp",
+            1,
+            ("host_parameters=true", "activation_checkpointing=true"),
+            by_default=False,
+        ),
     ),
     yardstick="plain",
 )

@@ -133,6 +133,7 @@ def main(argv: list[str]) -> int:
         f"backend.dtype={options.dtype}",
         f"rollout.dtype={options.dtype}",
         f"rollout.sync.transport={options.transport}",
+        f"placement={options.placement}",
     ]
     folder = Path(options.dir)
     figures = {
@@ -321,6 +322,12 @@ def _parser() -> argparse.ArgumentParser:
         choices=wires,
         default="auto",
         help="rollout.sync.transport (auto)",
+    )
+    parser.add_argument(
+        "--placement",
+        choices=("colocated", "separate"),
+        default="colocated",
+        help="separate: each role has GPUs of its own (colocated)",
     )
     parser.add_argument(
         "--dir",

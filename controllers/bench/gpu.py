@@ -1,0 +1,236 @@
+"""`verl-ray bench gpu`: everything that only a GPU can show, in under ten minutes.
+
+Invariant: each part is a process of its own with a deadline, so no part keeps another
+from running; a part that was not run is listed with the reason. The figures are written
+after every part, so a session that is cut off leaves what it has. Parts come in the
+order of what most probably breaks. With `--device cpu` the same parts run at tiny
+sizes, which tests the suite and no GPU. Deliberately not here: what the parts do
+(`gpu_parts.py`), and figures of machines (`README.md`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from controllers.bench.gpu_parts import Part, parts_of
+from verl_ray.engine.packages import missing_packages
+from verl_ray.preflight.machine import Machine
+from verl_ray.profiling.memory import GIB
+
+Status = Literal["passed", "failed", "timed out", "not run"]
+
+LIMIT_S = 580.0
+SHORTEST_S = 10.0
+"""With less time left, no further part is started."""
+_SHOWN_LINES = 15
+_SHOWN_CHARACTERS = 60
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The end of a part.
+
+    Attributes:
+        name: The part.
+        status: Whether its process ended well, ended in time, or was started.
+        seconds: How long it ran.
+        reason: Why it was not run or did not pass, or that its time was shortened.
+        result: What it has printed as JSON on its last line.
+        last_lines: The end of what it has said, unless it passed.
+    """
+
+    name: str
+    status: Status
+    seconds: float = 0.0
+    reason: str = ""
+    result: dict[str, Any] = field(default_factory=dict)
+    last_lines: list[str] = field(default_factory=list)
+
+
+def main(argv: list[str]) -> int:
+    """Run the parts, and print their figures.
+
+    Returns:
+        The exit code: 0, or 1 if a part failed or did not end in time.
+    """
+    options = _parser().parse_args(argv)
+    with tempfile.TemporaryDirectory(prefix="verl-ray-gpu-") as folder:
+        parts = parts_of(options.device, folder)
+        if options.only:
+            parts = [part for part in parts if part.name in options.only]
+        outcomes = run_parts(
+            parts,
+            gpus=Machine.here().gpus if options.device == "cuda" else 0,
+            limit_s=options.limit_s,
+            path=Path(options.out),
+        )
+
+    Console(stderr=True).print(_table(outcomes))
+    print(json.dumps([asdict(outcome) for outcome in outcomes], indent=2))
+    return int(any(outcome.status in ("failed", "timed out") for outcome in outcomes))
+
+
+def run_parts(
+    parts: Sequence[Part], *, gpus: int, limit_s: float, path: Path
+) -> list[Outcome]:
+    """Run one part after another, whatever becomes of each.
+
+    Args:
+        parts: The parts, in their order.
+        gpus: Number of GPUs that parts may use.
+        limit_s: Seconds for all of them together.
+        path: The JSON file of the outcomes, written after every part.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    end = time.monotonic() + limit_s
+    outcomes: list[Outcome] = []
+
+    for part in parts:
+        left_s = end - time.monotonic()
+        reason = _obstacle(part, gpus)
+        if not reason and left_s < SHORTEST_S:
+            reason = f"{left_s:.0f} of {limit_s:.0f} s were left"
+
+        if reason:
+            outcome = Outcome(part.name, "not run", reason=reason)
+        else:
+            print(f"{part.name}: {part.about} ...", file=sys.stderr, flush=True)
+            outcome = _run(part, min(part.limit_s, left_s))
+        outcomes.append(outcome)
+        print(f"{part.name}: {outcome.status}", file=sys.stderr, flush=True)
+        path.write_text(json.dumps([asdict(each) for each in outcomes], indent=2))
+
+    return outcomes
+
+
+def _obstacle(part: Part, gpus: int) -> str:
+    """Return what the part lacks on this machine, or nothing."""
+    if part.gpus > gpus:
+        return f"needs {part.gpus} GPUs, and {gpus} may be used"
+    missing = missing_packages(part.packages)
+    if missing:
+        return f"needs {' and '.join(missing)}, not installed here"
+    available_gib = psutil.virtual_memory().available / GIB
+    if part.host_gib > available_gib:
+        return f"needs {part.host_gib} GiB of host memory, {available_gib:.0f} are free"
+    return ""
+
+
+def _run(part: Part, limit_s: float) -> Outcome:
+    """Run the process of a part and all that it starts, for at most `limit_s`."""
+    start = time.monotonic()
+    shortened = f"shortened to {limit_s:.0f} s" if limit_s < part.limit_s else ""
+
+    # Output goes to a file: a process that the part leaves behind would keep a pipe
+    # open.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            [sys.executable, *part.arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            code: int | None = process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            # The session is the part's own: this ends what it has left behind.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+        seconds = round(time.monotonic() - start, 1)
+        output.seek(0)
+        lines = output.read().splitlines()
+
+    result = _result(lines)
+    last_lines = lines[-_SHOWN_LINES:]
+    if code is None:
+        reason = f"not done after {limit_s:.0f} s"
+        reason += f", {shortened}" if shortened else ""
+        return Outcome(part.name, "timed out", seconds, reason, result, last_lines)
+    if code:
+        reason = f"exit code {code}"
+        return Outcome(part.name, "failed", seconds, reason, result, last_lines)
+    # pytest ends well, too, if it has skipped all tests.
+    last = lines[-1] if lines else ""
+    if "skipped" in last and "passed" not in last:
+        return Outcome(part.name, "not run", seconds, last.strip("= "))
+    return Outcome(part.name, "passed", seconds, shortened, result)
+
+
+def _result(lines: Sequence[str]) -> dict[str, Any]:
+    """Return the JSON object at the end of a part's output, on one line or on many."""
+    for first in range(len(lines) - 1, -1, -1):
+        if not lines[first].startswith("{"):
+            continue
+        with contextlib.suppress(json.JSONDecodeError):
+            result: dict[str, Any] = json.loads("\n".join(lines[first:]))
+            return result
+    return {}
+
+
+def _table(outcomes: Sequence[Outcome]) -> Table:
+    table = Table("part", "", "s", "figures, or the reason")
+    for outcome in outcomes:
+        report = outcome.reason or json.dumps(outcome.result)
+        if len(report) > _SHOWN_CHARACTERS:
+            report = report[:_SHOWN_CHARACTERS] + " ..."
+        table.add_row(outcome.name, outcome.status, f"{outcome.seconds:.1f}", report)
+    return table
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="verl-ray bench gpu",
+        description=(
+            "Run what only a GPU can show, in the order of what most probably breaks,"
+            " from a checkout. Goes on after a failure."
+        ),
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "cpu"),
+        default="cuda",
+        help="cpu: the same at tiny sizes, to test the suite (cuda)",
+    )
+    parser.add_argument(
+        "--limit-s",
+        type=float,
+        default=LIMIT_S,
+        metavar="S",
+        help=f"seconds for all parts together ({LIMIT_S:.0f})",
+    )
+    parser.add_argument(
+        "--out",
+        default="outputs/bench/gpu.json",
+        metavar="FILE",
+        help="where the outcomes are written (outputs/bench/gpu.json)",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[part.name for part in parts_of("cuda", "")],
+        metavar="PART",
+        help="these parts alone",
+    )
+    return parser

@@ -1,0 +1,123 @@
+"""The suite for GPUs goes on after a failure, keeps its time, and leaves nothing out.
+
+Its parts run here on the CPU at tiny sizes, as far as they need no GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from controllers.bench import gpu
+from controllers.bench.gpu import run_parts
+from controllers.bench.gpu_parts import Part, parts_of
+
+SLEEPS = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+def part(name: str, program: str, limit_s: float = 60, **needs: object) -> Part:
+    return Part(name, "a test", ("-c", program), limit_s, **needs)  # type: ignore[arg-type]
+
+
+@pytest.mark.processes
+def test_a_part_that_raises_or_hangs_does_not_stop_the_others(tmp_path: Path) -> None:
+    parts = [
+        part("raises", "print('before'); raise SystemExit('it broke')"),
+        part("hangs", SLEEPS, limit_s=2),
+        part("says", "import json; print('noise'); print(json.dumps({'tokens': 7}))"),
+        part("skips", "print('3 skipped in 0.1s')"),
+        part("wants", "print(1)", gpus=2),
+        part("lacks", "print(1)", packages=("no_such_package",)),
+        part("large", "print(1)", host_gib=10**6),
+    ]
+    path = tmp_path / "new" / "gpu.json"
+    outcomes = run_parts(parts, gpus=1, limit_s=300, path=path)
+    raised, hung, said, skipped, *not_run = outcomes
+
+    assert (raised.status, raised.reason) == ("failed", "exit code 1")
+    assert raised.last_lines == ["before", "it broke"]
+    assert (hung.status, hung.reason) == ("timed out", "not done after 2 s")
+    (child,) = map(int, hung.last_lines)
+    deadline = time.monotonic() + 30
+    while psutil.pid_exists(child) and time.monotonic() < deadline:
+        time.sleep(0.05)  # until somebody reaps it
+        if psutil.Process(child).status() == psutil.STATUS_ZOMBIE:
+            break
+    else:
+        assert not psutil.pid_exists(child)
+    assert (said.status, said.result) == ("passed", {"tokens": 7})
+    assert (skipped.status, skipped.reason) == ("not run", "3 skipped in 0.1s")
+
+    assert [outcome.status for outcome in not_run] == ["not run"] * 3
+    wants, lacks, large = (outcome.reason for outcome in not_run)
+    assert wants == "needs 2 GPUs, and 1 may be used"
+    assert lacks == "needs no_such_package, not installed here"
+    assert large.startswith("needs 1000000 GiB of host memory, ")
+    written = json.loads(path.read_text())
+    assert [one["name"] for one in written] == [one.name for one in parts]
+    assert written[2]["result"] == {"tokens": 7}
+
+
+@pytest.mark.processes
+def test_the_time_of_all_parts_is_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu, "SHORTEST_S", 1.0)
+    parts = [part("long", "import time; time.sleep(60)"), part("last", "print(1)")]
+    long, last = run_parts(parts, gpus=0, limit_s=2, path=tmp_path / "gpu.json")
+    assert long.reason == "not done after 2 s, shortened to 2 s"
+    assert (last.status, last.seconds) == ("not run", 0)
+    assert last.reason.endswith("of 2 s were left")
+
+
+def test_every_part_has_a_name_and_needs_a_gpu_unless_it_runs_here() -> None:
+    parts = parts_of("cuda", "folder")
+    names = [one.name for one in parts]
+    assert len(set(names)) == len(names) == 19
+    assert [one.name for one in parts if not one.gpus] == ["devices"]
+    assert [one.name for one in parts_of("cpu", "folder")] == names
+    here = {one.name for one in parts_of("cpu", "folder") if not one.gpus}
+    assert here >= {
+        "contract_fsdp",
+        "rollout_float32",
+        "uneven_fsdp",
+        "grpo",
+        "mfu_500m",
+    }
+
+
+@pytest.mark.ranks
+def test_the_contract_of_an_engine_runs_on_this_device(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "gpu.json"
+    flags = ["--device", "cpu", "--only", "contract_fsdp", "attention"]
+    assert gpu.main([*flags, "--out", str(path)]) == 0
+    attention, contract = json.loads(capsys.readouterr().out)
+    assert attention["reason"] == "needs 1 GPUs, and 0 may be used"
+    assert contract["status"] == "passed", contract
+    assert contract["result"]["float32"]["log_probs"] < 1e-5
+    assert 1e-4 < contract["result"]["bfloat16"]["log_probs"] < 0.1
+    assert json.loads(path.read_text()) == [attention, contract]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.cluster
+@pytest.mark.parametrize(
+    "name", ["devices", "rollout_float32", "uneven_fsdp", "grpo", "sync_shared_memory", "mfu_500m"]
+)  # fmt: skip
+def test_the_other_parts_run_here_too(name: str, tmp_path: Path) -> None:
+    (chosen,) = (one for one in parts_of("cpu", str(tmp_path)) if one.name == name)
+    (outcome,) = run_parts([chosen], gpus=0, limit_s=580, path=tmp_path / "gpu.json")
+    assert outcome.status == "passed", outcome
+    assert outcome.result
