@@ -38,6 +38,8 @@ Status = Literal["passed", "failed", "timed out", "not run"]
 LIMIT_S = 580.0
 SHORTEST_S = 10.0
 """With less time left, no further part is started."""
+_GRACE_S = 10.0
+"""Time to end for a part that is stopped, in addition to its own."""
 _SHOWN_LINES = 15
 _SHOWN_CHARACTERS = 60
 
@@ -122,7 +124,8 @@ def run_parts(
 def _obstacle(part: Part, gpus: int) -> str:
     """Return what the part lacks on this machine, or nothing."""
     if part.gpus > gpus:
-        return f"needs {part.gpus} GPUs, and {gpus} may be used"
+        noun = "GPU" if part.gpus == 1 else "GPUs"
+        return f"needs {part.gpus} {noun}, and {gpus} may be used"
     missing = missing_packages(part.packages)
     if missing:
         return f"needs {' and '.join(missing)}, not installed here"
@@ -151,6 +154,10 @@ def _run(part: Part, limit_s: float) -> Outcome:
             code: int | None = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = None
+            # A driver ends its cluster, whose processes have sessions of their own.
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE_S)
         finally:
             # The session is the part's own: this ends what it has left behind.
             with contextlib.suppress(ProcessLookupError):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from controllers.bench.step import MODELS, RUN, configuration, make_inputs
+from controllers.bench.step import configuration, make_inputs
 
 _STEPS = 3
 
@@ -24,20 +24,36 @@ def main(task: dict[str, Any]) -> int:
         task: The "device", and the "folder" to write into.
     """
     on_gpu = task["device"] == "cuda"
-    model = "0.5b" if on_gpu else "1m"
-    overrides = [f"run.total_steps={_STEPS}", "run.resume=never"]
-    if on_gpu:
-        overrides += ["backend.dtype=bfloat16", "rollout.dtype=bfloat16"]
-    config = configuration(model, "engine", Path(task["folder"]) / "grpo", overrides)
+    model, dtype = ("0.5b", "bfloat16") if on_gpu else ("1m", "float32")
+    folder = Path(task["folder"]) / "grpo"
+    config = configuration(model, "engine", folder, [])
     make_inputs(config, warm_start=False)
 
-    run = (f"run.dir={config.run.dir}", "run.name=bench-gpu", "backend=engine")
-    command = [sys.executable, "-m", "controllers", "train", "quickstart"]
-    ended = subprocess.run([*command, *RUN, *MODELS[model], *run, *overrides])
+    inputs = Path(config.run.dir) / "inputs"
+    run_dir = folder / "run"
+    overrides = (
+        f"model.path={inputs}/model",
+        f"data.train_path={inputs}/train.jsonl",
+        "data.validation_path=null",
+        "data.max_prompt_tokens=16",
+        "data.prompts_per_step=16",
+        "rollout.group_size=8",
+        "rollout.max_response_tokens=32",
+        f"rollout.kv_cache_gib={config.rollout.kv_cache_gib}",
+        f"backend.dtype={dtype}",
+        f"rollout.dtype={dtype}",
+        f"run.dir={run_dir}",
+        f"run.total_steps={_STEPS}",
+        "run.evaluate_every=0",
+        "run.checkpoint_every=0",
+        "tracking.wandb.mode=disabled",
+    )
+    command = [sys.executable, "-m", "controllers", "train", "--config-name", "grpo"]
+    ended = subprocess.run([*command, *overrides])
     if ended.returncode:
         return ended.returncode
 
-    lines = Path(config.run.dir, "metrics.jsonl").read_text().splitlines()
+    lines = Path(run_dir, "metrics.jsonl").read_text().splitlines()
     print(json.dumps(_figures([json.loads(line) for line in lines])))
     return 0
 

@@ -103,7 +103,7 @@ def test_the_contract_of_an_engine_runs_on_this_device(
     flags = ["--device", "cpu", "--only", "contract_fsdp", "attention"]
     assert gpu.main([*flags, "--out", str(path)]) == 0
     attention, contract = json.loads(capsys.readouterr().out)
-    assert attention["reason"] == "needs 1 GPUs, and 0 may be used"
+    assert attention["reason"] == "needs 1 GPU, and 0 may be used"
     assert contract["status"] == "passed", contract
     assert contract["result"]["float32"]["log_probs"] < 1e-5
     assert 1e-4 < contract["result"]["bfloat16"]["log_probs"] < 0.1

@@ -35,7 +35,10 @@ from tests.engine.naive import (
     naive_training,
     reference_model,
 )
+from verl_ray.config.preparation import TinyModelConfig
+from verl_ray.data.tokenizers import character_tokenizer
 from verl_ray.engine.build import build_engine
+from verl_ray.models.tiny import make_tiny
 from verl_ray.ops.outputs import RequestedOutputs
 
 TOLERANCE = {"float32": 1e-4, "bfloat16": 0.1}
@@ -51,6 +54,7 @@ def main(task: dict[str, Any]) -> int:
         return on_a_rank(task)
     with tempfile.TemporaryDirectory() as folder:
         write_models(Path(folder))
+        write_odd_model(Path(folder))
         ranks = [
             task | {"rank": rank, "folder": folder} for rank in range(task["world"])
         ]
@@ -59,6 +63,16 @@ def main(task: dict[str, Any]) -> int:
         found = run_processes(__name__ if __spec__ is None else __spec__.name, ranks, 1)
         print(json.dumps({"ranks": found}))
         return 0
+
+
+def write_odd_model(root: Path) -> None:
+    """Write a model whose vocabulary and layers two ranks cannot share out evenly."""
+    character_tokenizer(root / "odd_tokenizer", "0123456789+=abc")
+    sizes = TinyModelConfig(
+        hidden_size=64, num_layers=2, num_heads=4, num_kv_heads=2, head_size=16, intermediate_size=97,
+        tie_embeddings=False,
+    )  # fmt: skip
+    make_tiny("qwen3", root / "odd", root / "odd_tokenizer", sizes, seed=1)
 
 
 def on_a_rank(task: dict[str, Any]) -> int:
@@ -136,7 +150,7 @@ def offload(
     ranks: Ranks, kind: str, device: torch.device
 ) -> tuple[dict[str, Any], bool]:
     engine = build_engine(
-        ranks.spec(kind), device=device, rank=ranks.rank, world_size=ranks.world
+        ranks.spec(kind, "odd"), device=device, rank=ranks.rank, world_size=ranks.world
     )
     mine = ranks.of(engine, rows_of())
     ranks.step(engine, mine, POLICY)
