@@ -12,6 +12,7 @@ from torch.nn.attention import varlen
 from verl_ray.data.batch import offsets_of
 from verl_ray.models.attention import (
     BUCKET_LENGTH_RATIO,
+    LengthBucket,
     PackedLayout,
     attend,
     attend_packed,
@@ -209,3 +210,31 @@ def test_the_kernel_of_this_torch_groups_heads_itself() -> None:
         and found.dtype == torch.bfloat16
         and found.device.type == "cuda"
     )
+
+
+def test_float32_on_a_gpu_has_no_groups_which_would_take_quadratic_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    heads_of_calls = []
+    attention = F.scaled_dot_product_attention
+
+    def watched(*tensors: torch.Tensor, **settings: object) -> torch.Tensor:
+        heads_of_calls.append([x.shape[1] for x in tensors])
+        assert not settings["enable_gqa"]
+        return attention(*tensors, **settings)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watched)
+    with FakeTensorMode():
+        device = torch.device("cuda")
+        source, places = (
+            torch.empty(count, dtype=torch.int64, device=device) for count in (18, 14)
+        )
+        bucket = LengthBucket((2, 9), source=source, places=places)
+        layout = PackedLayout(None, 9, (bucket,), None)
+        query, key, value = (
+            torch.empty(14, heads, SIZE, device=device)
+            for heads in (HEADS, KV_HEADS, KV_HEADS)
+        )
+        out = attend_packed(query, key, value, layout)
+    assert heads_of_calls == [[HEADS, HEADS, HEADS]]
+    assert out.shape == (14, HEADS, SIZE)
