@@ -43,6 +43,7 @@ from verl_ray.preflight.described_machine import parse_machine
 _MODULES_WITH_FLAGS = {
     "bench": "controllers.bench",
     "export": "controllers.commands.export",
+    "plan": "controllers.commands.plan",
 }
 """Command with flags of its own -> the module whose `main` reads them."""
 

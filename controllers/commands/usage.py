@@ -53,6 +53,7 @@ commands:
   train     train a model
   evaluate  measure a model on held-out problems or pairs
   check     validate a configuration, its data and its rewards; nothing starts
+  plan      propose a configuration for a model and a machine; nothing starts
   export    write a role of a checkpoint as a Hugging Face directory
   bench     measure speed
 

@@ -128,28 +128,8 @@ class Learner:
 
     @property
     def needs_old_log_probs(self) -> bool:
-        """Whether the actor computes log-probs before it learns.
-
-        With one update per batch they equal the present policy's log-probs, which the
-        update computes anyway. In the two-policy form of the rollout correction the
-        sampler's log-probs take their place. A KL penalty in the reward always needs
-        them.
-        """
-        config = self.config
-        if config.algorithm.kl.place == "reward":
-            return True
-
-        actor = config.actor
-        rows = config.data.prompts_per_step * config.rollout.group_size
-        mini_batch_size = actor.mini_batch_size or rows
-
-        # From the second update on the policy is no longer the one that the batch
-        # began with.
-        several_updates = actor.epochs > 1 or mini_batch_size < rows
-        sampler_replaces_old = (
-            self.mismatch.corrects and config.algorithm.correction.form == "two_policy"
-        )
-        return several_updates and not sampler_replaces_old
+        """Whether the actor computes log-probs before it learns."""
+        return self.config.needs_old_log_probs(corrects=self.mismatch.corrects)
 
     # --------------------------------------------------------------------------- credit
 

@@ -21,6 +21,7 @@ from verl_ray.preflight.engine_models import row_cache_bytes
 from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.model_files import settings_of
+from verl_ray.preflight.model_sizes import remembered_sizes
 
 USED_SHARE = 0.9
 """Share of a device that a prediction may fill.
@@ -148,7 +149,9 @@ def device_values(config: Config, device: Device) -> Iterator[DeviceValue]:
     because = "the run computes on a CPU"
     if device.is_gpu:
         search = _Search(config, device, level_keys, engines)
-        level, caches, because = search.fastest()
+        # Plans of all levels are of the same models.
+        with remembered_sizes():
+            level, caches, because = search.fastest()
 
     for key, value in level.changes(config, level_keys).items():
         yield key, value, because

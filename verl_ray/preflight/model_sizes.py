@@ -10,10 +10,12 @@ Deliberately not here: how ranks partition a model (`footprints.py`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -49,6 +51,24 @@ class ModelSize(ParameterCounts):
     """Whether the language head is the embedding."""
 
 
+_remembered: ContextVar[dict[tuple[object, ...], ModelSize] | None] = ContextVar(
+    "_remembered", default=None
+)
+
+
+@contextlib.contextmanager
+def remembered_sizes() -> Iterator[None]:
+    """Let `size_of` read each directory only once inside this context.
+
+    Inside, no directory may change, and no configuration may make a model.
+    """
+    token = _remembered.set({})
+    try:
+        yield
+    finally:
+        _remembered.reset(token)
+
+
 def size_of(
     path: str, config: Config, head: HeadKind, adapted: Collection[str] = ()
 ) -> ModelSize:
@@ -60,6 +80,20 @@ def size_of(
         head: Head that the model has in its role, in place of its own.
         adapted: Names of the linear layers that get an adapter.
     """
+    sizes = _remembered.get()
+    if sizes is None:
+        return _read_size(path, config, head, adapted)
+
+    key = (path, head, *sorted(adapted))
+    if key not in sizes:
+        sizes[key] = _read_size(path, config, head, adapted)
+    return sizes[key]
+
+
+def _read_size(
+    path: str, config: Config, head: HeadKind, adapted: Collection[str]
+) -> ModelSize:
+    """Return the size of the model in a directory, as its files are now."""
     shape = ModelShape.of(settings_of(path, config), head)
     made = made_model(path, config)
     if made is not None and config.preparation is not None:

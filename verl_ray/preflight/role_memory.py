@@ -189,7 +189,7 @@ def _trainer_memory(
         # A model that grades works while rollouts are generated, so it stays.
         shares_devices = on_gpus and config.shares_processes
         if shares_devices and not role.scores_rollouts:
-            offloaded = _offloaded_parts(own, task)
+            offloaded = offloaded_parts(own.persistent, task)
 
     for phase in PHASES:
         working = _working_in(phase, own, role)
@@ -234,15 +234,20 @@ def _with_wire(
     return replace(own, persistent={**own.persistent, "buffers": wire})
 
 
-def _offloaded_parts(
-    own: Footprint, config: RolloutTaskConfig
+def offloaded_parts(
+    persistent: BytesPerPart, config: RolloutTaskConfig
 ) -> frozenset[MemoryPart]:
-    """Return the parts that are on the host while its device generates rollouts."""
+    """Return the parts that are on the host while a shared device generates rollouts.
+
+    Args:
+        persistent: Parts that a role holds between calls.
+        config: Resolved configuration of the run.
+    """
     offload = resolved(config.placement.offload)
     if offload == "all":
-        return frozenset(own.persistent) - {"gradients", "buffers"}
+        return frozenset(persistent) - {"gradients", "buffers"}
     if offload == "optimizer":
-        return frozenset(own.persistent) & {"optimizer"}
+        return frozenset(persistent) & {"optimizer"}
     return NO_PARTS
 
 

@@ -12,10 +12,10 @@ from controllers.command_line import main
 from controllers.compose.composition import examine
 from controllers.compose.listing import root_configs
 from tests.preflight.published import PARAMETERS, published
-from verl_ray.config.resolve import resolve
 from verl_ray.preflight.described_machine import parse_machine
 from verl_ray.preflight.facts import facts_here
 from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.resolve import resolve
 
 FILES = sorted((Path(configs.__file__).parent / "recipes").glob("*.yaml"))
 DATA = ["data.train_path=/none/train.jsonl", "data.validation_path=/none/test.jsonl"]

@@ -100,6 +100,30 @@ class RLConfig(RolloutTaskConfig):
         needs_reference = self.algorithm.kl.place != "none"
         return needs_reference and has_adapter and same_model
 
+    def needs_old_log_probs(self, *, corrects: bool) -> bool:
+        """Return whether the actor computes log-probs before it learns.
+
+        With one update per batch they equal the present policy's log-probs, which the
+        update computes anyway. In the two-policy form of the rollout correction the
+        sampler's log-probs take their place. A KL penalty in the reward always needs
+        them.
+
+        Args:
+            corrects: Whether algorithm.correction applies now.
+        """
+        if self.algorithm.kl.place == "reward":
+            return True
+
+        rows = self.rows_per_step
+        mini_batch_size = self.actor.mini_batch_size or rows
+
+        # From the second update on the policy is no longer the one that the batch
+        # began with.
+        several_updates = self.actor.epochs > 1 or mini_batch_size < rows
+        has_two_policies = self.algorithm.correction.form == "two_policy"
+        sampler_replaces_old = corrects and has_two_policies
+        return several_updates and not sampler_replaces_old
+
     @property
     def optimizers(self) -> dict[str, OptimizerConfig]:
         """Every optimizer that has settings, also of a critic that is not created."""

@@ -1,0 +1,192 @@
+"""The proposed configuration fits, and an enumeration of settings has no faster one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+
+import pytest
+
+from tests.planning.bases import bases, machine
+from verl_ray.backends.base import BackendSettings
+from verl_ray.config.load import parse, to_tree
+from verl_ray.config.rules import rule_violations
+from verl_ray.config.tasks.rl import RLConfig
+from verl_ray.planning.search import Misfit, Plan, search
+from verl_ray.planning.step_time import step_time
+from verl_ray.preflight.backends import backend_problems
+from verl_ray.preflight.engine_models import engine_problems
+from verl_ray.preflight.facts import facts_of
+from verl_ray.preflight.gpus import GIB
+from verl_ray.preflight.machine import Machine
+from verl_ray.preflight.memory_plan import memory_plan
+from verl_ray.preflight.model_sizes import remembered_sizes
+from verl_ray.preflight.resolve import resolve
+from verl_ray.preflight.resources import resource_problems
+
+
+def planned(where: Machine, model: str, *overrides: str) -> Plan:
+    outcome = search(bases(model, *overrides), where)
+    assert isinstance(outcome, Plan)
+    return outcome
+
+
+# --------------------------------------------------------------------- every combination
+
+
+def backends_of(base: BackendSettings, total: int) -> Iterator[dict[str, object]]:
+    sizes = [size for size in (1, 2, 4, 8) if size <= total]
+    tokens = (1536, 3072, 8192)
+    if base.kind == "megatron":
+        for tensor, pipeline, recompute, batch in itertools.product(
+            sizes, sizes, ("none", "full"), tokens
+        ):
+            yield {
+                "tensor_parallel": tensor, "sequence_parallel": tensor > 1, "pipeline_parallel": pipeline,
+                "recompute": recompute, "micro_batch_tokens_per_rank": batch,
+            }  # fmt: skip
+        return
+    for recompute, batch in itertools.product((False, True), tokens):
+        common = {
+            "activation_checkpointing": recompute,
+            "micro_batch_tokens_per_rank": batch,
+        }
+        if base.kind == "engine":
+            yield common
+            continue
+        for sharding, accumulate, host in itertools.product(
+            ("full", "grad_op", "none"), ("whole", "sharded"), (False, True)
+        ):
+            yield common | {
+                "sharding": sharding,
+                "accumulate": accumulate,
+                "host_parameters": host,
+            }
+
+
+def every_combination(model: str, where: Machine) -> Iterator[RLConfig]:
+    """Configurations that pass every check, as trees that are parsed anew."""
+    total = where.total_gpus
+    placements = [("colocated", offload) for offload in ("all", "none")] + [
+        ("separate", "none")
+    ]
+    for base, (placement, offload) in itertools.product(
+        bases(model).values(), placements
+    ):
+        tree = to_tree(base)
+        tree["placement"] = {"kind": placement, "offload": offload}
+        facts = facts_of(
+            parse(tree, RLConfig), cores=[where.cores], gpus=[total], checkpoint=None
+        )
+        tree = to_tree(resolve(parse(tree, RLConfig), facts))
+        for backend in backends_of(base.actor.backend, total):
+            for role in ("actor", "critic", "reference"):
+                tree[role]["backend"] |= {"dtype": "bfloat16", **backend}  # type: ignore[index]
+            for ranks, tensor in itertools.product((1, 2, 4, 6, 8), (1, 2, 4)):
+                others = (ranks,) if placement == "colocated" else (1, 2, 4)
+                for reference in others:
+                    free = (
+                        ranks if placement == "colocated" else total - ranks - reference
+                    )
+                    if free < tensor or ranks > total:
+                        continue
+                    tree["actor"]["num_ranks"] = tree["critic"]["num_ranks"] = ranks  # type: ignore[index]
+                    tree["reference"]["num_ranks"] = reference  # type: ignore[index]
+                    for cache in (2.0, 8.0, 32.0):
+                        tree["rollout"] |= {  # type: ignore[operator]
+                            "num_replicas": free // tensor, "tensor_parallel": tensor, "dtype": "bfloat16",
+                            "kv_cache_gib": cache,
+                        }  # fmt: skip
+                        yield parse(tree, RLConfig)
+
+
+def divides(config: RLConfig) -> bool:
+    """Whether layouts divide their ranks; no other configuration has a time."""
+    return not any(
+        problem
+        for name, role in config.model_roles.items()
+        for problem in role.backend.rank_problems(name, role.num_ranks)
+    )
+
+
+def passes(config: RLConfig, where: Machine) -> bool:
+    problems = [*rule_violations(config), *resource_problems(config, where)]
+    problems += backend_problems(config, None)
+    for engine in config.engines.values():
+        problems += engine_problems(engine, where)
+    if problems:
+        return False
+    plan = memory_plan(config, on_gpus=True)
+    assert where.gpu is not None
+    return (
+        plan.fullest(on_device=True)[1] <= 0.9 * where.gpu.memory_bytes
+        and plan.fullest(on_device=False)[1] <= 0.9 * where.memory_bytes
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        ("Qwen2.5-0.5B", "gpus=1,gpu=RTX-4090-24G"),
+        ("Qwen2.5-1.5B", "gpus=2,gpu=A100-40G"),
+        pytest.param("Qwen3-8B", "gpus=8,gpu=H100-80G,memory=2T", marks=pytest.mark.slow),
+        pytest.param("Qwen3-32B", "gpus=8,gpu=B200-180G,memory=2T", marks=pytest.mark.slow),
+    ],
+)  # fmt: skip
+def test_no_combination_of_settings_is_a_tenth_faster(model: str, text: str) -> None:
+    where = machine(text)
+    best_s = planned(where, model).time.total_s
+    compared = 0
+    with remembered_sizes():
+        for config in every_combination(model, where):
+            if not divides(config):
+                continue
+            # Most are slower, so whether they would pass does not matter.
+            if step_time(config, where).total_s < 0.9 * best_s:
+                assert not passes(config, where)
+            compared += 1
+    assert compared > 50
+
+
+# -------------------------------------------------------------------------- its proposals
+
+
+def test_a_model_that_one_gpu_cannot_hold_gets_engines_of_several() -> None:
+    plan = planned(machine("nodes=8,gpus=8,gpu=H100-80G"), "Llama-3.1-70B")
+    # 141 GB of bfloat16 weights.
+    assert plan.config.placement.kind == "separate"
+    assert plan.config.rollout.tensor_parallel >= 2
+    ranks = [role.num_ranks for role in plan.config.model_roles.values()]
+    assert sum(ranks) + plan.config.engines["rollout"].ranks <= 64
+
+
+def test_the_cache_holds_a_row_and_no_more_than_all_rows() -> None:
+    plan = planned(machine("gpus=8,gpu=H100-80G"), "Qwen3-8B")
+    # 36 layers x 2 x 8 heads x 128 x 2 bytes x 1536 tokens, for 32 rows per replica.
+    row_gib = 36 * 2 * 8 * 128 * 2 * 1536 / GIB
+    assert row_gib < plan.config.rollout.kv_cache_gib <= 1.1 * 32 * row_gib
+
+
+def test_where_nothing_fits_the_machine_that_is_named_does() -> None:
+    small = machine("gpus=1,gpu=RTX-4090-24G,memory=64G")
+    misfit = search(bases("Qwen3-8B"), small)
+    assert isinstance(misfit, Misfit)
+    assert misfit.shortage.needed > misfit.shortage.available
+    assert misfit.smallest is not None
+    nodes, gpus, gpu = misfit.smallest
+    named = machine(f"nodes={nodes},gpus={gpus},gpu={gpu.name},memory={64 * gpus}G")
+    assert isinstance(search(bases("Qwen3-8B"), named), Plan)
+
+
+def test_megatron_is_proposed_only_if_it_is_clearly_faster() -> None:
+    where = machine("gpus=8,gpu=H100-80G")
+    plan = planned(where, "Qwen3-8B", "rollout.max_response_tokens=8192")
+    others = {
+        kind: base
+        for kind, base in bases("Qwen3-8B", "rollout.max_response_tokens=8192").items()
+        if kind == "megatron"
+    }
+    megatron = search(others, where)
+    assert isinstance(megatron, Plan)
+    assert plan.config.actor.backend.kind == "fsdp"
+    assert megatron.time.total_s > plan.time.total_s / 1.05

@@ -1,0 +1,1 @@
+"""Plans for machines that one does not sit on: estimated times, and a search."""
