@@ -126,7 +126,7 @@ def test_where_the_memory_is_not_known_everything_saves_it() -> None:
     settled = resolve(grpo(), facts(None))
     assert settled.actor.backend.activation_checkpointing is True
     assert settled.placement.offload == "all"
-    assert settled.actor.backend.micro_batch_tokens_per_rank == 4096
+    assert settled.actor.backend.micro_batch_tokens_per_rank == 2048
     reasons = {item.because for item in resolutions(grpo(), facts(None))}
     assert "the memory of the GPUs is not known" in reasons
 

@@ -33,7 +33,7 @@ errors of the estimates.
 CPU_MICRO_BATCH_TOKENS = 8192
 CPU_KV_CACHE_GIB = 2.0
 
-MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096)
+MICRO_BATCH_TOKENS = (32768, 16384, 8192, 4096, 2048)
 """Sizes of micro-batches on GPUs. Fewer, larger ones gather a layer's weights less
 often."""
 

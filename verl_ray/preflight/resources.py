@@ -173,7 +173,8 @@ def _node_problems(config: Config, machine: Machine) -> Iterator[Problem]:
         if parallel > machine.gpus:
             key = f"{engine.section}.tensor_parallel"
             yield Problem(key, parallel, rule, f"Use at most {machine.gpus}.")
-        elif replicas > most:
+        # Engines that need more GPUs than there are at all are told of elsewhere.
+        elif most < replicas and engine.ranks <= machine.total_gpus:
             key = f"{engine.section}.num_replicas"
             rule += f": {machine.nodes} nodes hold {most} engines of {parallel} ranks"
             yield Problem(key, replicas, rule, f"Use at most {most}.")
