@@ -10,6 +10,10 @@ from controllers.compose.composition import compose
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.tasks.rl import RLConfig
 from verl_ray.preflight.device_defaults import LEVELS, USED_SHARE, with_changes
+from verl_ray.preflight.device_memory import (
+    device_memory_problems,
+    device_memory_warnings,
+)
 from verl_ray.preflight.facts import ClusterFacts
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import memory_plan
@@ -201,3 +205,21 @@ def test_changes_are_told_as_overrides() -> None:
         "backend.micro_batch_tokens_per_rank=1536"
         " actor.backend.activation_checkpointing=true placement.offload=all"
     )
+
+
+def test_a_row_that_cannot_fit_is_refused_although_the_rest_is_estimated() -> None:
+    # Activations of 131,072 tokens, recomputed: each layer keeps its input alone, of
+    # 4096 numbers in bfloat16, 1 GiB per layer.
+    longest = ("data.max_prompt_tokens=1024", "rollout.max_response_tokens=130048")
+    settled = resolve(grpo(*longest), facts(79.0))
+    plan = memory_plan(settled, on_gpus=True)
+    _, certain = plan.fullest(on_device=True, certain=True)
+    kept = 36 * 131_072 * 4096 * 2
+    assert plan.by_role["actor"]["learn"].of("activations") > kept
+
+    small = node((certain + kept // 3) / GIB)
+    (problem,) = device_memory_problems(plan, settled, small)
+    assert "one row of the greatest length take at least" in problem.rule
+    large = node(needed_gib(settled))
+    assert list(device_memory_problems(plan, settled, large)) == []
+    assert list(device_memory_warnings(settled, large)) == []

@@ -1,7 +1,8 @@
 """The base class of every section of the configuration, and numbers with ranges.
 
 Invariant: a section has no defaults and refuses keys that it does not know.
-Deliberately not here: any setting, and what `auto` stands for (`resolve.py`).
+Deliberately not here: any setting, and what `auto` stands for
+(`verl_ray/preflight/resolve.py`).
 """
 
 from __future__ import annotations

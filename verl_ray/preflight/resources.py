@@ -19,11 +19,14 @@ from verl_ray.config.rules.vllm_args import VLLM_ARGS_FIXED_ON_A_CPU
 from verl_ray.config.schema import Config
 from verl_ray.errors import Problem
 from verl_ray.paths import nearest_existing
+from verl_ray.preflight.device_memory import (
+    device_memory_problems,
+    device_memory_warnings,
+)
 from verl_ray.preflight.footprints import trained_parameters
 from verl_ray.preflight.machine import GIB, MIB, Machine
 from verl_ray.preflight.memory_plan import MemoryPlan, memory_plan
 from verl_ray.preflight.role_memory import model_size, wire_bytes
-from verl_ray.preflight.savings import cheapest_change, in_words
 
 BYTES_PER_SAVED_PARAMETER = 12
 """Bytes of a float32 weight and of AdamW's two moments."""
@@ -65,7 +68,7 @@ def resource_warnings(config: Config, machine: Machine | None) -> Iterator[str]:
     if machine is None:
         return
     if machine.gpus:
-        yield from _device_memory_warnings(config, machine)
+        yield from device_memory_warnings(config, machine)
     else:
         yield from _cpu_warnings(config, machine)
 
@@ -232,7 +235,7 @@ def _memory_problems(config: Config, machine: Machine) -> Iterator[Problem]:
     yield from _shared_memory_problems(config, machine)
 
     plan = memory_plan(config, on_gpus=machine.gpus > 0)
-    yield from _device_memory_problems(plan, config, machine)
+    yield from device_memory_problems(plan, config, machine)
     yield from _host_memory_problems(plan, config, machine)
 
 
@@ -266,50 +269,6 @@ def _shared_memory_bytes(config: Config, nodes: int) -> int:
     if config.rollout_task is None:
         return object_store
     return object_store + wire_bytes(config.rollout_task)
-
-
-def _device_memory_problems(
-    plan: MemoryPlan, config: Config, machine: Machine
-) -> Iterator[Problem]:
-    """Yield a problem if the smallest GPU is too small."""
-    phase, needed = plan.fullest(on_device=True, certain=True)
-    if machine.gpu_memory_bytes is None or needed <= machine.gpu_memory_bytes:
-        return
-
-    rule = (
-        f"weights, optimizer and caches take at least {needed / GIB:.1f} GiB of a GPU"
-        f" ({phase})"
-    )
-    size = f"These have {machine.gpu_memory_bytes / GIB:.1f} GiB"
-    fix = f"{size}: {_how_it_fits(config, machine.gpu_memory_bytes)}."
-    yield Problem("model.path", config.model.path, rule, fix)
-
-
-def _device_memory_warnings(config: Config, machine: Machine) -> Iterator[str]:
-    """Yield a warning if the smallest GPU is too small as far as can be estimated."""
-    available = machine.gpu_memory_bytes
-    if available is None:
-        return
-
-    plan = memory_plan(config, on_gpus=True)
-    phase, needed = plan.fullest(on_device=True)
-    _, certain = plan.fullest(on_device=True, certain=True)
-    if certain <= available < needed:
-        yield (
-            f"a GPU has {available / GIB:.1f} GiB, and {phase} is estimated to need"
-            f" {needed / GIB:.1f}: {_how_it_fits(config, available)}"
-        )
-
-
-def _how_it_fits(config: Config, available_bytes: int) -> str:
-    """Return the cheapest change with which the run would fit, in words."""
-    changes = cheapest_change(config, available_bytes)
-    if changes is None:
-        return (
-            "no setting changes that; share the model out over more ranks"
-            " (backend=fsdp, num_ranks), or take a smaller one"
-        )
-    return f"the cheapest change that would fit is {in_words(changes)}"
 
 
 def _host_memory_problems(

@@ -49,6 +49,16 @@ def cheapest_change(config: Config, memory_bytes: int) -> Changes | None:
     return together
 
 
+def single_rows(config: Config) -> Changes:
+    """Return the changes that make micro-batches as small as the longest row."""
+    changes = {}
+    for name, role in config.model_roles.items():
+        longest = row_tokens_per_rank(config, name)
+        if role.backend.micro_batch_tokens_per_rank != longest:
+            changes[f"{name}.backend.micro_batch_tokens_per_rank"] = longest
+    return changes
+
+
 def in_words(changes: Changes) -> str:
     """Return changes as overrides; roles that share a value share an override."""
     shared: dict[tuple[str, object], list[str]] = {}
@@ -84,10 +94,7 @@ def _sharded_sums(config: Config) -> Iterator[tuple[str, object]]:
 
 
 def _smaller_micro_batches(config: Config) -> Iterator[tuple[str, object]]:
-    for name, role in config.model_roles.items():
-        longest = row_tokens_per_rank(config, name)
-        if role.backend.micro_batch_tokens_per_rank != longest:
-            yield f"{name}.backend.micro_batch_tokens_per_rank", longest
+    yield from single_rows(config).items()
 
 
 def _smaller_caches(config: Config) -> Iterator[tuple[str, object]]:
