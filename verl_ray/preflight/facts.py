@@ -2,7 +2,7 @@
 
 Invariant: no framework is imported, and no tensor is read.
 
-Deliberately not here: what follows from the facts (`verl_ray/config/resolve.py`).
+Deliberately not here: what follows from the facts (`resolve.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Invariant: a wire that cannot join the processes of a run is refused with the reason and
 the key to change. Deliberately not here: how a wire works, and which of them `auto`
-stands for (`verl_ray/config/resolve.py`).
+stands for (`verl_ray/preflight/resolve.py`).
 """
 
 from __future__ import annotations
