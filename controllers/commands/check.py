@@ -202,8 +202,10 @@ def _fetch_models(config: Config) -> None:
     """
     if fetch_models(config):
         machine = machine_of(config)
-        planned = resolve(config, facts_here(config, machine))
-        problems = list(model_problems(planned, machine))
+        known = config
+        if machine is not None:
+            known = resolve(config, facts_here(config, machine))
+        problems = list(model_problems(known, machine))
         if problems:
             raise ConfigError(problems)
 
@@ -264,9 +266,9 @@ def check(
     planned = resolve(config, facts)
     planned_memory = memory_plan(planned, on_gpus=facts.gpus > 0)
 
-    print_tables(batch_table(planned), role_table(planned), source_lines(config))
-
     # Another cluster may resolve the settings otherwise than this machine would.
+    known = config if machine is None else planned
+    print_tables(batch_table(known), role_table(known), source_lines(config))
     if machine is not None:
         resolved = resolutions(config, facts)
         if described is not None:
@@ -276,8 +278,8 @@ def check(
             print_tables(auto_table(resolved, place))
     _print_length(checked.config, checked.data.files)
 
-    nodes = 1 if machine is None else machine.nodes
-    print_tables(memory_table(planned_memory, nodes=nodes))
+    if machine is not None:
+        print_tables(memory_table(planned_memory, nodes=machine.nodes))
     print_data(config, checked.data.files, checked.trials.trials)
     print(_resources(machine))
     print_warnings(checked.warnings, sys.stdout)
@@ -359,7 +361,7 @@ def _resources(machine: Machine | None) -> str:
     if machine is None:
         return (
             "resources: read from the cluster when the run starts, and so is what auto"
-            " becomes"
+            " becomes, and the memory plan"
         )
 
     if machine.is_described:

@@ -94,7 +94,7 @@ def role_table(config: Config) -> Table:
         table.add_row(
             name,
             role.backend.description(role.num_ranks),
-            role.backend.compute_dtype,
+            role.backend.dtype,
             str(role.num_ranks),
             placement,
         )

@@ -15,6 +15,7 @@ from verl_ray.preflight.device_memory import (
     device_memory_warnings,
 )
 from verl_ray.preflight.facts import ClusterFacts
+from verl_ray.preflight.findings import preflight
 from verl_ray.preflight.machine import GIB, Machine
 from verl_ray.preflight.memory_plan import memory_plan
 from verl_ray.preflight.resolve import resolutions, resolve
@@ -223,3 +224,29 @@ def test_a_row_that_cannot_fit_is_refused_although_the_rest_is_estimated() -> No
     large = node(needed_gib(settled))
     assert list(device_memory_problems(plan, settled, large)) == []
     assert list(device_memory_warnings(settled, large)) == []
+
+
+def test_on_a_cluster_of_which_nothing_is_known_auto_stays_open() -> None:
+    # 2 GiB, which auto is on a CPU, hold no row of 33,792 tokens.
+    def refused(*changes: str) -> set[str]:
+        findings = preflight(grpo(*LONG, *changes), None)
+        return {problem.key for problem in findings.problems}
+
+    assert "rollout.kv_cache_gib" not in refused()
+    assert "rollout.kv_cache_gib" in refused("rollout.kv_cache_gib=2")
+    # A type that only one side names is no mismatch yet.
+    warnings = preflight(grpo("rollout.dtype=bfloat16"), None).warnings
+    assert not any("round differently" in text for text in warnings)
+
+
+def test_a_cache_that_is_slightly_too_large_becomes_slightly_smaller() -> None:
+    changed = grpo(
+        "rollout.kv_cache_gib=62", "backend.micro_batch_tokens_per_rank=4096"
+    )
+    config = resolve(changed, facts(79.0))
+    needed = needed_gib(config)
+    available = needed - 0.4
+    changes = cheapest_change(config, int(available * GIB))
+    assert changes is not None
+    assert changes["rollout.kv_cache_gib"] == pytest.approx(61.6, abs=0.011)
+    assert needed_gib(with_changes(config, changes)) <= available

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 
 from verl_ray.config.rollout import ServedModel
 from verl_ray.config.schema import Config
-from verl_ray.config.section import resolved
 from verl_ray.config.suggest import either, nearest_divisors
 from verl_ray.config.vllm_limits import (
     ATTENTION_HEAD_SIZES,
@@ -84,9 +83,10 @@ def _cache_problems(
     engine: ServedModel, settings: Mapping[str, object]
 ) -> Iterator[Problem]:
     """Yield a KV cache that cannot hold one row of the greatest length."""
+    # On a cluster of which nothing is known yet, auto may become anything.
     needed = row_cache_bytes(engine, settings)
-    cache_gib = resolved(engine.config.kv_cache_gib)
-    if needed is None or needed <= cache_gib * GIB:
+    cache_gib = engine.config.kv_cache_gib
+    if needed is None or cache_gib == "auto" or needed <= cache_gib * GIB:
         return
 
     tokens = engine.max_prompt_tokens + engine.max_response_tokens
@@ -105,7 +105,7 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
     since it counts in blocks.
 
     Args:
-        engine: Engine of a resolved configuration.
+        engine: The engine. A type that is `auto` counts as the narrower one.
         settings: Contents of its model's config.json.
 
     Returns:
@@ -129,7 +129,7 @@ def row_cache_bytes(engine: ServedModel, settings: Mapping[str, object]) -> int 
 
     tokens = engine.max_prompt_tokens + engine.max_response_tokens
     heads_per_rank = max(1, kv_heads // engine.config.tensor_parallel)
-    element_bytes = 4 if resolved(engine.config.dtype) == "float32" else 2
+    element_bytes = 4 if engine.config.dtype == "float32" else 2
     return 2 * layers * heads_per_rank * head_size * element_bytes * tokens
 
 

@@ -77,6 +77,8 @@ def preflight(
     """
     # What a run needs depends on what each `auto` will stand for.
     planned = resolve(config, facts_here(config, machine, learns=not evaluates))
+    # A cluster of which nothing is known yet leaves it open.
+    known = config if machine is None else planned
 
     # Causes come before their consequences, such as a missing model before its memory.
     findings = Findings()
@@ -89,7 +91,7 @@ def preflight(
         findings.problems += _data_problems(config)
     if starts_here:
         findings.problems += _run_dir_problems(config)
-    findings.problems += model_problems(planned, machine)
+    findings.problems += model_problems(known, machine)
     findings.problems += backend_problems(planned, machine)
     findings.problems += _grader_problems(config, machine, needs_data=needs_data)
 
@@ -103,7 +105,7 @@ def preflight(
 
     findings.problems += resource_problems(planned, machine)
     findings.warnings += resource_warnings(planned, machine)
-    findings.warnings += cost_warnings(planned, machine, evaluates=evaluates)
+    findings.warnings += cost_warnings(known, machine, evaluates=evaluates)
     return findings
 
 

@@ -7,12 +7,15 @@ fits. Deliberately not here: the values of `auto`, which fit already
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 from verl_ray.config.algebra import row_tokens_per_rank
 from verl_ray.config.rules import rule_violations
 from verl_ray.config.schema import Config
+from verl_ray.config.section import resolved
 from verl_ray.preflight.device_defaults import Changes, least_cache_gib, with_changes
+from verl_ray.preflight.machine import GIB
 from verl_ray.preflight.memory_plan import memory_plan
 
 
@@ -29,7 +32,9 @@ def cheapest_change(config: Config, memory_bytes: int) -> Changes | None:
     Returns:
         The changes; None if no combination fits.
     """
-    savings = [changes for saving in SAVINGS if (changes := dict(saving(config)))]
+    savings = [
+        changes for saving in SAVINGS if (changes := dict(saving(config, memory_bytes)))
+    ]
 
     for changes in savings:
         if _fits(config, changes, memory_bytes):
@@ -87,31 +92,39 @@ def _fits(config: Config, changes: Changes, memory_bytes: int) -> bool:
 # ----------------------------------------------------- changes, the cheapest ones first
 
 
-def _sharded_sums(config: Config) -> Iterator[tuple[str, object]]:
+def _sharded_sums(config: Config, _: int) -> Iterator[tuple[str, object]]:
     for name in config.learners:
         if getattr(config.model_roles[name].backend, "accumulate", None) == "whole":
             yield f"{name}.backend.accumulate", "sharded"
 
 
-def _smaller_micro_batches(config: Config) -> Iterator[tuple[str, object]]:
+def _smaller_micro_batches(config: Config, _: int) -> Iterator[tuple[str, object]]:
     yield from single_rows(config).items()
 
 
-def _smaller_caches(config: Config) -> Iterator[tuple[str, object]]:
-    for engine in config.engines.values():
-        least = least_cache_gib(engine, config)
-        cache_gib = engine.config.kv_cache_gib
-        if cache_gib != "auto" and cache_gib > least:
-            yield f"{engine.section}.kv_cache_gib", least
+def _smaller_caches(config: Config, memory_bytes: int) -> Iterator[tuple[str, object]]:
+    """Yield the largest caches that fit; a small one leaves few rows at a time."""
+    plan = memory_plan(config, on_gpus=True)
+    for name, engine in config.engines.items():
+        needed = max(
+            plan.bytes_by_device(phase)[plan.device_of(name)]
+            for phase in plan.phases
+            if plan.by_role[name][phase].of("cache")
+        )
+        cache_gib = resolved(engine.config.kv_cache_gib)
+        excess_gib = math.ceil(100 * (needed - memory_bytes) / GIB) / 100
+        smaller = round(cache_gib - excess_gib, 2)
+        if excess_gib > 0 and smaller >= least_cache_gib(engine, config):
+            yield f"{engine.section}.kv_cache_gib", smaller
 
 
-def _offloading(config: Config) -> Iterator[tuple[str, object]]:
+def _offloading(config: Config, _: int) -> Iterator[tuple[str, object]]:
     task = config.rollout_task
     if task is not None and task.shares_processes and task.placement.offload != "all":
         yield "placement.offload", "all"
 
 
-def _recomputation(config: Config) -> Iterator[tuple[str, object]]:
+def _recomputation(config: Config, _: int) -> Iterator[tuple[str, object]]:
     for name in config.learners:
         backend = config.model_roles[name].backend
         if getattr(backend, "activation_checkpointing", None) is False:
@@ -120,7 +133,7 @@ def _recomputation(config: Config) -> Iterator[tuple[str, object]]:
             yield f"{name}.backend.recompute", "full"
 
 
-def _bfloat16(config: Config) -> Iterator[tuple[str, object]]:
+def _bfloat16(config: Config, _: int) -> Iterator[tuple[str, object]]:
     for name, role in config.model_roles.items():
         if role.backend.dtype == "float32":
             yield f"{name}.backend.dtype", "bfloat16"
@@ -129,13 +142,14 @@ def _bfloat16(config: Config) -> Iterator[tuple[str, object]]:
             yield f"{engine.section}.dtype", "bfloat16"
 
 
-def _parameters_on_the_host(config: Config) -> Iterator[tuple[str, object]]:
+def _parameters_on_the_host(config: Config, _: int) -> Iterator[tuple[str, object]]:
     for name, role in config.model_roles.items():
         if getattr(role.backend, "host_parameters", None) is False:
             yield f"{name}.backend.host_parameters", True
 
 
-Saving = Callable[[Config], Iterator[tuple[str, object]]]
+Saving = Callable[[Config, int], Iterator[tuple[str, object]]]
+"""Takes the resolved configuration, and the memory of a GPU in bytes."""
 
 SAVINGS: tuple[Saving, ...] = (
     _sharded_sums,

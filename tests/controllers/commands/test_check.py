@@ -81,6 +81,9 @@ def test_it_says_what_auto_stands_for_here(
         "read from the cluster when the run starts, and so is what auto becomes" in out
     )
     assert "rollout.sync.transport" not in out
+    # Nothing of a CPU is shown or judged for it.
+    assert _row(out, "rollout", 5)[2].strip() == "auto"
+    assert "memory in GiB" not in out
 
 
 def test_keys_of_earlier_versions_lead_to_the_new_ones(
