@@ -188,7 +188,8 @@ def _best_engines(
     best: RLConfig | None = None
     best_s = float("inf")
     for width in widths:
-        engines = with_engines(config, total // width, width)
+        # An engine without a row would be idle.
+        engines = with_engines(config, min(total // width, config.rows_per_step), width)
         cached = with_largest_cache(engines, space.machine)
         if cached is None:
             continue
@@ -263,7 +264,7 @@ def _micro_batches(
     longest, _ = config.longest_row
     row = -(-longest // layout.token_slices)
     rows_per_rank = -(-config.rows_per_step // max(1, ranks // layout.peers))
-    batches = _BATCHES[:1] if frugal else _every_other(_BATCHES, ranks)
+    batches = _BATCHES[:1] if frugal else _BATCHES
     for rows in batches:
         if rows < 2 * rows_per_rank:
             yield rows * row

@@ -32,7 +32,7 @@ class Shortage:
     """Memory that a candidate lacks.
 
     Attributes:
-        place: A GPU, or the hosts together.
+        place: A GPU, or the host of a node.
         phase: Phase of a step in which it is short.
         needed: Bytes that it needs there.
         available: Bytes that a plan may fill there.
@@ -102,12 +102,11 @@ def shortage_of(plan: MemoryPlan, machine: Machine) -> Shortage | None:
     assert machine.gpu is not None, "a machine with GPUs was described"
     phase, device_bytes = plan.fullest(on_device=True)
     on_device = int(MEMORY_SHARE * machine.gpu.memory_bytes)
-    host_phase, host_bytes = plan.fullest(on_device=False)
-    on_hosts = int(MEMORY_SHARE * machine.nodes * machine.memory_bytes)
-    shortages = [
-        Shortage("a GPU", phase, device_bytes, on_device),
-        Shortage("the hosts", host_phase, host_bytes, on_hosts),
-    ]
+    on_host = int(MEMORY_SHARE * machine.memory_bytes)
+    shortages = [Shortage("a GPU", phase, device_bytes, on_device)]
+    for each in plan.phases:
+        node_bytes = plan.node_bytes(each, machine.gpus)
+        shortages.append(Shortage("the host of a node", each, node_bytes, on_host))
     worst = max(shortages, key=lambda shortage: shortage.factor)
     return worst if worst.factor > 1 else None
 

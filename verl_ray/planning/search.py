@@ -35,6 +35,13 @@ A time model does not tell a few percent apart, and the other backends need no p
 """
 
 
+HOST_ADVANTAGE = 1.05
+"""Times that a step must be faster with parameters that stay on the host.
+
+An optimizer on the host depends on its cores, which the time model does not count.
+"""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A proposed configuration.
@@ -136,8 +143,11 @@ def _fastest(
 def _score(config: RLConfig, machine: Machine) -> float:
     """Return the seconds of a step by which candidates are compared."""
     seconds = step_time(config, machine).total_s
-    if config.actor.backend.packages:
+    backend = config.actor.backend
+    if backend.packages:
         seconds *= MEGATRON_ADVANTAGE
+    if backend.stays_on_host:
+        seconds *= HOST_ADVANTAGE
     return seconds
 
 

@@ -129,6 +129,28 @@ class MemoryPlan:
             total += group.nbytes + group.ranks * self._on_host(group, phase, certain)
         return total
 
+    def node_bytes(self, phase: Phase, gpus: int) -> int:
+        """Return the most that the host of a node may need in a phase.
+
+        The ranks that take most of their hosts are assumed to be on one node, together
+        with all processes that have no GPU.
+
+        Args:
+            phase: Phase of a step.
+            gpus: Number of GPUs of a node.
+        """
+        by_gpu: dict[tuple[str, int], int] = {}
+        without_gpu = 0
+        for group in self.processes:
+            of_rank = PROCESS_BYTES[group.kind] + self._on_host(group, phase, False)
+            if not any(role in self.by_role for role in group.roles):
+                without_gpu += group.ranks * of_rank
+                continue
+            for rank in range(group.ranks):
+                gpu = (group.device, rank)
+                by_gpu[gpu] = by_gpu.get(gpu, 0) + of_rank
+        return without_gpu + sum(sorted(by_gpu.values(), reverse=True)[:gpus])
+
     def device_bytes(self, phase: Phase, *, certain: bool = False) -> int:
         """Return the memory of the fullest GPU in a phase; 0 without GPUs."""
         return max(self.bytes_by_device(phase, certain=certain).values(), default=0)

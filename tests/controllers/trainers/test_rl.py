@@ -385,7 +385,7 @@ def test_two_policies_need_no_old_log_probs_and_compare_before_anything_is_learn
         *correction("two_policy", "icepop", level="token", lower=0.999, upper=1.001),
         *several,
     )
-    assert not run.learner.config.needs_old_log_probs
+    assert not run.learner.needs_old_log_probs
     run.publish(0)
     metrics = run.step(1)
     assert "timing_s/old_log_prob" not in metrics and apart(metrics) < 1e-5
