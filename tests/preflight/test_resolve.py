@@ -296,3 +296,19 @@ def test_epochs_become_steps_that_use_every_example(
     assert rule_violations(counted) == []
     assert resolution_of_steps(counted, examples) is None
     assert with_total_steps(counted, 7 * examples) == counted
+
+
+def test_engines_are_not_cut_across_nodes() -> None:
+    # 4 nodes of 6 GPUs: 2 of the trainers leave 22, and a node holds an engine of 4.
+    config = configured(
+        "algorithm=dr_grpo", "placement=separate", "actor.num_ranks=2",
+        "rollout.tensor_parallel=4", root="grpo",
+    )  # fmt: skip
+    facts = replace(NODE, nodes=4, gpus=24)
+    assert values(config, facts)["rollout.num_replicas"] == 4
+    # Engines of 2 fit three to a node, and 22 GPUs hold 11 of them.
+    narrow = configured(
+        "algorithm=dr_grpo", "placement=separate", "actor.num_ranks=2",
+        "rollout.tensor_parallel=2", root="grpo",
+    )  # fmt: skip
+    assert values(narrow, facts)["rollout.num_replicas"] == 11

@@ -187,7 +187,9 @@ def _num_replicas(config: Config, facts: ClusterFacts) -> tuple[int, str]:
 
     free = max(0, facts.gpus - others)
     because = f"{free} of {facts.gpus} GPUs are left by the other roles"
-    return max(1, free // parallel), because
+    # The ranks of an engine share a node.
+    most = facts.nodes * (facts.gpus // facts.nodes // parallel)
+    return max(1, min(free // parallel, most)), because
 
 
 # ------------------------------------------------------------------ settings of any run
@@ -343,7 +345,7 @@ def _probe_tolerance(config: RolloutTaskConfig, _: ClusterFacts) -> ValueAndReas
 
     # Rounding differs between the sides, so the first sync has to show by how much.
     names = " and ".join(sorted(dtypes))
-    return "measured", f"{names} round"
+    return "measured", f"numbers are rounded to {names}"
 
 
 def _shares_gpus(config: RolloutTaskConfig, facts: ClusterFacts) -> bool:
